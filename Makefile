@@ -1,0 +1,38 @@
+# Two commands for newcomers: `make quickstart` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: quickstart test lint types unit format gpu clean
+
+quickstart: $(STAMP)
+	$(BIN)/python -m cli fit --config recipes/quickstart.yaml
+
+test: lint types unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy lightning_memfit
+	$(BIN)/mypy cli
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu"
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch first and alone, so that the constraints decide which build is taken before anything else asks for one.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,wandb,plot]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

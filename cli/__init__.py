@@ -1,0 +1,1 @@
+"""Command line: a LightningCLI with one file per subcommand. Nothing imports it."""

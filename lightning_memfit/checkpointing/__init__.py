@@ -1,0 +1,1 @@
+"""Activation checkpointing in plain torch: repeated blocks and per-block policies."""

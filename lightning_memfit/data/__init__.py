@@ -1,0 +1,1 @@
+"""LightningDataModules that ship with the package."""

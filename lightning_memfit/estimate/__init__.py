@@ -1,0 +1,1 @@
+"""Bytes by category, phase and tier for a Setting: pure arithmetic over a profile."""

@@ -1,0 +1,1 @@
+"""Micro-batches of a constant effective batch, and surviving out-of-memory errors."""

@@ -1,0 +1,1 @@
+"""Monitors and reports of what a run really used."""

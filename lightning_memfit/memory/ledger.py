@@ -1,0 +1,209 @@
+"""`StorageLedger`: which tensor storages are alive, how large they are and what they are for.
+
+One mechanism serves three users: tracing on fake tensors (`profile`), the simulated device (`device`) and the memory
+monitor on the CPU (`measure`). A storage is entered when an operator returns it and leaves when its last tensor dies.
+"""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memfit.memory.breakdown import Category
+
+_TO_COPY = torch.ops.aten._to_copy.default
+
+
+class _Entry:
+    """One live storage."""
+
+    __slots__ = ("category", "identity", "reference", "size_bytes")
+
+    def __init__(self, identity: int, size_bytes: int, category: Category) -> None:
+        self.identity = identity
+        self.size_bytes = size_bytes
+        self.category = category
+        self.reference: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class StorageLedger(TorchDispatchMode):
+    """Follow every storage that operators create while the mode is active.
+
+    New storages are classified by where they are made: inside `optimizer.step` (gradient mode off) and during backward
+    they are `temporary`, elsewhere `activation`. Gradients are re-labelled when they are accumulated, optimizer states
+    when the step ends. In-kernel scratch memory is invisible to this mode.
+
+    Args:
+        rounding_bytes: Sizes are rounded up to a multiple of this (512 for the CUDA caching allocator).
+    """
+
+    def __init__(self, rounding_bytes: int = 1) -> None:
+        super().__init__()
+        if rounding_bytes < 1:
+            raise ValueError(f"`rounding_bytes={rounding_bytes}` must be at least 1.")
+        self.rounding_bytes = rounding_bytes
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.live_by_category: dict[Category, int] = dict.fromkeys(Category, 0)
+        self.peak_by_category: dict[Category, int] = dict.fromkeys(Category, 0)
+        self._entries: dict[int, _Entry] = {}
+        self._next_identity = 0
+        self._parameter_keys: set[int] = set()
+        self._handles: list[Any] = []
+        self._step_open = False
+
+    # --- what subclasses may override -------------------------------------------------------------------------------
+
+    def on_allocate(self, identity: int, size_bytes: int, category: Category, name: str) -> None:
+        """Called after a storage was entered."""
+
+    def on_free(self, identity: int, size_bytes: int, category: Category) -> None:
+        """Called after a storage left."""
+
+    def on_resize(self, identity: int, size_bytes: int) -> None:
+        """Called after a storage changed its size in place."""
+
+    def on_relabel(self, identity: int, category: Category) -> None:
+        """Called after a storage changed its category."""
+
+    # --- entering what exists already -------------------------------------------------------------------------------
+
+    def track(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
+        """Enter a tensor's storage, or re-label it where it is known already."""
+        storage = tensor.untyped_storage()
+        entry = self._entries.get(storage._cdata)
+        if entry is None:
+            self._enter(storage, category, name)
+        else:
+            self._relabel(entry, category)
+
+    def track_module(self, module: torch.nn.Module) -> None:
+        """Enter parameters, buffers and gradients of a module and label its later gradients."""
+        for name, parameter in module.named_parameters():
+            self.track(parameter, Category.PARAMETER, name)
+            self._parameter_keys.add(parameter.untyped_storage()._cdata)
+            if parameter.grad is not None:
+                self.track(parameter.grad, Category.GRADIENT, name)
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._label_gradient))
+        for name, buffer in module.named_buffers():
+            self.track(buffer, Category.BUFFER, name)
+
+    def track_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Enter the optimizer's states, and label what its later steps make."""
+        self._label_states(optimizer)
+        self._handles.append(optimizer.register_step_pre_hook(self._open_step))
+        self._handles.append(optimizer.register_step_post_hook(self._close_step))
+
+    def close(self) -> None:
+        """Remove every hook. The ledger keeps its figures and follows frees, but enters nothing on its own."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def reset_peak(self) -> None:
+        """Start a new peak at what is alive now."""
+        self.peak_bytes = self.live_bytes
+        self.peak_by_category = dict(self.live_by_category)
+
+    # --- the mode ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if isinstance(result, torch.Tensor):
+            self._see(func, args, result)
+        elif isinstance(result, (list, tuple)):
+            for tensor in _tensors(result):
+                self._see(func, args, tensor)
+        return result
+
+    def _see(self, func: Any, args: Any, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        entry = self._entries.get(storage._cdata)
+        if entry is None:
+            self._enter(storage, self._classify(func, args), str(func))
+        elif entry.size_bytes != self._rounded(storage.nbytes()):
+            self._resize(entry, self._rounded(storage.nbytes()))
+
+    def _classify(self, func: Any, args: Any) -> Category:
+        if torch._C._current_graph_task_id() != -1:
+            return Category.TEMPORARY
+        if self._step_open and not torch.is_grad_enabled():
+            return Category.TEMPORARY
+        if func is _TO_COPY and args[0].untyped_storage()._cdata in self._parameter_keys:
+            return Category.TEMPORARY  # autocast's cached half-precision copy of a weight
+        return Category.ACTIVATION
+
+    # --- bookkeeping ------------------------------------------------------------------------------------------------
+
+    def _rounded(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.rounding_bytes) * self.rounding_bytes
+
+    def _enter(self, storage: torch.UntypedStorage, category: Category, name: str) -> None:
+        key = storage._cdata
+        entry = _Entry(self._next_identity, self._rounded(storage.nbytes()), category)
+        self._next_identity += 1
+        self._entries[key] = entry
+
+        def leave(_: Any, ledger: "StorageLedger" = self, key: int = key, entry: _Entry = entry) -> None:
+            ledger._leave(key, entry)
+
+        entry.reference = weakref.ref(storage, leave)
+        self._add(entry.size_bytes, category)
+        self.on_allocate(entry.identity, entry.size_bytes, category, name)
+
+    def _leave(self, key: int, entry: _Entry) -> None:
+        if self._entries.get(key) is not entry:
+            return
+        del self._entries[key]
+        self._parameter_keys.discard(key)
+        self.live_bytes -= entry.size_bytes
+        self.live_by_category[entry.category] -= entry.size_bytes
+        self.on_free(entry.identity, entry.size_bytes, entry.category)
+
+    def _resize(self, entry: _Entry, size_bytes: int) -> None:
+        self._add(size_bytes - entry.size_bytes, entry.category)
+        entry.size_bytes = size_bytes
+        self.on_resize(entry.identity, size_bytes)
+
+    def _relabel(self, entry: _Entry, category: Category) -> None:
+        if entry.category is category:
+            return
+        self.live_by_category[entry.category] -= entry.size_bytes
+        self.live_by_category[category] += entry.size_bytes
+        entry.category = category
+        self.on_relabel(entry.identity, category)
+
+    def _add(self, size_bytes: int, category: Category) -> None:
+        self.live_bytes += size_bytes
+        self.live_by_category[category] += size_bytes
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
+            self.peak_by_category = dict(self.live_by_category)
+
+    def _label_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.track(parameter.grad, Category.GRADIENT)
+
+    def _label_states(self, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    self.track(value, Category.OPTIMIZER_STATE)
+
+    def _open_step(self, *_: Any) -> None:
+        self._step_open = True
+
+    def _close_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._step_open = False
+        self._label_states(optimizer)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

@@ -1,0 +1,49 @@
+"""Bytes as people write and read them. Integers inside, GiB only at the edges."""
+
+import re
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+_BINARY = {"kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB}
+_DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: int | float | str, argument: str = "size") -> int:
+    """Turn `12GiB`, `12 GB`, `1.5e9` or a number of bytes into an integer.
+
+    Binary suffixes (KiB, MiB, GiB, TiB) are powers of 1024, decimal ones (kB, MB, GB, TB) powers of 1000.
+
+    Args:
+        value: What the user wrote.
+        argument: Name used in the error message.
+
+    Raises:
+        ValueError: If the value is not a positive size.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        number, unit = float(value), ""
+    else:
+        match = _PATTERN.fullmatch(str(value))
+        if match is None:
+            raise ValueError(f"`{argument}={value!r}` is not a size. Write for example 12GiB, 500MiB or 12e9.")
+        number, unit = float(match[1]), match[2].lower()
+    scale = {"": 1, **_DECIMAL, **_BINARY}.get(unit)
+    if scale is None:
+        raise ValueError(f"`{argument}={value!r}` has the unknown unit {unit!r}. Use B, kB, MB, GB, TB, KiB, MiB, GiB or TiB.")
+    size = int(number * scale)
+    if size <= 0:
+        raise ValueError(f"`{argument}={value!r}` must be a positive size.")
+    return size
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Format bytes in the largest binary unit that keeps at least one digit before the point: `3.72 GiB`."""
+    magnitude = abs(size_bytes)
+    for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if magnitude >= scale:
+            return f"{size_bytes / scale:.2f} {unit}"
+    return f"{size_bytes} B"

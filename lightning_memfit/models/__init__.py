@@ -1,0 +1,1 @@
+"""LightningModules that ship with the package."""

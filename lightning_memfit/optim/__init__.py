@@ -1,0 +1,1 @@
+"""Optimizers in plain torch: parameter groups and 8-bit conversion."""

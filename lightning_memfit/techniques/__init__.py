@@ -1,0 +1,1 @@
+"""One file per technique: its Lightning face and its record."""

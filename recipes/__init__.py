@@ -1,0 +1,1 @@
+"""Recipes as package data: `memfit recipes` lists them."""
