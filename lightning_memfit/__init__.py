@@ -19,7 +19,8 @@ __all__ = ["__version__", *_PUBLIC]
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'lightning_memfit' has no attribute {name!r}. Public names: {', '.join(_PUBLIC)}.")
+        names = ", ".join(_PUBLIC)
+        raise AttributeError(f"module 'lightning_memfit' has no attribute {name!r}. Public names: {names}.")
     return getattr(import_module(_PUBLIC[name]), name)
 
 

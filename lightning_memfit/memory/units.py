@@ -33,7 +33,8 @@ def parse_bytes(value: int | float | str, argument: str = "size") -> int:
         number, unit = float(match[1]), match[2].lower()
     scale = {"": 1, **_DECIMAL, **_BINARY}.get(unit)
     if scale is None:
-        raise ValueError(f"`{argument}={value!r}` has the unknown unit {unit!r}. Use B, kB, MB, GB, TB, KiB, MiB, GiB or TiB.")
+        known = "B, kB, MB, GB, TB, KiB, MiB, GiB or TiB"
+        raise ValueError(f"`{argument}={value!r}` has the unknown unit {unit!r}. Use {known}.")
     size = int(number * scale)
     if size <= 0:
         raise ValueError(f"`{argument}={value!r}` must be a positive size.")
