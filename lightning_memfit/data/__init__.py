@@ -1,1 +1,6 @@
 """LightningDataModules that ship with the package."""
+
+from lightning_memfit.data.standard_library import StandardLibraryText
+from lightning_memfit.data.text import TextData
+
+__all__ = ["StandardLibraryText", "TextData"]

@@ -1,0 +1,83 @@
+"""Where text comes from: local files through Hugging Face `datasets`, or a data set of the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# File endings, the reader in `datasets`, and its options. A text file is one document.
+_READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".txt": ("text", {"sample_by": "document"}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+}
+_ENDINGS = ", ".join(_READERS)
+
+
+def load_documents(dataset: str, dataset_config: str | None, split: str, cache_dir: str | None) -> Dataset:
+    """Return a data set with one document a row.
+
+    Args:
+        dataset: Local file or folder of txt, jsonl or parquet files, or a hub name.
+        dataset_config: Configuration of a hub data set.
+        split: Split of a hub data set; local files have only `train`.
+        cache_dir: Where `datasets` keeps its files.
+
+    Raises:
+        ValueError: If there is nothing to read, or the hub cannot be reached.
+    """
+    path = Path(dataset).expanduser()
+    if path.exists():
+        if dataset_config is not None or split != "train":
+            raise ValueError(f"`dataset={dataset!r}` is local: `dataset_config` and other splits are for the hub.")
+        return _load_files(path, cache_dir)
+    if dataset.startswith((".", "/", "~")) or path.suffix in _READERS or dataset.count("/") > 1:
+        raise ValueError(f"`dataset={dataset!r}` is a path, but there is no such file or folder.")
+    return _load_from_hub(dataset, dataset_config, split, cache_dir)
+
+
+def _load_files(path: Path, cache_dir: str | None) -> Dataset:
+    from datasets import load_dataset
+
+    files = local_files(path)
+    reader, options = _READERS[files[0].suffix]
+    names = [str(file) for file in files]
+    try:
+        return load_dataset(reader, data_files={"train": names}, split="train", cache_dir=cache_dir, **options)
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise ValueError(f"`dataset={str(path)!r}` cannot be read as {reader} files: {cause}") from error
+
+
+def local_files(path: Path) -> list[Path]:
+    """Return the files to read, sorted, all of one kind.
+
+    Raises:
+        ValueError: If there are none, they are of several kinds, or one is empty.
+    """
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _READERS)
+    kinds = sorted({file.suffix for file in files})
+    if not files or kinds[0] not in _READERS:
+        raise ValueError(f"`dataset={str(path)!r}` has no text files. Wanted: {_ENDINGS}.")
+    if len(kinds) > 1:
+        raise ValueError(f"`dataset={str(path)!r}` mixes {', '.join(kinds)} files. Keep one kind in a folder.")
+    for file in files:
+        if file.stat().st_size == 0:
+            raise ValueError(f"`dataset`: the file {str(file)!r} is empty. Remove it or fill it.")
+    return files
+
+
+def _load_from_hub(dataset: str, dataset_config: str | None, split: str, cache_dir: str | None) -> Dataset:
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(dataset, dataset_config, split=split, cache_dir=cache_dir)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"`dataset={dataset!r}` is neither a local file or folder ({_ENDINGS}) nor could it be fetched from the "
+            f"Hugging Face hub ({reason}). Give a local path to train without network."
+        ) from error

@@ -1,0 +1,85 @@
+"""`StandardLibraryText`: real text that every machine has, the source files of Python's standard library."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+import tokenize
+from pathlib import Path
+
+import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_memfit.data.packed import PackedText
+from lightning_memfit.data.packing import join
+from lightning_memfit.data.splitting import content_hash, validation_mask
+from lightning_memfit.data.tokenization import BYTES, encode
+
+# Not the library itself: what was installed into it, and tests, which hold deliberately broken files.
+_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+class StandardLibraryText(PackedText):
+    """Source files of the running Python's standard library: a small corpus without network or files of your own.
+
+    Sorted by name, one document a file, split by content. The text depends on the Python version; its hash is printed.
+
+    Args:
+        tokenizer: `bytes`, a local folder or a hub name.
+        sequence_length: Tokens in a block.
+        batch_size: Blocks in a micro-batch of one device.
+        global_batch_size: Blocks in an optimizer step, accumulation and all devices included. Null: not checked.
+        val_fraction: Share of the files kept for validation, chosen by their content.
+        num_workers: Loader processes.
+        seed: Of the order of the training blocks.
+        max_files: Take only this many files, those with the smallest hashes. Null: all of them.
+
+    Raises:
+        ValueError: If a number is out of range, or the tokenizer cannot be read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str = BYTES,
+        sequence_length: int = 256,
+        batch_size: int = 8,
+        global_batch_size: int | None = None,
+        val_fraction: float = 0.05,
+        num_workers: int = 1,
+        seed: int = 0,
+        max_files: int | None = None,
+    ) -> None:
+        super().__init__(tokenizer, sequence_length, batch_size, global_batch_size, val_fraction, num_workers, seed)
+        if max_files is not None and max_files < 2:
+            raise ValueError(f"`max_files={max_files}` must be at least 2: one to train on, one to validate with.")
+        self.max_files = max_files
+        self.save_hyperparameters()
+
+    def load_tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """Read and encode the files in memory: 2 bytes a token."""
+        texts = read_standard_library()
+        hashes = np.array([content_hash(text) for text in texts], np.uint64)
+        if self.max_files is not None and self.max_files < len(texts):
+            kept = np.sort(np.argsort(hashes, kind="stable")[: self.max_files])
+            texts, hashes = [texts[i] for i in kept], hashes[kept]
+        mask = validation_mask(hashes, self.val_fraction)
+        documents = encode(self.tokenizer, texts)
+        train = join([document for document, is_val in zip(documents, mask, strict=True) if not is_val])
+        val = join([document for document, is_val in zip(documents, mask, strict=True) if is_val])
+        digest = hashlib.blake2b(hashes.tobytes(), digest_size=6).hexdigest()
+        rank_zero_info(
+            f"Standard library text {digest}: {len(texts)} files, {len(train):,} training and {len(val):,} "
+            "validation tokens"
+        )
+        return train, val
+
+
+def read_standard_library() -> list[str]:
+    """Return the text of every module of the standard library, sorted by path, empty files left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    texts = []
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        if not _EXCLUDED.intersection(path.relative_to(root).parts):
+            with tokenize.open(path) as file:  # honours the encoding a source file declares
+                texts.append(file.read())
+    return [text for text in texts if text]

@@ -1,0 +1,108 @@
+"""Tokenizers: any of Hugging Face's, or one token per byte, which needs no file and no network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTES = "bytes"
+_EOS, _PAD = "<|endoftext|>", "<|pad|>"
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that knows where a document ends.
+
+    Args:
+        name: `bytes` for the byte tokenizer, a local folder, or a hub name.
+
+    Raises:
+        ValueError: If it cannot be read, or has no end-of-sequence token.
+    """
+    if name == BYTES:
+        return byte_tokenizer()
+    from transformers import AutoTokenizer
+
+    folder = Path(name).expanduser()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"`tokenizer={name!r}` is neither a folder with a tokenizer nor could it be fetched from the Hugging Face "
+            f"hub ({reason}). Give a local folder, or `tokenizer: bytes`, which needs no files."
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"`tokenizer={name!r}` has no end-of-sequence token to put between documents.")
+    return tokenizer
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """One token per byte (its value is its id), then end of text (256) and padding (257): 258 tokens.
+
+    A byte-level BPE without merges, so that it is saved and loaded like any other tokenizer.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=_EOS, pad_token=_PAD, clean_up_tokenization_spaces=False
+    )
+
+
+def is_byte_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether token ids are the bytes of the text."""
+    return len(tokenizer) == 258 and tokenizer.eos_token == _EOS and tokenizer.pad_token == _PAD
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
+    """Encode documents, each followed by the end-of-sequence token.
+
+    Args:
+        tokenizer: From `load_tokenizer`.
+        texts: Documents; special tokens written in them are read as plain text where the tokenizer can do that.
+
+    Returns:
+        One array of `token_dtype` for each document.
+    """
+    dtype = token_dtype(len(tokenizer))
+    end = np.array([tokenizer.eos_token_id], dtype)
+    if is_byte_tokenizer(tokenizer):
+        ids = [np.frombuffer(text.encode("utf-8"), np.uint8).astype(dtype) for text in texts]
+    else:
+        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        ids = [np.asarray(one, dtype) for one in encoded]
+    return [np.concatenate([one, end]) for one in ids]
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Smallest type that holds every id: 2 bytes a token for most vocabularies."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of what decides the ids, equal in every process."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    identity = json.dumps([type(tokenizer).__name__, state, tokenizer.eos_token_id])
+    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+
+
+def _byte_alphabet() -> list[str]:
+    """Character that stands for each byte in a byte-level BPE: itself where printable, else one above 255.
+
+    The mapping of OpenAI's GPT-2 encoder, which `tokenizers`' ByteLevel parts use.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    shifted = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]

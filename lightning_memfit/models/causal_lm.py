@@ -1,0 +1,224 @@
+"""`CausalLM`: any Hugging Face causal language model as a LightningModule."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
+
+from lightning_memfit.models.architecture import build, max_positions, resolve_config
+from lightning_memfit.models.optimizer import checked_options, optimizer_class
+from lightning_memfit.models.perplexity import LossPerplexity
+from lightning_memfit.models.random_state import collect_random_state, restore_random_state
+from lightning_memfit.models.sampling import continue_text
+from lightning_memfit.models.schedule import cosine_with_warmup
+from lightning_memfit.models.trained import ARCHITECTURE_KEY, export_folder
+from lightning_memfit.optim.groups import weight_decay_groups
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_RANDOM_STATE = "memfit_random_state"
+
+
+class CausalLM(pl.LightningModule):
+    """Fine-tune a pretrained causal language model, or train the same architecture from random weights.
+
+    Batches are dictionaries with `input_ids` and `labels`, both `(batch, length)` integers; labels of -100 are not
+    predicted. Logged: `train_loss`, `val_loss`, `val_perplexity` (and `test_*`), in nats per token.
+
+    Args:
+        pretrained: Hub name or local folder (safetensors) of the model to fine-tune. Null: random weights.
+        config_name: Hub name or local folder whose architecture is built when `pretrained` is null.
+        config: Inline architecture with its `model_type`, or entries that change the named one.
+        attn_implementation: Attention kernel: `sdpa`, `eager` or `flash_attention_2`.
+        learning_rate: Peak learning rate.
+        min_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
+        warmup_steps: Optimizer steps of linear warm-up.
+        weight_decay: Decay of weight matrices; biases and norms have none.
+        optimizer: Name in `torch.optim`, or the import path of an optimizer class.
+        optimizer_options: Further arguments of the optimizer, for example `betas: [0.9, 0.95]`.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        config_name: str | None = None,
+        config: dict[str, Any] | None = None,
+        attn_implementation: str = "sdpa",
+        learning_rate: float = 5e-5,
+        min_learning_rate_fraction: float = 0.1,
+        warmup_steps: int = 0,
+        weight_decay: float = 0.1,
+        optimizer: str = "AdamW",
+        optimizer_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        _check_range("learning_rate", learning_rate, 0.0)
+        _check_range("min_learning_rate_fraction", min_learning_rate_fraction, 0.0, 1.0)
+        _check_range("warmup_steps", warmup_steps, 0)
+        _check_range("weight_decay", weight_decay, 0.0)
+        self.save_hyperparameters()
+        self._optimizer_class = optimizer_class(optimizer)
+        self._optimizer_options = checked_options(optimizer_options)
+        self.model: PreTrainedModel | None = None
+        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        self.val_perplexity, self.test_perplexity = LossPerplexity(), LossPerplexity()
+        self._architecture: PretrainedConfig | None = None
+        self._random_state: dict[str, Any] | None = None
+
+    # --- the model --------------------------------------------------------------------------------------------------
+
+    @property
+    def architecture(self) -> PretrainedConfig:
+        """The Hugging Face configuration, read once."""
+        if self._architecture is None:
+            hparams = self.hparams
+            self._architecture = resolve_config(hparams["pretrained"], hparams["config_name"], hparams["config"])
+        return self._architecture
+
+    def configure_model(self) -> None:
+        """Build the model in the precision and on the device Lightning asks for. A second call does nothing."""
+        if self.model is None:
+            self.model = build(self.architecture, self.hparams["pretrained"], self.hparams["attn_implementation"])
+            self.model.train()
+
+    def setup(self, stage: str) -> None:
+        """Refuse data the architecture cannot take, before any weight is loaded."""
+        datamodule = getattr(self.trainer, "datamodule", None)
+        self._check_length(getattr(datamodule, "sequence_length", None))
+        vocabulary = getattr(datamodule, "vocab_size", None)
+        if vocabulary is not None and vocabulary > self.architecture.vocab_size:
+            raise ValueError(
+                f"The tokenizer has {vocabulary} tokens, the model {self.architecture.vocab_size}. "
+                "Use the model's own tokenizer (`data.tokenizer`) or a larger `config.vocab_size`."
+            )
+
+    def _check_length(self, length: int | None) -> None:
+        positions = max_positions(self.architecture)
+        if length is not None and positions is not None and length > positions:
+            raise ValueError(
+                f"`sequence_length={length}` is longer than the model's {positions} positions. "
+                f"Set `data.sequence_length` to at most {positions}."
+            )
+
+    @property
+    def network(self) -> PreTrainedModel:
+        """The Hugging Face model.
+
+        Raises:
+            RuntimeError: If it is not built yet.
+        """
+        if self.model is None:
+            raise RuntimeError("The model is built by `configure_model()`, which has not been called yet.")
+        return self.model
+
+    def forward(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        """Call the Hugging Face model, without a key-value cache unless asked for."""
+        return self.network(input_ids=input_ids, **{"use_cache": False, **arguments})
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self._check_length(batch["input_ids"].shape[1])
+        return self(**batch).loss
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """Return the mean loss of a micro-batch in nats per token."""
+        loss = self._loss(batch)
+        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=batch["input_ids"].shape[0])
+        return loss
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Log loss and perplexity, weighted by predicted tokens."""
+        self._evaluate("val", batch, self.val_loss, self.val_perplexity)
+
+    def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Log loss and perplexity, weighted by predicted tokens."""
+        self._evaluate("test", batch, self.test_loss, self.test_perplexity)
+
+    def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """Return the most likely next token at every position, `(batch, length)`."""
+        return self(input_ids=batch["input_ids"]).logits.argmax(dim=-1)
+
+    def _evaluate(
+        self, stage: str, batch: dict[str, torch.Tensor], mean: MeanMetric, perplexity: LossPerplexity
+    ) -> None:
+        loss = self._loss(batch)
+        predicted = (batch["labels"][:, 1:] != -100).sum()
+        mean.update(loss, predicted)
+        perplexity.update(loss, predicted)
+        size = batch["input_ids"].shape[0]
+        self.log(f"{stage}_loss", mean, prog_bar=True, batch_size=size)
+        self.log(f"{stage}_perplexity", perplexity, batch_size=size)
+
+    # --- optimization -----------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Optimizer over decayed and undecayed parameters, with a cosine schedule stepped at every optimizer step."""
+        groups = weight_decay_groups(self, self.hparams["weight_decay"])
+        optimizer = self._optimizer_class(groups, lr=self.hparams["learning_rate"], **self._optimizer_options)
+        factor = partial(
+            cosine_with_warmup,
+            warmup_steps=self.hparams["warmup_steps"],
+            total_steps=self._total_steps(),
+            floor=self.hparams["min_learning_rate_fraction"],
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+    def _total_steps(self) -> int:
+        total = self.trainer.estimated_stepping_batches
+        if total == float("inf"):
+            raise ValueError("The cosine schedule needs the run's length: set `max_steps` or `max_epochs`.")
+        warmup = self.hparams["warmup_steps"]
+        if warmup >= total:
+            rank_zero_warn(f"`warmup_steps={warmup}`, but the run has {total} optimizer steps: it ends warming up.")
+        return int(total)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the architecture (a checkpoint loads without the hub) and the random state (dropout goes on exactly)."""
+        checkpoint[ARCHITECTURE_KEY] = self.network.config.to_dict()
+        checkpoint[_RANDOM_STATE] = collect_random_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the random state for the first batch."""
+        self._random_state = checkpoint.get(_RANDOM_STATE)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Restore the random state of the checkpoint once, after everything that draws numbers while starting."""
+        if self._random_state is not None:
+            restore_random_state(self._random_state)
+            self._random_state = None
+
+    # --- what comes out ---------------------------------------------------------------------------------------------
+
+    def export(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+        """Write a Hugging Face folder that `from_pretrained` loads again; see `export_folder`."""
+        return export_folder(self.network, folder, tokenizer)
+
+    def generate(
+        self,
+        prompt: str,
+        tokenizer: PreTrainedTokenizerBase,
+        max_new_tokens: int = 100,
+        temperature: float = 0.8,
+        top_k: int = 50,
+    ) -> str:
+        """Return the prompt and its continuation; see `continue_text`."""
+        return continue_text(self.network, tokenizer, prompt, max_new_tokens, temperature, top_k)
+
+
+def _check_range(argument: str, value: float, low: float, high: float = float("inf")) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"`{argument}={value}` must be between {low} and {high}.")

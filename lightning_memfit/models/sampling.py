@@ -1,0 +1,61 @@
+"""Continuing a text with a Hugging Face model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@torch.no_grad()
+def continue_text(
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+) -> str:
+    """Return the prompt and its continuation; the network's training mode is kept.
+
+    Args:
+        network: Any causal language model.
+        tokenizer: The tokenizer it was trained with.
+        prompt: Where to start; empty starts a new document.
+        max_new_tokens: How many tokens to add at most.
+        temperature: 0 takes the likeliest token each time.
+        top_k: Sample from this many likeliest tokens.
+
+    Raises:
+        ValueError: If prompt and continuation exceed the model's positions.
+    """
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+    positions = getattr(network.config, "max_position_embeddings", None)
+    if positions is not None and len(ids) + max_new_tokens > positions:
+        raise ValueError(
+            f"The prompt's {len(ids)} tokens and `max_new_tokens={max_new_tokens}` exceed the model's {positions} "
+            f"positions. Set `max_new_tokens` to at most {max(0, positions - len(ids))}, or shorten the prompt."
+        )
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k}
+    inputs = torch.tensor([ids], device=network.device)
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    was_training = network.training
+    network.eval()
+    try:
+        output = network.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=padding,
+            use_cache=True,
+            **sampling,
+        )
+    finally:
+        network.train(was_training)
+    return tokenizer.decode(output[0], skip_special_tokens=True)
