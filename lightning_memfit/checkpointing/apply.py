@@ -1,0 +1,177 @@
+"""Apply non-reentrant activation checkpointing block by block, and take it off again.
+
+A block's `forward` is replaced on the instance: `state_dict` keys, `isinstance` and forward hooks (FSDP2's included, which
+must not run again when the block is recomputed) stay as they are.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memfit.checkpointing.policies import CHOICES, Choice, kept_operators, selective_contexts
+
+_BatchStatistics = (nn.modules.batchnorm._NormBase,)
+
+
+class CheckpointedForward:
+    """Stands in for the `forward` of one block. An object and not a closure, so that copies of the block call themselves."""
+
+    def __init__(self, block: nn.Module, choice: Choice) -> None:
+        self.block = block
+        self.choice = choice
+        self.shadowed = vars(block).get("forward")
+        self.__wrapped__ = self.shadowed or type(block).forward  # for inspect.signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block; with gradients on, without keeping what the choice does not keep."""
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        _refuse_caches(self.block, (*args, *kwargs.values()))
+        return checkpoint(self.inner, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
+
+    def inner(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward."""
+        if self.shadowed is not None:
+            return self.shadowed(*args, **kwargs)
+        return type(self.block).forward(self.block, *args, **kwargs)
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Contexts of the forward pass and of the recomputation."""
+        kept = kept_operators(self.choice)
+        forward, recompute = selective_contexts(kept)() if kept else (nullcontext(), nullcontext())
+        if any(isinstance(module, _BatchStatistics) for module in self.block.modules()):
+            recompute = _both(recompute, _frozen_statistics(self.block))
+        return forward, recompute
+
+
+class AppliedCheckpointing:
+    """Checkpointing in effect on some blocks; `remove` puts every block back as it was."""
+
+    def __init__(self, forwards: list[CheckpointedForward]) -> None:
+        self._forwards = forwards
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that are checkpointed."""
+        return len(self._forwards)
+
+    def remove(self) -> None:
+        """Restore each block's `forward`. Safe to call twice."""
+        while self._forwards:
+            wrapper = self._forwards.pop()
+            if vars(wrapper.block).get("forward") is not wrapper:
+                raise RuntimeError(
+                    f"`forward` of a {type(wrapper.block).__name__} was replaced after checkpointing was applied; "
+                    "take off what came later first."
+                )
+            if wrapper.shadowed is None:
+                del wrapper.block.forward
+            else:
+                wrapper.block.forward = wrapper.shadowed
+
+
+def apply_checkpointing(blocks: Sequence[nn.Module], choices: Sequence[Choice]) -> AppliedCheckpointing:
+    """Checkpoint blocks, each by its own choice. Gradients and random numbers are those of the plain run.
+
+    Args:
+        blocks: For example the modules of `find_blocks`.
+        choices: One per block: `none`, `full`, `keep_attention`, `keep_matmul` or `keep_matmul_attention`.
+
+    Raises:
+        ValueError: If the lengths differ, a choice is unknown, a block is listed twice, or something checkpoints already.
+    """
+    if len(blocks) != len(choices):
+        raise ValueError(f"`choices` has {len(choices)} entries for {len(blocks)} blocks; give one per block.")
+    unknown = sorted({choice for choice in choices if choice not in CHOICES})
+    if unknown:
+        raise ValueError(f"`choices` holds {', '.join(map(repr, unknown))}. Choose from {', '.join(CHOICES)}.")
+    if len({id(block) for block in blocks}) != len(blocks):
+        raise ValueError("`blocks` lists a module twice; list it once (each of its calls is checkpointed).")
+    for block in blocks:
+        refuse_checkpointed(block)
+    forwards = [
+        CheckpointedForward(block, choice) for block, choice in zip(blocks, choices, strict=True) if choice != "none"
+    ]
+    for wrapper in forwards:
+        wrapper.block.forward = wrapper  # type: ignore[assignment]
+    return AppliedCheckpointing(forwards)
+
+
+def refuse_checkpointed(module: nn.Module) -> None:
+    """Raise a `ValueError` if anything in a module checkpoints activations already: twice is slower and saves nothing."""
+    for name, child in module.named_modules():
+        where = f"{type(child).__name__}{f' ({name!r})' if name else ''}"
+        if getattr(child, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                f"{where} has Hugging Face gradient checkpointing on already. Call `model.gradient_checkpointing_disable()` "
+                "(and leave `gradient_checkpointing_enable` out), or leave this checkpointing out."
+            )
+        if type(child).__name__ == "CheckpointWrapper" or isinstance(vars(child).get("forward"), CheckpointedForward):
+            raise ValueError(f"{where} is checkpointed already. Remove one of the two.")
+
+
+def disable_caches(module: nn.Module) -> Callable[[], None]:
+    """Set `use_cache=False` in every Hugging Face config of a module, with one warning, and return what sets it back.
+
+    A block that appends to a key/value cache would do so again when it is recomputed.
+    """
+    configs = {id(config): config for config in _configs(module) if getattr(config, "use_cache", False)}
+    if configs:
+        names = ", ".join(sorted({type(config).__name__ for config in configs.values()}))
+        warnings.warn(
+            f"`use_cache=True` in {names} makes training keep keys and values it never uses, and cannot work with activation "
+            "checkpointing: it is off while checkpointing is applied. Set `model.config.use_cache = False` to silence this.",
+            stacklevel=2,
+        )
+    for config in configs.values():
+        config.use_cache = False
+
+    def enable() -> None:
+        for config in configs.values():
+            config.use_cache = True
+
+    return enable
+
+
+def _configs(module: nn.Module) -> Iterator[Any]:
+    for child in module.modules():
+        config = getattr(child, "config", None)
+        if config is not None:
+            yield config
+            yield from (value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "use_cache"))
+
+
+def _refuse_caches(block: nn.Module, values: tuple[Any, ...]) -> None:
+    for value in values:
+        if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+            raise ValueError(
+                f"{type(block).__name__} was called with a key/value cache ({type(value).__name__}) while gradients are on; "
+                "recomputing it would fill the cache twice. Call the model with `use_cache=False` in training."
+            )
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+@contextmanager
+def _frozen_statistics(block: nn.Module) -> Iterator[None]:
+    """Recompute BatchNorm and InstanceNorm without counting the batch a second time in their running statistics."""
+    norms = [m for m in block.modules() if isinstance(m, _BatchStatistics) and m.training and m.track_running_stats]
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None
+    try:
+        yield
+    finally:
+        for norm, momentum, num_batches in before:
+            norm.momentum = momentum
+            norm.num_batches_tracked = num_batches

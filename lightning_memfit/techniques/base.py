@@ -1,0 +1,55 @@
+"""`TechniqueCallback`: base of the callbacks that change what a training step allocates."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+
+class TechniqueCallback(pl.Callback):
+    """A callback that changes what a training step allocates, and takes itself off when the run ends or fails.
+
+    Whoever predicts a run's memory applies `copy.deepcopy(callback)` of an unused callback to a fake clone of the module.
+    Therefore a technique keeps nothing of a module outside a run, and applying it reads no tensor's values.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    @abstractmethod
+    def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wrap or hook what the technique changes, and register how to undo it with `on_restore`."""
+
+    def on_restore(self, undo: Callable[[], None]) -> None:
+        """Register what takes one change back; called in reverse order."""
+        self._undo.append(undo)
+
+    def restore(self) -> None:
+        """Take every change back. Safe to call twice."""
+        while self._undo:
+            self._undo.pop()()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Apply the technique to a run that trains."""
+        self.restore()
+        if stage == "fit":
+            self.apply(trainer, pl_module)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Restore the module."""
+        self.restore()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Restore the module: Lightning calls no `teardown` hook after an exception."""
+        self.restore()
+
+    def announce(self, message: str) -> None:
+        """Say in one line, on rank zero, what was done."""
+        rank_zero_info(f"{type(self).__name__}: {message}")
+
+
+def describe(counts: dict[Any, int]) -> str:
+    """`{"GPT2Block": 12}` as `12 x GPT2Block`."""
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())

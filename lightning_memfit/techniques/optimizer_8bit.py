@@ -1,0 +1,107 @@
+"""`Optimizer8bit`: the module's own optimizer with 8-bit states."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.optim import Optimizer
+
+from lightning_memfit.optim.bitsandbytes_states import check_states, embedding_parameters, repage_states
+from lightning_memfit.optim.eight_bit import to_bitsandbytes
+from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.wrapping import wrap_method
+
+
+class Optimizer8bit(TechniqueCallback):
+    """Turn what `configure_optimizers` returns into its bitsandbytes form: 2 instead of 8 bytes of state per parameter.
+
+    AdamW, Adam, SGD with momentum, RMSprop, Lion and the 32-bit optimizers of bitsandbytes are converted with their
+    parameter groups, hyper-parameters and schedulers; what bitsandbytes cannot compute the same way is refused
+    (see `lightning_memfit.optim.eight_bit`). After the first step the states are checked. A checkpoint of such a run
+    resumes bitwise, paged states staying paged.
+
+    Args:
+        paged: States in CUDA unified memory, which moves to the host under pressure.
+        keep_32bit_embeddings: 32-bit states for embeddings and heads tied to them, whose gradients are too uneven for 8 bits
+            (Dettmers et al., 2022, arXiv 2110.02861, section 2.3).
+        min_8bit_size: Parameters with fewer elements keep 32-bit states.
+        bits: 8, or 32 for 32-bit states in paged memory.
+
+    Raises:
+        ModuleNotFoundError: If bitsandbytes is not installed.
+        ValueError: If `bits` is neither 8 nor 32, or is 32 without `paged`.
+    """
+
+    def __init__(
+        self, paged: bool = False, keep_32bit_embeddings: bool = True, min_8bit_size: int = 4096, bits: int = 8
+    ) -> None:
+        super().__init__()
+        if bits not in (8, 32) or (bits == 32 and not paged):
+            raise ValueError(f"`bits={bits}` with `paged={paged}`: choose bits=8, or bits=32 with paged=True.")
+        if min_8bit_size < 0:
+            raise ValueError(f"`min_8bit_size={min_8bit_size}` must not be negative.")
+        self.paged = paged
+        self.keep_32bit_embeddings = keep_32bit_embeddings
+        self.min_8bit_size = min_8bit_size
+        self.bits = bits
+        self._optimizers: list[Any] = []
+
+    def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wrap `configure_optimizers`."""
+
+        def configure(inner: Callable[[], Any]) -> Any:
+            return self._convert_all(inner(), pl_module)
+
+        self.on_restore(self._optimizers.clear)
+        self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse a checkpoint whose optimizer states are of another kind, before they are loaded."""
+        for states in checkpoint.get("optimizer_states", []):
+            for state in states.get("state", {}).values():
+                keys = set(state) | set(state.get("__bnb_optimizer_quant_state__", {}))
+                if "state1" not in keys:
+                    raise ValueError(
+                        f"`ckpt_path`: the checkpoint's optimizer states ({', '.join(sorted(map(str, state)))}) were not "
+                        "written by bitsandbytes. Resume without Optimizer8bit, or start from the weights alone "
+                        "(load_from_checkpoint)."
+                    )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """States loaded from a checkpoint are checked, and paged ones paged again."""
+        for optimizer in self._optimizers:
+            check_states(optimizer)
+            repage_states(optimizer)
+
+    def _convert_all(self, configured: Any, pl_module: pl.LightningModule) -> Any:
+        kept = embedding_parameters(pl_module) if self.keep_32bit_embeddings else []
+
+        def convert(optimizer: Optimizer) -> Optimizer:
+            converted = to_bitsandbytes(
+                optimizer, bits=self.bits, paged=self.paged, keep_32bit=kept, min_8bit_size=self.min_8bit_size
+            )
+            _check_after_first_step(converted)
+            self._optimizers.append(converted)
+            self.announce(f"{type(optimizer).__name__} -> {type(converted).__name__}, {_summary(converted)}")
+            return converted
+
+        return replace_optimizers(configured, convert)
+
+
+def _check_after_first_step(optimizer: Optimizer) -> None:
+    def check(optimizer: Any, *_: Any) -> None:
+        handle.remove()
+        check_states(optimizer)
+
+    handle = optimizer.register_step_post_hook(check)
+
+
+def _summary(optimizer: Any) -> str:
+    numbers = {8: 0, 32: 0}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            numbers[optimizer.state_widths.bits_of(parameter)] += parameter.numel()
+    return f"{numbers[8]:,} parameters with 8-bit states, {numbers[32]:,} with 32-bit states"
