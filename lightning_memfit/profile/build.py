@@ -1,0 +1,116 @@
+"""`profile_module`: from a module and one real batch to a `ModelProfile`, through two traces or a measurement."""
+
+import time
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
+from lightning_memfit.profile.events import AlignmentError, fit_slopes
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.step import OptimizerFactory, StepOptions
+from lightning_memfit.profile.trace import Emulation, Trace, trace_step
+
+
+def profile_module(
+    module: torch.nn.Module,
+    batch: Any,
+    options: StepOptions | None = None,
+    emulation: Emulation | None = None,
+    callbacks: tuple[Any, ...] = (),
+    make_optimizer: OptimizerFactory | None = None,
+    any_micro_batch: bool = True,
+    shorten: bool = True,
+    cache: ProfileCache | None = None,
+) -> ModelProfile:
+    """Profile one training step of a module.
+
+    Args:
+        module: LightningModule, or with `make_optimizer` a Hugging Face model. It is copied, never changed.
+        batch: One real batch as the loader gives it, at the micro-batch size of interest.
+        options: Precision, accumulation, clipping.
+        emulation: Device to stand for.
+        callbacks: Technique callbacks to apply to the clone.
+        make_optimizer: Builds the optimizer for a module that is not a LightningModule.
+        any_micro_batch: Trace a second size, so that every other can be had by arithmetic.
+        shorten: Trace five repeated blocks and unroll where they are proved alike.
+        cache: Where profiles are kept between runs; none by default.
+
+    Raises:
+        TraceError: If the step can't be traced; `measure_step` is the way out.
+    """
+    options, emulation = options or StepOptions(), emulation or Emulation()
+    key = ""
+    if cache is not None:
+        key = profile_key(module, batch, options, emulation, callbacks, make_optimizer, any_micro_batch, shorten)
+        known = cache.load(key)
+        if known is not None:
+            return known
+    started = time.perf_counter()
+
+    def trace(value: Any) -> Trace:
+        return trace_step(module, value, options, emulation, callbacks, make_optimizer, shorten)
+
+    size = batch_size(batch)
+    first = trace(batch)
+    events, slopes, reason = first.events, None, ""
+    if any_micro_batch:
+        try:
+            second = trace(resize_batch(batch, size, size + 1))
+            events, slopes = fit_slopes(first.events, second.events, size, size + 1)
+        except AlignmentError as error:
+            reason = str(error)
+    profile = ModelProfile(
+        name=type(module).__name__,
+        events=events,
+        micro_batch_size=size,
+        parameters=first.parameters,
+        slopes=slopes,
+        precision=options.precision,
+        accumulate_grad_batches=options.accumulate_grad_batches,
+        device=emulation.device,
+        optimizer=first.optimizer,
+        sequence_length=sequence_length(batch),
+        num_blocks=first.num_blocks,
+        traced_blocks=first.traced_blocks,
+        block_class=first.block_class,
+        flops=first.flops,
+        block_flops=first.block_flops,
+        attention_kernels=first.attention_kernels,
+        assumptions=first.assumptions,
+        only_this_size=reason,
+        versions=package_versions(),
+        seconds=time.perf_counter() - started,
+    )
+    if cache is not None:
+        cache.save(key, profile)
+    return profile
+
+
+def batch_size(batch: Any) -> int:
+    """Samples in a batch: the first dimension of its first tensor that has one.
+
+    Raises:
+        ValueError: If the batch holds no tensor with a dimension.
+    """
+    sizes: list[int] = []
+    apply_to_collection(batch, torch.Tensor, lambda leaf: sizes.append(leaf.size(0)) if leaf.dim() else None)
+    if sizes:
+        return sizes[0]
+    raise ValueError("`batch` holds no tensor with a batch dimension. Give the batch as the training loader does.")
+
+
+def resize_batch(batch: Any, size: int, new_size: int) -> Any:
+    """Repeat or drop samples; tensors whose first dimension is not the batch size stay whole."""
+
+    def resize(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf[torch.arange(new_size) % size] if leaf.dim() and leaf.size(0) == size else leaf
+
+    return apply_to_collection(batch, torch.Tensor, resize)
+
+
+def sequence_length(batch: Any) -> int | None:
+    """Tokens per sample where the batch has `input_ids` of shape (batch, sequence)."""
+    ids = batch.get("input_ids") if hasattr(batch, "get") else None
+    return int(ids.size(1)) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None

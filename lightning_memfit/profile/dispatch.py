@@ -1,0 +1,187 @@
+"""Make a trace on fake CPU tensors issue the operators that a CUDA device would.
+
+Three things differ between the two in what they allocate: dropout (CUDA keeps a boolean mask), scaled dot-product
+attention (which kernel is chosen, and what it saves) and the list of operators that autocast runs in fp32. The rules are
+those of torch 2.9-2.13: `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `aten/src/ATen/autocast_mode.h`.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+
+AttentionBackend = Literal["flash", "efficient", "cudnn", "math"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def choose_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    capability: tuple[int, int],
+    grouped: bool,
+) -> AttentionBackend:
+    """The kernel CUDA would take for attention over `query`, `key`, `value` of shape (batch, heads, sequence, head)."""
+    if query.dim() != 4:
+        return "math"
+    half, head = query.dtype in _HALF, query.size(-1)
+    same_head = head == value.size(-1)
+    narrow_card = capability[0] == 8 and capability[1] in (6, 9)
+    if mask is None and half and capability >= (8, 0) and head <= 256 and same_head:
+        backward_too_large = narrow_card and head > 192 and dropout > 0
+        if not backward_too_large:
+            return "flash"
+    if grouped and query.size(1) != key.size(1):
+        return "math"
+    aligned = head % (8 if half else 4) == 0 and value.size(-1) % (8 if half else 4) == 0
+    if aligned and (capability >= (8, 0) or query.dtype != torch.bfloat16) and capability >= (5, 0):
+        return "efficient"
+    return "math"
+
+
+class CudaDispatch:
+    """Patch `torch.nn.functional` while active.
+
+    A `TorchFunctionMode` would be popped while backward runs, so that a checkpoint's recomputation would differ from its
+    forward; patched functions stay.
+
+    Args:
+        capability: Compute capability of the device to stand for.
+        attention: Force one attention kernel instead of choosing as CUDA does.
+    """
+
+    def __init__(self, capability: tuple[int, int] = (8, 0), attention: AttentionBackend | None = None) -> None:
+        self.capability = capability
+        self.attention = attention
+        self.used: dict[str, int] = {}
+        self._dropout: Callable[..., Any] = F.dropout
+        self._attention: Callable[..., Any] = F.scaled_dot_product_attention
+
+    def __enter__(self) -> "CudaDispatch":
+        self._dropout, self._attention = F.dropout, F.scaled_dot_product_attention
+        F.dropout = self._fused_dropout  # type: ignore[assignment]
+        F.scaled_dot_product_attention = self._chosen_attention
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention  # type: ignore[assignment]
+
+    def _fused_dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if not training or inplace or p in (0.0, 1.0):
+            return self._dropout(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    def _chosen_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+            if attn_mask is not None and attn_mask.is_floating_point():
+                attn_mask = attn_mask.to(dtype)
+        chosen = self.attention or choose_attention(
+            query, key, value, attn_mask, dropout_p, self.capability, enable_gqa
+        )
+        self.used[chosen] = self.used.get(chosen, 0) + 1
+        with torch.autocast("cpu", enabled=False):
+            if chosen == "flash":
+                return _flash(query, key, value, dropout_p, is_causal, scale)
+            if chosen in ("efficient", "cudnn"):
+                return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            return aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+            )[0]
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, causal: bool, scale: float | None) -> Any:
+    head = q.size(-1)
+    padding = -head % 8
+    if padding:  # the flash kernel takes heads in multiples of 8 and pads copies of its inputs
+        q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
+        scale = head**-0.5 if scale is None else scale
+    out = aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)[0]
+    return out[..., :head] if padding else out
+
+
+def _efficient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> Any:
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, float("-inf")).to(q.dtype)
+        mask = mask.expand(q.size(0), q.size(1), q.size(2), k.size(2))
+    keeps_statistics = q.requires_grad or k.requires_grad or v.requires_grad
+    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, keeps_statistics, dropout, causal, scale=scale)[
+        0
+    ]
+
+
+_FP32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm cosine_similarity poisson_nll_loss
+cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
+margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp""".split()
+
+_FP32_UNLESS_DTYPE = """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum
+sum.dim_IntList""".split()
+
+
+@contextmanager
+def cuda_autocast_lists() -> Iterator[None]:
+    """Give CPU autocast the fp32 operators of CUDA autocast; removed on exit."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in (*_FP32, *_FP32_UNLESS_DTYPE):
+                _register(library, name, name in _FP32_UNLESS_DTYPE)
+        yield
+    finally:
+        library._destroy()
+
+
+def _register(library: Any, name: str, unless_dtype: bool) -> None:
+    base, _, overload = name.partition(".")
+    packet = getattr(aten, base, None)
+    operator = getattr(packet, overload or "default", None)
+    if operator is None:
+        return
+    below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            if not unless_dtype:
+                return operator(*map(_to_fp32, args), **{key: _to_fp32(value) for key, value in kwargs.items()})
+            if isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF and kwargs.get("dtype") is None:
+                kwargs = {**kwargs, "dtype": torch.float32}
+            return operator(*args, **kwargs)
+
+    library.impl(name, run, "AutocastCPU", allow_override=True)
+
+
+def _to_fp32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in _HALF else value
+    return type(value)(map(_to_fp32, value)) if isinstance(value, (list, tuple)) else value

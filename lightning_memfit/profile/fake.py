@@ -1,0 +1,166 @@
+"""Fake clones: a module's structure with tensors that have shape, dtype and stride but no memory.
+
+Written for torch 2.9-2.13 (`torch._subclasses.fake_tensor`) and transformers 5 (`is_fake_tensor`);
+`tests/unit/profile/test_fake.py` fails when either moves.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+T = TypeVar("T")
+
+
+class _FakeCopy(TorchFunctionMode):
+    """Turn the tensor copies inside `copy.deepcopy` into fake ones, with another floating dtype if asked."""
+
+    def __init__(self, fake_mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+        self.fake_mode = fake_mode
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.clone:
+            return self._fake(args[0])
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._fake(tensor)
+            return memo[id(tensor)]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+        with self.fake_mode, torch.no_grad():
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        if tensor.is_leaf:
+            fake.requires_grad_(tensor.requires_grad)
+        return fake
+
+
+def fake_clone(value: T, fake_mode: FakeTensorMode, dtype: torch.dtype | None = None) -> T:
+    """Deep-copy any object, with fake CPU tensors in place of its tensors (real or meta). The original is untouched.
+
+    Args:
+        value: A module or any structure that `copy.deepcopy` can copy.
+        fake_mode: Mode the new tensors belong to.
+        dtype: Floating dtype of the clone, as after `module.to(dtype)`.
+    """
+    memo: dict[int, Any] = {}
+    trainer = getattr(value, "_trainer", None)
+    if trainer is not None:
+        memo[id(trainer)] = None  # a fitted module points at its trainer, which is not part of it
+    with _FakeCopy(fake_mode, dtype):
+        clone = copy.deepcopy(value, memo)
+    if isinstance(clone, torch.nn.Module):
+        for child in clone.modules():
+            # `.to()`, `.half()` and `.cpu()` would swap real data pointers, which fakes don't have.
+            object.__setattr__(child, "_apply", _return_unchanged(child))
+    return clone
+
+
+def _return_unchanged(module: torch.nn.Module) -> Any:
+    def apply(function: Any, recurse: bool = True) -> torch.nn.Module:
+        return module
+
+    return apply
+
+
+@contextmanager
+def copyable_fakes() -> Iterator[None]:
+    """Let `copy.deepcopy` copy fake tensors, which `self.log` and torchmetrics do with their states."""
+
+    def deepcopy(self: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
+        known = memo.get(id(self))
+        if known is not None:
+            return known
+        with torch.no_grad():
+            clone: torch.Tensor = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            clone = torch.nn.Parameter(clone, self.requires_grad)
+        elif self.requires_grad and self.is_leaf:
+            clone.requires_grad_(True)
+        memo[id(self)] = clone
+        return clone
+
+    with _replaced(FakeTensor, "__deepcopy__", deepcopy):
+        yield
+
+
+@contextmanager
+def transformers_not_tracing() -> Iterator[None]:
+    """Keep transformers from treating fake tensors as a compiler trace, which would build another attention mask."""
+    try:
+        import transformers.utils.import_utils as import_utils
+    except ImportError:
+        yield
+        return
+    with _replaced(import_utils, "is_fake_tensor", lambda value: False):
+        yield
+
+
+@contextmanager
+def fake_pretrained_weights() -> Iterator[None]:
+    """Let `from_pretrained` build the architecture without reading the weights, whose values no trace needs."""
+    import sys
+
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        yield
+        return
+
+    def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
+        from transformers import AutoConfig
+
+        known = {key: kwargs[key] for key in ("revision", "cache_dir", "token", "local_files_only") if key in kwargs}
+        config = config if config is not None else AutoConfig.from_pretrained(name, **known)
+        if "attn_implementation" in kwargs:
+            config._attn_implementation = kwargs["attn_implementation"]
+        return cls._from_config(config, dtype=dtype).eval()
+
+    with _replaced(modeling.PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
+        yield
+
+
+@contextmanager
+def real_quantization_maps(fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Let bitsandbytes build its quantization tables from real numbers, then make fakes of them."""
+    import sys
+
+    module = sys.modules.get("bitsandbytes.functional")
+    if module is None:
+        yield
+        return
+    original = module.create_dynamic_map  # type: ignore[attr-defined]
+
+    def create_dynamic_map(*args: Any, **kwargs: Any) -> torch.Tensor:
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():
+            real = original(*args, **kwargs)
+        with fake_mode:
+            return torch.empty_like(real, device="cpu")
+
+    with _replaced(module, "create_dynamic_map", create_dynamic_map):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

@@ -1,0 +1,72 @@
+"""Shorten a fake clone to `TRACED_BLOCKS` of its repeated blocks."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_memfit.checkpointing.blocks import find_blocks
+from lightning_memfit.profile.repeat import TRACED_BLOCKS
+
+_MIN_BLOCKS = TRACED_BLOCKS + 2
+"""Below this, tracing everything costs no more."""
+
+_Signature = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Which repeated blocks a trace follows."""
+
+    blocks: tuple[torch.nn.Module, ...]
+    """Blocks that are traced, in order."""
+    num_blocks: int
+    """Blocks that the module has."""
+    block_class: str
+    """Class name of a block; empty where there is no repetition."""
+
+    @property
+    def is_shortened(self) -> bool:
+        """Whether the trace must be unrolled."""
+        return self.num_blocks > len(self.blocks)
+
+
+def fold_blocks(module: torch.nn.Module, shorten: bool = True) -> Fold:
+    """Find the largest group of repeated blocks and, in place, keep the first four and the last of it.
+
+    A group is shortened only where its inner blocks agree in class, parameters and settings, so that tracing some of
+    them tells about all.
+
+    Args:
+        module: Fake clone; never a user's module.
+        shorten: False to trace every block.
+    """
+    groups = find_blocks(module)
+    if not groups:
+        return Fold((), 0, "")
+    group = max(groups, key=lambda candidate: candidate.num_parameters)
+    whole = Fold(group.modules, len(group.modules), group.class_name)
+    container = module.get_submodule(group.container)
+    alike = len({_signature(block, index) for index, block in enumerate(group.modules) if index}) == 1
+    if not shorten or len(group.modules) < _MIN_BLOCKS or len(container._modules) != len(group.modules) or not alike:
+        return whole
+    kept = (*group.modules[: TRACED_BLOCKS - 1], group.modules[-1])
+    container._modules.clear()
+    for index, block in enumerate(kept):
+        container.add_module(str(index), block)
+    return Fold(kept, len(group.modules), group.class_name)
+
+
+def _signature(block: torch.nn.Module, index: int) -> _Signature:
+    """Everything simple that could make one block behave unlike another; its own index aside."""
+    parts: list[object] = []
+    for name, child in block.named_modules():
+        settings = tuple(
+            (key, value)
+            for key, value in sorted(vars(child).items())
+            if isinstance(value, (bool, int, float, str, type(None)))
+            and not (value == index and not isinstance(value, bool) and "id" in key)
+        )
+        parts.append((name, type(child).__qualname__, settings))
+    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+        parts.append((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad))
+    return tuple(parts)

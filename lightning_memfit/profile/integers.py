@@ -1,0 +1,169 @@
+"""`RealIntegers`: the real values of small integer and boolean tensors, carried beside their fakes.
+
+Ids, masks and positions steer control flow (`mask.all()`, `lengths.max().item()`, boolean indexing). With their real
+values the traced step follows the branch the real batch would take. A float that is asked for has no value in a trace:
+it gets an assumed one, and the assumption is recorded.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+
+_INTEGER_TYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_VALUE_SIZED = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.repeat_interleave.Tensor,
+}
+_FACTORIES_WITH_VALUES = {aten.arange, aten.scalar_tensor, aten.zeros, aten.ones, aten.full}
+_WITHOUT_VALUES = {aten.empty, aten.randint, aten.empty_like, aten.empty_strided}
+
+
+class UnknownSizeError(RuntimeError):
+    """The size of a tensor depends on values that a trace doesn't have."""
+
+
+class RealIntegers(TorchDispatchMode):
+    """Carry real integers along while fakes are computed.
+
+    Args:
+        fake_mode: Mode of the fakes.
+        max_elements: Larger integer tensors lose their values.
+        assumed_float: What `.item()` on a float tensor answers.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, max_elements: int = 1 << 22, assumed_float: float = 1.0) -> None:
+        super().__init__()
+        self.fake_mode = fake_mode
+        self.max_elements = max_elements
+        self.assumed_float = assumed_float
+        self.assumptions: list[str] = []
+        self._values: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+    def attach(self, fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """Remember the values of a fake tensor."""
+        key = id(fake)
+
+        def forget(_: Any, values: dict[int, Any] = self._values, key: int = key) -> None:
+            values.pop(key, None)
+
+        self._values[key] = (weakref.ref(fake, forget), real)
+        return fake
+
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Real values of a fake tensor, where known."""
+        entry = self._values.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def fake_batch(self, batch: Any) -> Any:
+        """Turn a real batch (any nesting) into fakes that keep their integers."""
+
+        def convert(value: torch.Tensor) -> torch.Tensor:
+            fake = self._empty_like(value)
+            return self.attach(fake, value) if value.dtype in _INTEGER_TYPES else fake
+
+        return apply_to_collection(batch, torch.Tensor, convert)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return self._item(func, args[0])
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        real = self._real_result(func, args, kwargs, tensors)
+        if func is aten.equal.default and isinstance(real, bool):
+            return real
+        if func in _VALUE_SIZED:
+            return self._value_sized(func, real)
+        if func._overloadpacket is aten.index and tensors:
+            args = (args[0], self._integer_indices(args[1]))
+        result = func(*args, **kwargs)
+        if real is not None:
+            self._attach_all(result, real)
+        return result
+
+    def _item(self, func: Any, tensor: torch.Tensor) -> Any:
+        value = self.value_of(tensor)
+        if value is not None:
+            with _disable_current_modes():
+                return value.item()
+        try:
+            return func(tensor)  # constants that the fake mode knows itself
+        except DataDependentOutputException:
+            answer: Any = self.assumed_float if tensor.is_floating_point() else tensor.dtype is not torch.bool
+            answer = int(answer) if not tensor.is_floating_point() and tensor.dtype is not torch.bool else answer
+            self.assumptions.append(f".item() on a {str(tensor.dtype).removeprefix('torch.')} tensor read as {answer}")
+            return answer
+
+    def _real_result(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        packet = func._overloadpacket
+        if packet in _WITHOUT_VALUES or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        if not tensors and not (
+            packet in _FACTORIES_WITH_VALUES and kwargs.get("dtype", torch.int64) in _INTEGER_TYPES
+        ):
+            return None
+        if any(tensor.dtype not in _INTEGER_TYPES for tensor in tensors):
+            return None
+        values = {id(tensor): self.value_of(tensor) for tensor in tensors}
+        if any(value is None for value in values.values()):
+            return None
+
+        def substitute(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return values[id(value)]
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        with _disable_current_modes(), torch.no_grad():
+            try:
+                return func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
+            except (RuntimeError, NotImplementedError):
+                return None
+
+    def _value_sized(self, func: Any, real: Any) -> Any:
+        if real is None:
+            raise UnknownSizeError(f"the output size of {func} depends on the values of floating-point tensors")
+
+        def convert(value: torch.Tensor) -> torch.Tensor:
+            return self.attach(self._empty_like(value), value)
+
+        return tree_map(convert, real)
+
+    def _integer_indices(self, indices: Any) -> Any:
+        """Replace boolean masks, whose result size depends on values, by the integer indices they stand for."""
+        converted: list[Any] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                converted.append(index)
+                continue
+            value = self.value_of(index)
+            if value is None:
+                raise UnknownSizeError("a boolean index computed from floating-point tensors has a data-dependent size")
+            with _disable_current_modes():
+                places = value.nonzero(as_tuple=True)
+            converted += [self.attach(self._empty_like(place), place) for place in places]
+        return converted
+
+    def _attach_all(self, result: Any, real: Any) -> None:
+        fakes, values = tree_leaves(result), tree_leaves(real)
+        if len(fakes) != len(values):
+            return
+        for fake, value in zip(fakes, values, strict=True):
+            if not (isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor)):
+                continue
+            if value.dtype in _INTEGER_TYPES and value.numel() <= self.max_elements and fake.shape == value.shape:
+                self.attach(fake, value)
+
+    def _empty_like(self, real: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes(), self.fake_mode:
+            return torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device="cpu")

@@ -1,0 +1,17 @@
+"""The parameter table of a profile."""
+
+import torch
+
+from lightning_memfit.profile.record import ParameterInfo
+
+
+def parameter_table(module: torch.nn.Module) -> tuple[ParameterInfo, ...]:
+    """Every parameter with its stored size; tied ones name the first."""
+    first_name: dict[int, str] = {}
+    table = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        shared = first_name.get(id(parameter), "")
+        first_name.setdefault(id(parameter), name)
+        size = parameter.element_size()
+        table.append(ParameterInfo(name, parameter.numel(), size, parameter.requires_grad, parameter.dim(), shared))
+    return tuple(table)

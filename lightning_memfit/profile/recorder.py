@@ -1,0 +1,232 @@
+"""`EventRecorder`: a ledger that writes down every allocation and free, with the module and block that made it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch.utils.flop_counter import flop_registry
+
+from lightning_memfit.memory import Category
+from lightning_memfit.memory.ledger import StorageLedger
+from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
+
+_INDEX = {category: index for index, category in enumerate(CATEGORIES)}
+
+
+class EventRecorder(StorageLedger):
+    """Record events while the mode is active.
+
+    Args:
+        blocks: Repeated blocks in order; events in their forward and backward carry their number.
+        host_scalars: Leave zero-dimensional optimizer states out, as they stay on the host (torch's non-capturable
+            optimizers on CUDA keep `step` there).
+    """
+
+    def __init__(self, blocks: tuple[torch.nn.Module, ...] = (), host_scalars: bool = False) -> None:
+        super().__init__()
+        self.optimizers: list[str] = []
+        self._events: list[int] = []
+        self._event_blocks: list[int] = []
+        self._sizes: list[int] = []
+        self._categories: list[int] = []
+        self._sites: list[int] = []
+        self._storage_blocks: list[int] = []
+        self._allocations: list[int] = []
+        self._site_index: dict[str, int] = {}
+        self._phases: list[tuple[int, str]] = []
+        self._number: dict[int, int] = {}
+        self._block = OUTSIDE
+        self._pending_block: int | None = None
+        self._module_path: list[str] = []
+        self._blocks = {id(block): number for number, block in enumerate(blocks)}
+        self._host_scalars = host_scalars
+        self._flops: dict[tuple[int, int], int] = {}
+
+    # --- phases, modules and blocks ---------------------------------------------------------------------------------
+
+    def phase(self, name: str) -> None:
+        """Begin a phase."""
+        if not self._phases or self._phases[-1][1] != name:
+            self._phases.append((len(self._events), name))
+
+    def track_module(self, module: torch.nn.Module) -> None:
+        """Enter the module's tensors and follow its submodules' calls."""
+        owner = _owning_blocks(module, self._blocks)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            self._pending_block = owner.get(name, OUTSIDE)
+            kind = Category.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Category.BUFFER
+            self.track(tensor, kind, name)
+        self._pending_block = None
+        super().track_module(module)
+        for name, child in module.named_modules():
+            self._follow(name, child)
+
+    def track_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Enter the optimizer's states and note its class."""
+        self.optimizers.append(type(optimizer).__name__)
+        super().track_optimizer(optimizer)
+
+    def _follow(self, name: str, module: torch.nn.Module) -> None:
+        block = self._blocks.get(id(module))
+        path = name or type(module).__name__
+
+        def enter(_: Any, arguments: Any, keywords: Any) -> None:
+            self._module_path.append(path)
+            if block is not None:
+                self._block = block
+                for tensor in _requiring_grad((arguments, keywords)):
+                    tensor.register_hook(lambda gradient: self._leave_block(block))
+
+        def leave(_: Any, arguments: Any, output: Any) -> None:
+            self._module_path.pop()
+            if block is not None:
+                self._block = OUTSIDE
+                for tensor in _requiring_grad(output):
+                    tensor.register_hook(lambda gradient: self._enter_block(block))
+
+        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def _enter_block(self, block: int) -> None:
+        self._block = block
+
+    def _leave_block(self, block: int) -> None:
+        if self._block == block:
+            self._block = OUTSIDE
+
+    # --- what the ledger reports ------------------------------------------------------------------------------------
+
+    def _see(self, func: Any, args: Any, tensor: torch.Tensor) -> None:
+        if self._block == OUTSIDE and args:
+            self._pending_block = self._block_of_argument(args[0], tensor)
+        super()._see(func, args, tensor)
+        self._pending_block = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator; a `_foreach_` result belongs to the block of the tensor at its own place in the list."""
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            key = (len(self._phases), self._block)
+            self._flops[key] = self._flops.get(key, 0) + count(*args, **(kwargs or {}), out_val=result)
+        if isinstance(result, torch.Tensor):
+            self._see(func, args, result)
+        elif isinstance(result, (list, tuple)):
+            lists = args[0] if args and isinstance(args[0], (list, tuple)) and len(args[0]) == len(result) else None
+            for place, value in enumerate(result):
+                if isinstance(value, torch.Tensor):
+                    self._see(func, (lists[place],) if lists is not None else args, value)
+                elif isinstance(value, (list, tuple)):
+                    for inner in value:
+                        if isinstance(inner, torch.Tensor):
+                            self._see(func, args, inner)
+        return result
+
+    def _block_of_argument(self, argument: Any, result: torch.Tensor) -> int:
+        if not isinstance(argument, torch.Tensor) or torch.is_grad_enabled():
+            return OUTSIDE
+        entry = self._entries.get(argument.untyped_storage()._cdata)
+        return OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
+
+    def on_allocate(self, identity: int, size_bytes: int, category: Category, name: str) -> None:
+        """Write an allocation down."""
+        number = len(self._sizes)
+        self._number[identity] = number
+        block = self._block if self._pending_block is None else self._pending_block
+        path = self._module_path[-1] if self._module_path else ""
+        site = self._site_index.setdefault(f"{path} | {name}" if path else name, len(self._site_index))
+        self._sizes.append(size_bytes)
+        self._categories.append(_INDEX[category])
+        self._sites.append(site)
+        self._storage_blocks.append(block)
+        self._allocations.append(len(self._events))
+        self._events.append(number + 1)
+        self._event_blocks.append(block)
+
+    def on_free(self, identity: int, size_bytes: int, category: Category) -> None:
+        """Write a free down; outside every block it belongs to the block of its storage."""
+        number = self._number.pop(identity)
+        self._events.append(-(number + 1))
+        self._event_blocks.append(self._storage_blocks[number] if self._block == OUTSIDE else self._block)
+
+    def on_resize(self, identity: int, size_bytes: int) -> None:
+        """A resized storage counts as freed and allocated anew."""
+        number = self._number[identity]
+        self._events.append(-(number + 1))
+        self._event_blocks.append(self._storage_blocks[number])
+        name = list(self._site_index)[self._sites[number]]
+        self._pending_block = self._storage_blocks[number]
+        self.on_allocate(identity, size_bytes, CATEGORIES[self._categories[number]], name)
+        self._pending_block = None
+
+    def on_relabel(self, identity: int, category: Category) -> None:
+        """Keep the last label of a storage."""
+        self._categories[self._number[identity]] = _INDEX[category]
+
+    def _label_states(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, state in optimizer.state.items():
+            entry = self._entries.get(parameter.untyped_storage()._cdata)
+            block = OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
+            for value in state.values():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                self.track(value, Category.OPTIMIZER_STATE)
+                self._assign(value, block)
+                if self._host_scalars and value.dim() == 0:
+                    self._forget(value)
+
+    def _assign(self, tensor: torch.Tensor, block: int) -> None:
+        """Move a storage, with its allocation, to the block it serves."""
+        number = self._number[self._entries[tensor.untyped_storage()._cdata].identity]
+        self._storage_blocks[number] = block
+        self._event_blocks[self._allocations[number]] = block
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        assert entry is not None
+        self._sizes[self._number[entry.identity]] = 0
+
+    def flops(self) -> tuple[dict[str, int], dict[str, int]]:
+        """FLOPs by phase of the last micro-batch, of the whole module and of its middle block.
+
+        Recomputation under activation checkpointing happens in backward and counts there.
+        """
+        last = {name: ordinal for ordinal, (_, name) in enumerate(self._phases, start=1)}
+        middle = len(self._blocks) // 2
+        total = {
+            name: sum(flops for (at, _), flops in self._flops.items() if at == ordinal)
+            for name, ordinal in last.items()
+        }
+        block = {name: self._flops.get((ordinal, middle), 0) for name, ordinal in last.items()}
+        return {k: v for k, v in total.items() if v}, {k: v for k, v in block.items() if v}
+
+    def result(self) -> EventList:
+        """Everything recorded so far."""
+        return EventList(
+            events=np.array(self._events, dtype=np.int64),
+            event_blocks=np.array(self._event_blocks, dtype=np.int64),
+            sizes=np.array(self._sizes, dtype=np.int64),
+            categories=np.array(self._categories, dtype=np.int64),
+            sites=np.array(self._sites, dtype=np.int64),
+            site_names=tuple(self._site_index),
+            phases=tuple(self._phases),
+        )
+
+
+def _requiring_grad(values: Any) -> Iterator[torch.Tensor]:
+    for value in torch.utils._pytree.tree_leaves(values):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            yield value
+
+
+def _owning_blocks(module: torch.nn.Module, blocks: dict[int, int]) -> dict[str, int]:
+    """Block number of every parameter and buffer name that lies in a block."""
+    owner: dict[str, int] = {}
+    for prefix, child in module.named_modules():
+        number = blocks.get(id(child))
+        if number is not None:
+            for name, _ in (*child.named_parameters(), *child.named_buffers()):
+                owner[f"{prefix}.{name}"] = number
+    return owner

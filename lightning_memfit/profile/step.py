@@ -1,0 +1,177 @@
+"""Two ways to drive the traced step: Lightning's own `Trainer.fit` on a fake clone, and a plain loop in its order."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_memfit.memory import Category
+from lightning_memfit.profile.recorder import EventRecorder
+
+Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+
+AUTOCAST_DTYPES: dict[str, torch.dtype] = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+TRUE_DTYPES: dict[str, torch.dtype] = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What decides how one optimizer step runs, beside the module and the batch."""
+
+    precision: Precision = "32-true"
+    """Lightning's precision name."""
+    accumulate_grad_batches: int = 1
+    """Micro-batches per optimizer step."""
+    gradient_clip_val: float | None = None
+    """Clip gradients by this norm or value."""
+    gradient_clip_algorithm: str | None = None
+    """`norm` or `value`."""
+
+    @property
+    def traced_micro_batches(self) -> int:
+        """The third micro-batch of a window allocates what the second does, so two are enough."""
+        return min(self.accumulate_grad_batches, 2)
+
+
+def run_loop(
+    recorder: EventRecorder,
+    module: torch.nn.Module,
+    batch: dict[str, torch.Tensor],
+    make_optimizer: OptimizerFactory,
+    options: StepOptions,
+    steps: int = 2,
+) -> None:
+    """Train a Hugging Face model (called as `module(**batch).loss`) in the order of Lightning's automatic optimization.
+
+    Lightning clears gradients between forward and backward, so the last step's are alive in the next forward.
+    """
+    optimizer = make_optimizer(module)
+    recorder.track_optimizer(optimizer)
+    count = options.traced_micro_batches
+    autocast_dtype = AUTOCAST_DTYPES.get(options.precision)
+    for _ in range(steps):
+        for index in range(count):
+            recorder.phase("forward")
+            autocast = torch.autocast("cpu", autocast_dtype) if autocast_dtype else contextlib.nullcontext()
+            with autocast:
+                loss = module(**batch).loss
+            loss = loss / count
+            if index == 0:
+                optimizer.zero_grad()
+            recorder.phase("backward")
+            loss.backward()
+        recorder.phase("step")
+        if options.gradient_clip_val:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), options.gradient_clip_val)
+        optimizer.step()
+        del loss
+    recorder.phase("end")
+
+
+def run_lightning(
+    recorder: EventRecorder,
+    module: Any,
+    batch: Any,
+    options: StepOptions,
+    callbacks: tuple[Any, ...] = (),
+    steps: int = 2,
+) -> None:
+    """Run the real `Trainer.fit` on a fake clone with the batch repeated.
+
+    Args:
+        recorder: Active recorder.
+        module: Fake clone of a LightningModule.
+        batch: Fake batch, any structure.
+        options: Precision, accumulation, clipping.
+        callbacks: Fresh technique callbacks to apply to the clone.
+        steps: Optimizer steps; the second is the steady state.
+    """
+    import lightning.pytorch as pl
+
+    count = options.traced_micro_batches
+    with _quiet():
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            precision=options.precision,
+            max_steps=steps,
+            accumulate_grad_batches=count,
+            gradient_clip_val=options.gradient_clip_val,
+            gradient_clip_algorithm=options.gradient_clip_algorithm,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            limit_val_batches=0,
+            use_distributed_sampler=False,
+            callbacks=[*callbacks, _phase_callback(recorder)],
+        )
+        trainer.fit(module, _Repeated(batch, steps * count))
+    recorder.phase("end")
+
+
+class _Repeated:
+    """A loader that gives one batch `count` times; not a DataLoader, so Lightning leaves it alone."""
+
+    def __init__(self, batch: Any, count: int) -> None:
+        self.batch = batch
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.batch] * self.count)
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def _phase_callback(recorder: EventRecorder) -> Any:
+    import lightning.pytorch as pl
+
+    class Phases(pl.Callback):
+        """Tell the recorder where Lightning is."""
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            recorder.track_module(pl_module)
+            for optimizer in trainer.optimizers:
+                recorder.track_optimizer(optimizer)
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            recorder.phase("forward")
+
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+            recorder.phase("backward")
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            recorder.phase("step")
+
+    return Phases()
+
+
+def track_batch(recorder: EventRecorder, batch: Any) -> None:
+    """Enter the batch as input."""
+    apply_to_collection(batch, torch.Tensor, lambda leaf: recorder.track(leaf, Category.INPUT, "batch"))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the traced trainer's banners and advice out of the user's terminal."""
+    names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

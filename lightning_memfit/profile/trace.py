@@ -1,0 +1,193 @@
+"""Trace one steady optimizer step of a module on fake tensors: no GPU, no memory, the module untouched."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
+from lightning_memfit.profile.events import AlignmentError, EventList
+from lightning_memfit.profile.fake import (
+    copyable_fakes,
+    fake_clone,
+    fake_pretrained_weights,
+    real_quantization_maps,
+    transformers_not_tracing,
+)
+from lightning_memfit.profile.fold import fold_blocks
+from lightning_memfit.profile.integers import RealIntegers, UnknownSizeError
+from lightning_memfit.profile.parameters import parameter_table
+from lightning_memfit.profile.record import ParameterInfo
+from lightning_memfit.profile.recorder import EventRecorder
+from lightning_memfit.profile.repeat import unroll
+from lightning_memfit.profile.step import (
+    AUTOCAST_DTYPES,
+    TRUE_DTYPES,
+    OptimizerFactory,
+    StepOptions,
+    run_lightning,
+    run_loop,
+    track_batch,
+)
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """The device whose operators a trace issues."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    """`cpu` leaves torch's CPU dispatch as it is."""
+    capability: tuple[int, int] = (8, 0)
+    """CUDA compute capability; decides the attention kernel."""
+    attention: AttentionBackend | None = None
+    """Force an attention kernel."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a traced run of two optimizer steps allocated and computed."""
+
+    events: EventList
+    num_blocks: int = 0
+    block_class: str = ""
+    traced_blocks: int = 0
+    assumptions: tuple[str, ...] = ()
+    """Values the trace had to assume; empty means the figures rest on nothing but the real batch."""
+    attention_kernels: dict[str, int] = field(default_factory=dict)
+    flops: dict[str, int] = field(default_factory=dict)
+    """FLOPs by phase of the steady step (one micro-batch), whole module."""
+    block_flops: dict[str, int] = field(default_factory=dict)
+    """FLOPs by phase of one repeated block."""
+    parameters: tuple[ParameterInfo, ...] = ()
+    optimizer: str = ""
+    """Class names of the optimizers."""
+
+
+class TraceError(RuntimeError):
+    """The module's training step can't be traced; the message says what stopped it and what to do instead."""
+
+
+def trace_step(
+    module: torch.nn.Module,
+    batch: Any,
+    options: StepOptions,
+    emulation: Emulation | None = None,
+    callbacks: tuple[Any, ...] = (),
+    make_optimizer: OptimizerFactory | None = None,
+    shorten: bool = True,
+) -> Trace:
+    """Trace two optimizer steps (the second is the steady state) of a LightningModule or a Hugging Face model.
+
+    Args:
+        module: LightningModule (run by the real `Trainer.fit`), or with `make_optimizer` a Hugging Face model.
+            Its tensors may be real or meta. It is copied, never changed.
+        batch: A real batch as the loader gives it; its integers steer control flow.
+        options: Precision, accumulation, clipping.
+        emulation: Device to stand for; CUDA compute capability 8.0 by default.
+        callbacks: Technique callbacks to copy and apply to the clone.
+        make_optimizer: Builds the optimizer for a module that is not a LightningModule.
+        shorten: Trace five repeated blocks and unroll where they are proved alike; False traces every block.
+
+    Raises:
+        TraceError: If the step can't be traced.
+    """
+    if shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
+        # Whatever goes wrong with fewer blocks says nothing about the module; the whole of it decides.
+        with contextlib.suppress(AlignmentError, TraceError):
+            return _trace(module, batch, options, emulation or Emulation(), callbacks, make_optimizer, True)
+    return _trace(module, batch, options, emulation or Emulation(), callbacks, make_optimizer, False)
+
+
+def _trace(
+    module: torch.nn.Module,
+    batch: Any,
+    options: StepOptions,
+    emulation: Emulation,
+    callbacks: tuple[Any, ...],
+    make_optimizer: OptimizerFactory | None,
+    shorten: bool,
+) -> Trace:
+    generator = torch.get_rng_state()
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    integers = RealIntegers(fake_mode)
+    clone = fake_clone(module, fake_mode, TRUE_DTYPES.get(options.precision))
+    with contextlib.ExitStack() as stack:
+        dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
+        fake_batch = integers.fake_batch(batch)
+        with _explained(module):
+            if make_optimizer is None and hasattr(clone, "configure_model"):
+                clone.configure_model()
+            table = parameter_table(clone)
+            fold = fold_blocks(clone, shorten)
+            recorder = EventRecorder(fold.blocks, host_scalars=emulation.device == "cuda")
+            track_batch(recorder, fake_batch)
+            if make_optimizer is not None:
+                recorder.track_module(clone)
+            stack.enter_context(recorder)
+            try:
+                if make_optimizer is not None:
+                    run_loop(recorder, clone, fake_batch, make_optimizer, options)
+                else:
+                    run_lightning(recorder, clone, fake_batch, options, copy.deepcopy(callbacks))
+            finally:
+                recorder.close()
+                torch.set_rng_state(generator)
+    events = recorder.result()
+    total, per_block = recorder.flops()
+    extra = fold.num_blocks - len(fold.blocks)
+    return Trace(
+        events=unroll(events, fold.num_blocks) if extra else events,
+        num_blocks=fold.num_blocks,
+        block_class=fold.block_class,
+        traced_blocks=len(fold.blocks),
+        assumptions=tuple(dict.fromkeys(integers.assumptions)),
+        attention_kernels=dict(dispatch.used) if dispatch else {},
+        flops={phase: flops + extra * per_block.get(phase, 0) for phase, flops in total.items()},
+        block_flops=per_block,
+        parameters=table,
+        optimizer=" + ".join(recorder.optimizers),
+    )
+
+
+def _enter_modes(
+    stack: contextlib.ExitStack,
+    fake_mode: FakeTensorMode,
+    integers: RealIntegers,
+    emulation: Emulation,
+    options: StepOptions,
+) -> CudaDispatch | None:
+    stack.enter_context(fake_mode)
+    dispatch = None
+    if emulation.device == "cuda":
+        dispatch = stack.enter_context(CudaDispatch(emulation.capability, emulation.attention))
+        if options.precision in AUTOCAST_DTYPES:
+            stack.enter_context(cuda_autocast_lists())
+    stack.enter_context(transformers_not_tracing())
+    stack.enter_context(copyable_fakes())
+    stack.enter_context(fake_pretrained_weights())
+    stack.enter_context(real_quantization_maps(fake_mode))
+    stack.enter_context(integers)
+    return dispatch
+
+
+@contextlib.contextmanager
+def _explained(module: torch.nn.Module) -> Iterator[None]:
+    """Turn what stops a trace into a `TraceError` with the way out."""
+    name = type(module).__name__
+    way_out = "Measure it instead with `measure_step` (two real steps of a small micro-batch)."
+    try:
+        yield
+    except AlignmentError:
+        raise
+    except (UnknownSizeError, DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise TraceError(
+            f"The training step of {name} depends on the values of tensors, which a trace doesn't have: {error}. {way_out}"
+        ) from error
+    except Exception as error:
+        raise TraceError(
+            f"The training step of {name} can't be traced: {type(error).__name__}: {error}. {way_out}"
+        ) from error
