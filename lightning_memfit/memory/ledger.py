@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lightning_memfit.memory.breakdown import Category
 
@@ -37,13 +37,16 @@ class StorageLedger(TorchDispatchMode):
 
     Args:
         rounding_bytes: Sizes are rounded up to a multiple of this (512 for the CUDA caching allocator).
+        device_type: Storages elsewhere are left out, `"cuda"` for instance keeps what lies on the host out of the
+            figures. None follows every device.
     """
 
-    def __init__(self, rounding_bytes: int = 1) -> None:
+    def __init__(self, rounding_bytes: int = 1, device_type: str | None = None) -> None:
         super().__init__()
         if rounding_bytes < 1:
             raise ValueError(f"`rounding_bytes={rounding_bytes}` must be at least 1.")
         self.rounding_bytes = rounding_bytes
+        self.device_type = device_type
         self.live_bytes = 0
         self.peak_bytes = 0
         self.live_by_category: dict[Category, int] = dict.fromkeys(Category, 0)
@@ -71,13 +74,23 @@ class StorageLedger(TorchDispatchMode):
     # --- entering what exists already -------------------------------------------------------------------------------
 
     def track(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
-        """Enter a tensor's storage, or re-label it where it is known already."""
+        """Enter a tensor's storage, or re-label it where it is known already.
+
+        Of a wrapper without memory of its own (a DTensor, a quantized tensor) the tensors inside are entered.
+        """
         storage = tensor.untyped_storage()
         entry = self._entries.get(storage._cdata)
-        if entry is None:
-            self._enter(storage, category, name)
-        else:
+        if entry is not None:
             self._relabel(entry, category)
+        elif is_traceable_wrapper_subclass(tensor):
+            for inner in _inner_tensors(tensor):
+                self.track(inner, category, name)
+        else:
+            self._enter(storage, category, name)
+
+    def is_tracked(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage is entered."""
+        return tensor.untyped_storage()._cdata in self._entries
 
     def track_module(self, module: torch.nn.Module) -> None:
         """Enter parameters, buffers and gradients of a module and label its later gradients."""
@@ -123,7 +136,11 @@ class StorageLedger(TorchDispatchMode):
         storage = tensor.untyped_storage()
         entry = self._entries.get(storage._cdata)
         if entry is None:
-            self._enter(storage, self._classify(func, args), str(func))
+            if is_traceable_wrapper_subclass(tensor):
+                for inner in _inner_tensors(tensor):
+                    self._see(func, args, inner)
+            else:
+                self._enter(storage, self._classify(func, args), str(func))
         elif entry.size_bytes != self._rounded(storage.nbytes()):
             self._resize(entry, self._rounded(storage.nbytes()))
 
@@ -142,6 +159,8 @@ class StorageLedger(TorchDispatchMode):
         return -(-size_bytes // self.rounding_bytes) * self.rounding_bytes
 
     def _enter(self, storage: torch.UntypedStorage, category: Category, name: str) -> None:
+        if self.device_type is not None and storage.device.type != self.device_type:
+            return
         key = storage._cdata
         entry = _Entry(self._next_identity, self._rounded(storage.nbytes()), category)
         self._next_identity += 1
@@ -207,3 +226,8 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+def _inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
+    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [getattr(wrapper, name) for name in names]

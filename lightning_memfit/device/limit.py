@@ -1,0 +1,148 @@
+"""`MemoryLimit`: train as if the device had less memory than it has."""
+
+import functools
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_memfit.device.simulated import SimulatedDevice
+from lightning_memfit.memory import Category, format_bytes, parse_bytes
+from lightning_memfit.memory.attach import TrainerAttachment
+from lightning_memfit.memory.ledger import StorageLedger
+
+
+class MemoryLimit(Callback):
+    """Give the device of a run a memory limit, of each process where there are several.
+
+    On CUDA it is torch's per-process memory fraction, restored afterwards; it limits what the caching allocator reserves
+    and leaves the CUDA context out. On the CPU a `SimulatedDevice` is active during every step: weights, buffers,
+    gradients, optimizer states, batches and whatever the steps compute count, the loader's own tensors and what hooks
+    allocate between steps don't. Following every operator costs time there, tens of microseconds each.
+
+    Args:
+        limit: `12GiB`, `500MiB` or a number of bytes.
+        caching: On the CPU, hold the caching allocator's simulated `reserved` bytes against the limit instead of the live
+            bytes.
+
+    Attributes:
+        ledger: On the CPU the `SimulatedDevice` of the current or last run, for reading; otherwise None.
+
+    Raises:
+        ValueError: If the limit is no size, or larger than the CUDA device.
+        MisconfigurationException: If the limit is smaller than the module's own weights, or the accelerator is neither
+            CUDA nor CPU.
+    """
+
+    def __init__(self, limit: int | str, caching: bool = False) -> None:
+        self.limit_bytes = parse_bytes(limit, "limit")
+        self.caching = caching
+        self.ledger: SimulatedDevice | None = None
+        self._attachment: TrainerAttachment | None = None
+        self._restored_fraction: tuple[torch.device, float] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Limit CUDA before the weights are moved there."""
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            self._limit_cuda(device)
+            self._explain_oom_of_weights(trainer, pl_module)
+        elif device.type != "cpu":
+            raise MisconfigurationException(f"`MemoryLimit` works on CUDA and on the CPU, not on `{device.type}`.")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin on the CPU."""
+        self._start(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the optimizer states, which a checkpoint may have restored."""
+        if self.ledger is not None:
+            for optimizer in trainer.optimizers:
+                self.ledger.track_optimizer(optimizer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin on the CPU, unless the validation is part of a fit."""
+        self._start(trainer, pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin on the CPU."""
+        self._start(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin on the CPU."""
+        self._start(trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Lift the limit."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Lift the limit; Lightning calls no `teardown` after an exception."""
+        self._stop()
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.strategy.root_device.type != "cpu" or self._attachment is not None:
+            return
+        self._check_weights(pl_module)
+        self.ledger = SimulatedDevice(self.limit_bytes, caching=self.caching)
+        self.ledger.track_module(pl_module)
+        self._attachment = TrainerAttachment(self.ledger, trainer.strategy)
+        rank_zero_info(f"Memory limit: {format_bytes(self.limit_bytes)} on a simulated device (CPU).")
+
+    def _stop(self) -> None:
+        if self._attachment is not None:
+            self._attachment.detach()
+            self._attachment.ledger.close()
+            self._attachment = None
+        if self._restored_fraction is not None:
+            device, fraction = self._restored_fraction
+            torch.cuda.set_per_process_memory_fraction(fraction, device)
+            self._restored_fraction = None
+
+    def _limit_cuda(self, device: torch.device) -> None:
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        if self.limit_bytes > total_bytes:
+            raise ValueError(
+                f"`limit={format_bytes(self.limit_bytes)}` is more than {device} has, {format_bytes(total_bytes)}. "
+                "Lower it or leave `MemoryLimit` out."
+            )
+        self._restored_fraction = (device, torch.cuda.get_per_process_memory_fraction(device))
+        torch.cuda.set_per_process_memory_fraction(self.limit_bytes / total_bytes, device)
+        rank_zero_info(
+            f"Memory limit: {format_bytes(self.limit_bytes)} of the {format_bytes(total_bytes)} of {device}."
+        )
+
+    def _explain_oom_of_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        move = strategy.model_to_device
+
+        @functools.wraps(move)
+        def model_to_device() -> None:
+            del strategy.model_to_device
+            try:
+                move()
+            except torch.OutOfMemoryError as error:
+                raise self._too_small(module_bytes(pl_module)) from error
+
+        strategy.model_to_device = model_to_device  # type: ignore[method-assign]
+
+    def _check_weights(self, pl_module: LightningModule) -> None:
+        weights_bytes = module_bytes(pl_module)
+        if weights_bytes > self.limit_bytes:
+            raise self._too_small(weights_bytes)
+
+    def _too_small(self, weights_bytes: int) -> MisconfigurationException:
+        return MisconfigurationException(
+            f"`limit={format_bytes(self.limit_bytes)}` is smaller than the module's own parameters and buffers, "
+            f"{format_bytes(weights_bytes)}. Raise the limit above that, store the weights in fewer bytes "
+            "(`precision: bf16-true`, quantized weights) or shard or offload them (FSDP2, DeepSpeed stage 3)."
+        )
+
+
+def module_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the parameters and buffers that this process holds; tied weights count once."""
+    ledger = StorageLedger()
+    for tensor in (*module.parameters(), *module.buffers()):
+        ledger.track(tensor, Category.PARAMETER)
+    return ledger.live_bytes

@@ -1,0 +1,248 @@
+"""`MemoryMonitor`: what a run uses, logged while it runs and told in a table at its end."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_memfit.measure.report import RunReport, versions
+from lightning_memfit.measure.throughput import Throughput
+from lightning_memfit.memory import GIB, MemoryBreakdown
+from lightning_memfit.memory.attach import TrainerAttachment
+from lightning_memfit.memory.ledger import StorageLedger
+from lightning_memfit.memory.process import nvml_usage, peak_rss_bytes, rss_bytes
+
+
+class MemoryMonitor(Callback):
+    """Measure the memory and the speed of a fit, for any LightningModule.
+
+    - During the first `tracked_steps` optimizer steps every live tensor is followed and counted by category: parameters,
+      buffers, gradients, optimizer states, activations, temporaries, inputs. That makes those steps slower, and later
+      ones not at all. A `MemoryLimit` on the CPU follows tensors anyway; its figures are used then, for the whole run.
+      Compiled modules run uncompiled while they are followed: set `tracked_steps` to 0 for them.
+    - Every `every_n_steps` optimizer steps the figures are refreshed and given to `LightningModule.log_dict`, so that every
+      logger gets them at the Trainer's own `log_every_n_steps`: on CUDA `memory/allocated_peak_gib`,
+      `memory/reserved_peak_gib`, `memory/process_gib` and `memory/card_gib` (NVML), everywhere `memory/rss_gib`,
+      `throughput/tokens_per_second` (batches with `input_ids`), `throughput/samples_per_second` and
+      `throughput/seconds_per_step`. One figure stands in the progress bar: `mem_gib`.
+    - At the end of fit the first process prints a table.
+
+    Speed is measured after the tracked steps, waiting for data included, validation left out.
+
+    Args:
+        tracked_steps: Optimizer steps during which live tensors are followed; 0 follows none.
+        every_n_steps: Optimizer steps between two samples. None takes the Trainer's `log_every_n_steps`.
+        loss_name: Logged validation metric for the table. None takes the first one that starts with `val` and has `loss`
+            in its name.
+        report_path: JSON file for the report. Where the file exists already, a number is added to the name.
+
+    Attributes:
+        predicted: Bytes by category that were predicted for this run. Whoever predicts sets it; None says "not predicted".
+        report: The record of the last finished fit.
+    """
+
+    def __init__(
+        self,
+        tracked_steps: int = 3,
+        every_n_steps: int | None = None,
+        loss_name: str | None = None,
+        report_path: str | Path | None = None,
+    ) -> None:
+        if tracked_steps < 0:
+            raise ValueError(f"`tracked_steps={tracked_steps}` must not be negative; 0 follows no tensors.")
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"`every_n_steps={every_n_steps}` must be at least 1.")
+        self.tracked_steps = tracked_steps
+        self.every_n_steps = every_n_steps
+        self.loss_name = loss_name
+        self.report_path = report_path
+        self.predicted: MemoryBreakdown | None = None
+        self.report: RunReport | None = None
+        self._attachment: TrainerAttachment | None = None
+        self._reset(torch.device("cpu"))
+
+    def _reset(self, device: torch.device) -> None:
+        self._device = device
+        self._throughput = Throughput(device)
+        self._ledger: StorageLedger | None = None
+        self._measured: MemoryBreakdown | None = None
+        self._measured_over = ""
+        self._limit_bytes: int | None = None
+        self._num_steps = 0
+        self._global_step = 0
+        self._every = 1
+        self._process_bytes: int | None = None
+        self._card_bytes: int | None = None
+        self._losses: tuple[str, float, float] | None = None
+
+    # --- hooks ------------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the last run."""
+        self._reset(trainer.strategy.root_device)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Follow live tensors, unless a limit does so already."""
+        self._global_step = trainer.global_step
+        self._every = self.every_n_steps or max(1, trainer.log_every_n_steps)
+        limit = next((c for c in trainer.callbacks if isinstance(getattr(c, "ledger", None), StorageLedger)), None)  # type: ignore[attr-defined]
+        if limit is not None:
+            self._ledger = limit.ledger
+            self._limit_bytes = limit.limit_bytes
+        elif self.tracked_steps:
+            self._follow(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count; sample every `every_n_steps` optimizer steps."""
+        step = trainer.global_step
+        stepped = step != self._global_step
+        self._throughput.add(batch, stepped)
+        if not stepped:
+            return
+        self._global_step = step
+        self._num_steps += 1
+        warmed_up = self._num_steps == max(1, self.tracked_steps)
+        if warmed_up:
+            self._stop_following()
+            self._throughput.start()
+        if warmed_up or self._num_steps % self._every == 0:
+            self._sample(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock."""
+        self._throughput.pause()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the clock run again and keep the loss."""
+        self._throughput.resume()
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._keep_loss(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the last figures while the strategy still stands."""
+        self._stop_following()
+        self._read_nvml()
+        if self._ledger is not None:
+            self._measured = MemoryBreakdown.device(self._ledger.peak_by_category)
+            self._measured_over = "the whole run"
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the table and write the report."""
+        self.report = self._make_report(trainer)
+        self._ledger = None
+        if not trainer.is_global_zero:
+            return
+        from rich.console import Console
+
+        Console().print(self.report.table())
+        if self.report_path is not None:
+            rank_zero_info(f"Run report written to {self.report.write(self.report_path)}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take the ledger off the strategy."""
+        self._stop_following()
+
+    # --- tensors ----------------------------------------------------------------------------------------------------
+
+    def _follow(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        on_cuda = self._device.type == "cuda"
+        ledger = StorageLedger(rounding_bytes=512 if on_cuda else 1, device_type=self._device.type)
+        ledger.track_module(pl_module)
+        for optimizer in trainer.optimizers:
+            ledger.track_optimizer(optimizer)
+        self._attachment = TrainerAttachment(ledger, trainer.strategy)
+
+    def _stop_following(self) -> None:
+        if self._attachment is None:
+            return
+        ledger = self._attachment.ledger
+        self._attachment.detach()
+        self._attachment = None
+        ledger.close()
+        self._measured = MemoryBreakdown.device(ledger.peak_by_category)
+        self._measured_over = f"the first {self._num_steps} optimizer steps"
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    def _sample(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._throughput.synchronize()
+        self._read_nvml()
+        figures = {"memory/rss_gib": rss_bytes() / GIB}
+        in_bar = figures["memory/rss_gib"]
+        if self._device.type == "cuda":
+            in_bar = torch.cuda.max_memory_allocated(self._device) / GIB
+            figures["memory/allocated_peak_gib"] = in_bar
+            figures["memory/reserved_peak_gib"] = torch.cuda.max_memory_reserved(self._device) / GIB
+        optional = {
+            "memory/process_gib": self._process_bytes and self._process_bytes / GIB,
+            "memory/card_gib": self._card_bytes and self._card_bytes / GIB,
+            "throughput/tokens_per_second": self._throughput.tokens_per_second,
+            "throughput/samples_per_second": self._throughput.samples_per_second,
+            "throughput/seconds_per_step": self._throughput.seconds_per_step,
+        }
+        figures.update({name: value for name, value in optional.items() if value is not None})
+        if not trainer.barebones:
+            pl_module.log_dict(figures)
+            pl_module.log("mem_gib", in_bar, prog_bar=True, logger=False)
+
+    def _read_nvml(self) -> None:
+        if self._device.type != "cuda" or (usage := nvml_usage(self._device)) is None:
+            return
+        self._card_bytes = max(self._card_bytes or 0, usage.card_bytes)
+        if usage.process_bytes is not None:
+            self._process_bytes = max(self._process_bytes or 0, usage.process_bytes)
+
+    def _keep_loss(self, trainer: Trainer) -> None:
+        metrics = trainer.callback_metrics
+        name = self.loss_name or next((n for n in metrics if n.startswith("val") and "loss" in n), None)
+        if name is None:
+            return
+        if name not in metrics:
+            raise ValueError(
+                f"`loss_name={name!r}` was not logged in validation. Logged: {', '.join(metrics) or 'nothing'}."
+            )
+        last = float(metrics[name])
+        first = last if self._losses is None else self._losses[1]
+        self._losses = (name, first, last)
+
+    def _make_report(self, trainer: Trainer) -> RunReport:
+        on_cuda = self._device.type == "cuda"
+        name, first, last = self._losses or (None, None, None)
+        return RunReport(
+            device=torch.cuda.get_device_name(self._device) if on_cuda else str(self._device),
+            num_steps=self._num_steps,
+            predicted=self.predicted,
+            measured=self._measured,
+            measured_over=self._measured_over,
+            limit_bytes=self._limit_bytes,
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if on_cuda else None,
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(self._device) if on_cuda else None,
+            process_bytes=self._process_bytes,
+            card_bytes=self._card_bytes,
+            rss_bytes=rss_bytes(),
+            peak_rss_bytes=max(peak_rss_bytes(), rss_bytes()),
+            tokens_per_second=self._throughput.tokens_per_second,
+            samples_per_second=self._throughput.samples_per_second,
+            seconds_per_step=self._throughput.seconds_per_step,
+            loss_name=name,
+            first_loss=first,
+            last_loss=last,
+            checkpoint_path=_checkpoint_path(trainer),
+            num_processes=trainer.world_size,
+            versions=versions(),
+        )
+
+
+def _checkpoint_path(trainer: Trainer) -> str | None:
+    paths = (
+        path
+        for callback in trainer.checkpoint_callbacks
+        for path in (getattr(callback, "best_model_path", ""), getattr(callback, "last_model_path", ""))
+    )
+    return next((str(path) for path in paths if path), None)

@@ -1,0 +1,193 @@
+"""`RunReport`: what a run used, as a frozen record, a table and a JSON file."""
+
+import json
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_NOT_IN_TENSORS = (Category.RUNTIME_CONTEXT, Category.FRAGMENTATION)
+TOLERANCE = 0.05
+"""Contract 3 of the design: beyond this relative error of the prediction a run says so."""
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Figures of one run. What was not measured is None and shown as such."""
+
+    device: str
+    num_steps: int
+    """Optimizer steps taken."""
+    predicted: MemoryBreakdown | None = None
+    """Bytes by category at the predicted peak."""
+    measured: MemoryBreakdown | None = None
+    """Live tensor bytes by category at the measured peak."""
+    measured_over: str = ""
+    """Which part of the run `measured` covers."""
+    limit_bytes: int | None = None
+    """Memory limit the run had to keep."""
+    peak_allocated_bytes: int | None = None
+    """CUDA: `torch.cuda.max_memory_allocated`."""
+    peak_reserved_bytes: int | None = None
+    """CUDA: `torch.cuda.max_memory_reserved`."""
+    process_bytes: int | None = None
+    """CUDA: what NVML says this process holds, largest sample."""
+    card_bytes: int | None = None
+    """CUDA: what NVML says is used on the card by everyone, largest sample."""
+    rss_bytes: int | None = None
+    """Resident set size of the process at the end."""
+    peak_rss_bytes: int | None = None
+    """Largest resident set size since the process started."""
+    tokens_per_second: float | None = None
+    samples_per_second: float | None = None
+    seconds_per_step: float | None = None
+    loss_name: str | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    checkpoint_path: str | None = None
+    num_processes: int = 1
+    """Figures are those of the first of them."""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """Predicted bytes of live tensors on the device, without context and fragmentation: what is comparable."""
+        if self.predicted is None:
+            return None
+        return self.predicted.total() - sum(self.predicted.get(category) for category in _NOT_IN_TENSORS)
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Measured counterpart: the allocator's figure on CUDA, otherwise the tracked live bytes."""
+        if self.peak_allocated_bytes is not None:
+            return self.peak_allocated_bytes
+        return None if self.measured is None else self.measured.total()
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Predicted over measured peak, less one; None where either is missing."""
+        predicted, measured = self.predicted_peak_bytes, self.measured_peak_bytes
+        return predicted / measured - 1 if predicted is not None and measured else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, bytes as integers."""
+        data = asdict(self)
+        for name in ("predicted", "measured"):
+            breakdown = getattr(self, name)
+            data[name] = None if breakdown is None else breakdown.to_dict()
+        return {**data, "prediction_error": self.prediction_error}
+
+    def write(self, path: str | Path) -> Path:
+        """Write JSON to `path`, or to `path` with the next free number where a file is there already.
+
+        Returns:
+            The file that was written.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
+        number = 1
+        target = path
+        while True:
+            try:
+                with target.open("x", encoding="utf-8") as file:
+                    file.write(text)
+            except FileExistsError:
+                number += 1
+                target = path.with_name(f"{path.stem}-{number}{path.suffix}")
+            else:
+                return target
+
+    def table(self) -> "Table":
+        """A Rich table: memory by category, then what process and driver say, speed, loss, checkpoint."""
+        from rich.table import Table
+
+        table = Table(title=f"Run report: {self.num_steps} optimizer steps on {self.device}", title_justify="left")
+        table.add_column("", no_wrap=True)
+        table.add_column("predicted", justify="right", no_wrap=True)
+        table.add_column("measured", justify="right", overflow="fold")
+        for label, predicted, measured in (*self._memory_rows(), *self._process_rows()):
+            table.add_row(label, predicted, measured)
+        table.add_section()
+        for label, value in self._run_rows():
+            table.add_row(label, "", value)
+        table.caption = self._caption()
+        table.caption_justify = "left"
+        return table
+
+    def _memory_rows(self) -> list[tuple[str, str, str]]:
+        predicted = self.predicted.by_category() if self.predicted else {}
+        measured = self.measured.by_category() if self.measured else {}
+        rows = [
+            (f"  {category.value.replace('_', ' ')}", _bytes(predicted.get(category)), _bytes(measured.get(category)))
+            for category in Category
+            if category in predicted or category in measured
+        ]
+        shown = "not predicted" if self.predicted is None else _bytes(self.predicted_peak_bytes)
+        total = _bytes(self.measured.total()) if self.measured else "not tracked"
+        return [("peak of live tensors", shown, total), *rows]
+
+    def _process_rows(self) -> list[tuple[str, str, str]]:
+        reserved = None
+        if self.predicted is not None and self.peak_reserved_bytes is not None:
+            reserved = self.predicted.total() - self.predicted.get(Category.RUNTIME_CONTEXT)
+        rows = [
+            ("memory limit", "", self.limit_bytes),
+            ("peak allocated (CUDA)", "", self.peak_allocated_bytes),
+            ("peak reserved (CUDA)", _bytes(reserved), self.peak_reserved_bytes),
+            ("process on the card (NVML)", "", self.process_bytes),
+            ("whole card (NVML)", "", self.card_bytes),
+            ("process RSS, peak", "", self.peak_rss_bytes),
+            ("process RSS, at the end", "", self.rss_bytes),
+        ]
+        return [(label, predicted, _bytes(value)) for label, predicted, value in rows if value is not None]
+
+    def _run_rows(self) -> list[tuple[str, str]]:
+        rows = []
+        if self.tokens_per_second is not None:
+            rows.append(("tokens/s", f"{self.tokens_per_second:,.0f}"))
+        if self.samples_per_second is not None:
+            rows.append(("samples/s", f"{self.samples_per_second:,.2f}"))
+        step = "run too short" if self.seconds_per_step is None else f"{self.seconds_per_step:.4g} s"
+        rows.append(("optimizer step", step))
+        if self.loss_name is not None:
+            rows.append((self.loss_name, f"{self.first_loss:.4f} -> {self.last_loss:.4f}"))
+        rows.append(("checkpoint", self.checkpoint_path or "none written"))
+        return rows
+
+    def _caption(self) -> str:
+        parts = []
+        if self.measured is not None:
+            parts.append(f"Categories measured over {self.measured_over}.")
+        error = self.prediction_error
+        if error is not None:
+            parts.append(f"The prediction is off by {error:+.1%}.")
+            if abs(error) > TOLERANCE:
+                parts.append(f"That is more than {TOLERANCE:.0%}: please report it with this run's configuration.")
+        if self.num_processes > 1:
+            parts.append(f"Figures are those of the first of {self.num_processes} processes.")
+        return " ".join(parts)
+
+
+def versions() -> dict[str, str]:
+    """Versions that decide what a run uses."""
+    import lightning
+    import torch
+
+    import lightning_memfit
+
+    return {
+        "lightning_memfit": lightning_memfit.__version__,
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _bytes(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else format_bytes(size_bytes)

@@ -1,0 +1,107 @@
+"""`Throughput`: samples, tokens and seconds per optimizer step, measured from the end of one batch to the next."""
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+
+def count_tokens(batch: Any) -> int | None:
+    """Elements of `input_ids`, padding included; None where a batch has no such entry."""
+    if isinstance(batch, Mapping) and isinstance(tokens := batch.get("input_ids"), torch.Tensor):
+        return tokens.numel()
+    return None
+
+
+def count_samples(batch: Any) -> int | None:
+    """First dimension of the first tensor in a batch; None where it holds none."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.ndim else 1
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif not isinstance(batch, (list, tuple)):
+        return None
+    return _first(count_samples(value) for value in batch)
+
+
+def _first(counts: Iterable[int | None]) -> int | None:
+    return next((count for count in counts if count is not None), None)
+
+
+class Throughput:
+    """Counts from `start` on. Time between `pause` and `resume` is left out, waiting for data is not.
+
+    Args:
+        device: On CUDA the clock is read after the queued kernels are done, but only in `start`, `pause`, `resume` and
+            `synchronize`: a batch costs no synchronization.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._samples: int | None = 0
+        self._tokens: int | None = 0
+        self._steps = 0
+        self._started: float | None = None
+        self._paused: float | None = None
+        self._last = 0.0
+
+    def start(self) -> None:
+        """Begin counting with the next batch."""
+        self.synchronize()
+        self._started = self._last
+
+    def add(self, batch: Any, stepped: bool) -> None:
+        """Count a finished batch, and an optimizer step where it ended one. Does nothing before `start`."""
+        if self._started is None:
+            return
+        self._last = time.perf_counter()
+        self._steps += stepped
+        self._tokens = _sum(self._tokens, count_tokens(batch))
+        self._samples = _sum(self._samples, count_samples(batch))
+
+    def synchronize(self) -> None:
+        """Wait for the device and read the clock."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._last = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop the clock, for a validation for instance."""
+        if self._started is not None:
+            self.synchronize()
+            self._paused = self._last
+
+    def resume(self) -> None:
+        """Let the clock run again."""
+        if self._started is not None and self._paused is not None:
+            self.synchronize()
+            self._started += self._last - self._paused
+            self._paused = None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Seconds of one optimizer step; None before the first one is counted."""
+        return self._elapsed / self._steps if self._started is not None and self._steps else None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """None before the first step and for batches whose size is unknown."""
+        return self._rate(self._samples)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None before the first step and for batches without `input_ids`."""
+        return self._rate(self._tokens)
+
+    @property
+    def _elapsed(self) -> float:
+        assert self._started is not None
+        return self._last - self._started
+
+    def _rate(self, count: int | None) -> float | None:
+        return count / self._elapsed if count and self._steps else None
+
+
+def _sum(total: int | None, count: int | None) -> int | None:
+    return None if total is None or count is None else total + count

@@ -1,0 +1,90 @@
+"""`TrainerAttachment`: a ledger that is active for the device work of a Lightning Trainer and for nothing else."""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_memfit.memory.breakdown import Category
+from lightning_memfit.memory.ledger import StorageLedger
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+_DEVICE_WORK = ("training_step", "validation_step", "test_step", "predict_step", "backward", "optimizer_step")
+
+
+class TrainerAttachment:
+    """Activate a ledger inside the strategy's steps, and count batches as `input` once they are moved to the device.
+
+    Trainer hooks are called first in, first out, dispatch modes must be left last in, first out: entering a mode in one
+    hook and leaving it in another breaks as soon as two callbacks do so. Here every step enters and leaves on its own, so
+    that exceptions, other modes and other attachments are no concern. What callbacks and module hooks allocate between
+    the steps is not seen.
+
+    On the CPU moving a batch copies nothing and the loader's tensors stand for host memory: the batch is copied, and the
+    copy is what counts as lying on the device.
+    """
+
+    def __init__(self, ledger: StorageLedger, strategy: "Strategy") -> None:
+        self.ledger = ledger
+        self._strategy = strategy
+        self._originals: dict[str, tuple[Any, Any]] = {}
+        self._attached = True
+        self._inside = False
+        for name in _DEVICE_WORK:
+            self._replace(name, self._activated)
+        self._replace("batch_to_device", self._counting_batches)
+
+    def detach(self) -> None:
+        """Give the strategy its own methods back. Where somebody wrapped ours meanwhile, ours stays and does nothing."""
+        self._attached = False
+        for name, (ours, before) in self._originals.items():
+            if self._strategy.__dict__.get(name) is not ours:
+                continue
+            if before is None:
+                delattr(self._strategy, name)
+            else:
+                setattr(self._strategy, name, before)
+        self._originals.clear()
+
+    def _replace(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        before = self._strategy.__dict__.get(name)
+        ours = wrap(getattr(self._strategy, name))
+        setattr(self._strategy, name, ours)
+        self._originals[name] = (ours, before)
+
+    def _activated(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def with_ledger(*args: Any, **kwargs: Any) -> Any:
+            if (
+                self._inside or not self._attached
+            ):  # `optimizer_step` runs `training_step` and `backward` in its closure
+                return method(*args, **kwargs)
+            self._inside = True
+            try:
+                with self.ledger:
+                    return method(*args, **kwargs)
+            finally:
+                self._inside = False
+
+        return with_ledger
+
+    def _counting_batches(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        from lightning_utilities.core.apply_func import apply_to_collection
+
+        activated = self._activated(method)
+
+        @functools.wraps(method)
+        def batch_to_device(*args: Any, **kwargs: Any) -> Any:
+            batch = activated(*args, **kwargs)
+            return apply_to_collection(batch, torch.Tensor, self._on_device) if self._attached else batch
+
+        return batch_to_device
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._strategy.root_device.type == "cpu" and not self.ledger.is_tracked(tensor):
+            tensor = tensor.clone()
+        self.ledger.track(tensor, Category.INPUT)
+        return tensor

@@ -1,0 +1,60 @@
+"""What the operating system and the driver say that this process uses."""
+
+import os
+import resource
+import sys
+from typing import NamedTuple
+
+import torch
+
+
+def rss_bytes() -> int:
+    """Resident set size of this process in bytes, now."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident set size of this process in bytes since it started."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB everywhere but on macOS
+
+
+class NvmlUsage(NamedTuple):
+    """Bytes in use according to the driver."""
+
+    card_bytes: int
+    """By every process on the card."""
+    process_bytes: int | None
+    """By this process: tensors, cache, CUDA context and libraries. None where the driver does not tell, as in a container
+    with process ids of its own."""
+
+
+def nvml_usage(device: torch.device) -> NvmlUsage | None:
+    """Ask NVML what is in use on a CUDA device, found by its UUID so that `CUDA_VISIBLE_DEVICES` is no trap.
+
+    Under MIG the figures are those of the instance when the driver grants them.
+
+    Returns:
+        None where NVML is absent or refuses: callers say so, they do not fail.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handle = _handle(str(torch.cuda.get_device_properties(device).uuid))
+        used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        by_process = {p.pid: p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+        return NvmlUsage(used, by_process.get(os.getpid()))
+    except pynvml.NVMLError:
+        return None
+
+
+def _handle(uuid: str) -> object:
+    import pynvml
+
+    try:
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except pynvml.NVMLError_NotFound:
+        return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
