@@ -1,7 +1,7 @@
 """Apply non-reentrant activation checkpointing block by block, and take it off again.
 
-A block's `forward` is replaced on the instance: `state_dict` keys, `isinstance` and forward hooks (FSDP2's included, which
-must not run again when the block is recomputed) stay as they are.
+A block's `forward` is replaced on the instance: `state_dict` keys, `isinstance` and forward hooks (FSDP2's included,
+which must not run again when the block is recomputed) stay as they are.
 """
 
 import warnings
@@ -19,7 +19,10 @@ _BatchStatistics = (nn.modules.batchnorm._NormBase,)
 
 
 class CheckpointedForward:
-    """Stands in for the `forward` of one block. An object and not a closure, so that copies of the block call themselves."""
+    """Stands in for the `forward` of one block.
+
+    An object and not a closure, so that a deep copy of the block calls the copy.
+    """
 
     def __init__(self, block: nn.Module, choice: Choice) -> None:
         self.block = block
@@ -83,7 +86,8 @@ def apply_checkpointing(blocks: Sequence[nn.Module], choices: Sequence[Choice]) 
         choices: One per block: `none`, `full`, `keep_attention`, `keep_matmul` or `keep_matmul_attention`.
 
     Raises:
-        ValueError: If the lengths differ, a choice is unknown, a block is listed twice, or something checkpoints already.
+        ValueError: If the lengths differ, a choice is unknown, a block is listed twice, or something checkpoints
+            already.
     """
     if len(blocks) != len(choices):
         raise ValueError(f"`choices` has {len(choices)} entries for {len(blocks)} blocks; give one per block.")
@@ -98,17 +102,18 @@ def apply_checkpointing(blocks: Sequence[nn.Module], choices: Sequence[Choice]) 
         CheckpointedForward(block, choice) for block, choice in zip(blocks, choices, strict=True) if choice != "none"
     ]
     for wrapper in forwards:
-        wrapper.block.forward = wrapper  # type: ignore[assignment]
+        wrapper.block.forward = wrapper
     return AppliedCheckpointing(forwards)
 
 
 def refuse_checkpointed(module: nn.Module) -> None:
-    """Raise a `ValueError` if anything in a module checkpoints activations already: twice is slower and saves nothing."""
+    """Raise a `ValueError` if anything in a module checkpoints activations already."""
     for name, child in module.named_modules():
         where = f"{type(child).__name__}{f' ({name!r})' if name else ''}"
         if getattr(child, "gradient_checkpointing", False) is True:
             raise ValueError(
-                f"{where} has Hugging Face gradient checkpointing on already. Call `model.gradient_checkpointing_disable()` "
+                f"{where} has Hugging Face gradient checkpointing on already. Call "
+                "`model.gradient_checkpointing_disable()` "
                 "(and leave `gradient_checkpointing_enable` out), or leave this checkpointing out."
             )
         if type(child).__name__ == "CheckpointWrapper" or isinstance(vars(child).get("forward"), CheckpointedForward):
@@ -124,8 +129,9 @@ def disable_caches(module: nn.Module) -> Callable[[], None]:
     if configs:
         names = ", ".join(sorted({type(config).__name__ for config in configs.values()}))
         warnings.warn(
-            f"`use_cache=True` in {names} makes training keep keys and values it never uses, and cannot work with activation "
-            "checkpointing: it is off while checkpointing is applied. Set `model.config.use_cache = False` to silence this.",
+            f"`use_cache=True` in {names} makes training keep keys and values it never uses, and cannot work with "
+            "activation checkpointing: it is off while checkpointing is applied. Set `model.config.use_cache = "
+            "False` to silence this.",
             stacklevel=2,
         )
     for config in configs.values():
@@ -150,8 +156,8 @@ def _refuse_caches(block: nn.Module, values: tuple[Any, ...]) -> None:
     for value in values:
         if hasattr(value, "get_seq_length") and hasattr(value, "update"):
             raise ValueError(
-                f"{type(block).__name__} was called with a key/value cache ({type(value).__name__}) while gradients are on; "
-                "recomputing it would fill the cache twice. Call the model with `use_cache=False` in training."
+                f"{type(block).__name__} was called with a key/value cache ({type(value).__name__}) while gradients "
+                "are on; recomputing it would fill the cache twice. Call the model with `use_cache=False` in training."
             )
 
 

@@ -35,9 +35,9 @@ def find_blocks(module: nn.Module) -> list[BlockGroup]:
     """Find groups of two or more blocks of one class inside a ModuleList or Sequential.
 
     The outermost groups are taken, except that groups of stages which differ from each other and consist of blocks
-    themselves (ResNet, Swin) are opened. Blocks are modules with sub-modules and parameters; a class that holds under 5 % of
-    the parameters of all groups (a pair of heads, say) is left out. Only shapes are read, so that this works on fake and
-    meta tensors.
+    themselves (ResNet, Swin) are opened. Blocks are modules with sub-modules and parameters; a class that holds under
+    5 % of the parameters of all groups (a pair of heads, say) is left out. Only shapes are read, so that this works on
+    fake and meta tensors.
 
     Returns:
         Groups in the order in which the module lists them; empty if there are none.

@@ -1,7 +1,7 @@
 """Checkpoint segments of about sqrt(n) blocks of an nn.Sequential (Chen et al., 2016, arXiv 1604.06174).
 
-With blocks whose inputs are small beside what they keep inside, as in transformers, checkpointing each block by itself needs
-less memory. Segments pay where blocks are thin.
+With blocks whose inputs are small beside what they keep inside, as in transformers, checkpointing each block by itself
+needs less memory. Segments pay where blocks are thin.
 """
 
 import math
@@ -39,14 +39,15 @@ def apply_segments(module: nn.Module, groups: Sequence[BlockGroup]) -> AppliedCh
     """Checkpoint the containers of some groups in segments of ceil(sqrt(n)) of their n children.
 
     Raises:
-        ValueError: If a container is no plain nn.Sequential, since then its blocks are called by code that cannot be cut.
+        ValueError: If a container is no plain nn.Sequential, since then its blocks are called by code that cannot be
+            cut.
     """
     containers = [_container(module, group) for group in groups]
     for container in containers:
         refuse_checkpointed(container)
     forwards: list[CheckpointedForward] = [SegmentedForward(container) for container in containers]
     for wrapper in forwards:
-        wrapper.block.forward = wrapper  # type: ignore[assignment]
+        wrapper.block.forward = wrapper
     return AppliedCheckpointing(forwards)
 
 
@@ -55,8 +56,8 @@ def _container(module: nn.Module, group: BlockGroup) -> nn.Sequential:
     if not isinstance(container, nn.Sequential) or type(container).forward is not nn.Sequential.forward:
         raise ValueError(
             f"`mode='sqrt'`: the blocks {group.names[0]!r} ... are called one by one by code of "
-            f"{type(container).__name__}, not by a plain nn.Sequential, so that they cannot be joined into segments. Use "
-            "mode='full', which for blocks with much inside needs less memory anyway."
+            f"{type(container).__name__}, not by a plain nn.Sequential, so that they cannot be joined into segments. "
+            "Use mode='full', which for blocks with much inside needs less memory anyway."
         )
     return container
 

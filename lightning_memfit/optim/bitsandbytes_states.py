@@ -1,8 +1,8 @@
 """What the states of a bitsandbytes optimizer must look like, and seeing to it that they do.
 
 Written for bitsandbytes 0.49 and 0.50. It relies on `Optimizer8bit.get_config`, `get_state_buffer`, `name2qmap`, `args`
-and on the state keys `state1`, `state2`, `absmax1`, `absmax2`; `tests/unit/optim/test_bitsandbytes_states.py` fails when
-these move.
+and on the state keys `state1`, `state2`, `absmax1`, `absmax2`; `tests/unit/optim/test_bitsandbytes_states.py` fails
+when these move.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,9 +20,9 @@ _BLOCK_SIZE = 256  # elements that share one scale, fixed in bitsandbytes' kerne
 class StateWidths:
     """Decides per parameter whether its states have 8 or 32 bits, and keeps to it.
 
-    bitsandbytes asks a process-wide `GlobalOptimManager`, whose `register_parameters` stores overrides by (group, index),
-    so that they leak into every other optimizer. This table belongs to one optimizer and is keyed by the parameter itself.
-    An override that a user registered for the parameter (`override_config`) still counts.
+    bitsandbytes asks a process-wide `GlobalOptimManager`, whose `register_parameters` stores overrides by (group,
+    index), so that they leak into every other optimizer. This table belongs to one optimizer and is keyed by the
+    parameter itself. An override that a user registered for the parameter (`override_config`) still counts.
 
     Args:
         optimizer: A bitsandbytes optimizer that has not stepped yet.
@@ -82,9 +82,9 @@ def check_states(optimizer: Any) -> None:
 def _complaint(optimizer: Any, parameter: torch.Tensor, key: str, found: torch.Tensor | None, bits: int) -> str:
     what = "nothing" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
     return (
-        f"{type(optimizer).__name__} was to keep {bits}-bit states for a parameter of shape {tuple(parameter.shape)}, but its "
-        f"{key!r} holds {what}. Another library changed bitsandbytes' settings, or a checkpoint with other states was "
-        "loaded; use the settings the checkpoint was written with, or start from its weights only."
+        f"{type(optimizer).__name__} was to keep {bits}-bit states for a parameter of shape {tuple(parameter.shape)}, "
+        f"but its {key!r} holds {what}. Another library changed bitsandbytes' settings, or a checkpoint with other "
+        "states was loaded; use the settings the checkpoint was written with, or start from its weights only."
     )
 
 

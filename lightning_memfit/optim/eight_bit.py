@@ -1,7 +1,7 @@
 """`to_bitsandbytes`: an optimizer a user built becomes its 8-bit or paged form, with everything it was told kept.
 
-bitsandbytes' formulas are those of torch for AdamW, Lion, SGD with momentum and RMSprop without momentum. Where a flag of
-the original has no counterpart there, bitsandbytes would silently ignore it; here it is refused.
+bitsandbytes' formulas are those of torch for AdamW, Lion, SGD with momentum and RMSprop without momentum. Where a flag
+of the original has no counterpart there, bitsandbytes would silently ignore it; here it is refused.
 """
 
 from collections.abc import Iterable, Mapping
@@ -92,14 +92,15 @@ def to_bitsandbytes(
     """Build the bitsandbytes form of an optimizer over the same parameters.
 
     Accepted are `torch.optim` AdamW, Adam, SGD and RMSprop, any class called Lion, and the 32-bit optimizers of
-    bitsandbytes. Groups keep their order, hyper-parameters (a learning rate that a schedule has changed already, too) and
-    extra keys. `foreach` and `fused` choose a kernel, not a formula, and are dropped. The original is left as it is.
+    bitsandbytes. Groups keep their order, hyper-parameters (a learning rate that a schedule has changed already, too)
+    and extra keys. `foreach` and `fused` choose a kernel, not a formula, and are dropped. The original is left as it
+    is.
 
     Args:
         optimizer: Must not have stepped.
         bits: 8, or 32 for 32-bit states (worth it only with `paged`).
-        paged: States in CUDA unified memory, which moves to the host under pressure. bitsandbytes warns on the CPU, where
-            this does nothing.
+        paged: States in CUDA unified memory, which moves to the host under pressure. bitsandbytes warns on the CPU,
+            where this does nothing.
         keep_32bit: Parameters whose states stay 32-bit, typically `embedding_parameters(module)`.
         min_8bit_size: Parameters with fewer elements keep 32-bit states.
 
@@ -147,8 +148,9 @@ def _family_of(optimizer: torch.optim.Optimizer) -> _Family:
     if cls.__name__ == "Lion":
         return _LION
     raise ValueError(
-        f"`{cls.__module__}.{cls.__name__}` has no 8-bit form. Use torch.optim.AdamW, Adam, SGD (with momentum) or RMSprop, "
-        "a class called Lion, or a 32-bit optimizer of bitsandbytes; subclasses may compute something else and are refused."
+        f"`{cls.__module__}.{cls.__name__}` has no 8-bit form. Use torch.optim.AdamW, Adam, SGD (with momentum) or "
+        "RMSprop, a class called Lion, or a 32-bit optimizer of bitsandbytes; subclasses may compute something else "
+        "and are refused."
     )
 
 
@@ -189,11 +191,11 @@ def _refuse_what_would_change(optimizer: torch.optim.Optimizer, family: _Family)
 def _refuse_parameter(parameter: torch.Tensor, index: int) -> None:
     if parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(
-            f"Parameter group {index} holds a {parameter.dtype} parameter of shape {tuple(parameter.shape)}; bitsandbytes "
-            "steps float32, float16 and bfloat16 only."
+            f"Parameter group {index} holds a {parameter.dtype} parameter of shape {tuple(parameter.shape)}; "
+            "bitsandbytes steps float32, float16 and bfloat16 only."
         )
     if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
         raise ValueError(
-            f"Parameter group {index} is sharded (DTensor, FSDP2), which bitsandbytes cannot step. Use DDP, DeepSpeed or "
-            "an unconverted optimizer."
+            f"Parameter group {index} is sharded (DTensor, FSDP2), which bitsandbytes cannot step. Use DDP, DeepSpeed "
+            "or an unconverted optimizer."
         )

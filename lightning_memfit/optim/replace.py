@@ -12,9 +12,9 @@ Convert = Callable[[Optimizer], Optimizer]
 def replace_optimizers(configured: Any, convert: Convert) -> Any:
     """Convert every optimizer in what `configure_optimizers` returned and re-attach the schedulers.
 
-    All forms that Lightning accepts come back in the same form. Schedulers (SequentialLR, ChainedScheduler and others that
-    hold schedulers included) go on from the learning rates and counters they have. A replaced optimizer refuses to step, so
-    that a reference kept elsewhere cannot go on unnoticed.
+    All forms that Lightning accepts come back in the same form. Schedulers (SequentialLR, ChainedScheduler and others
+    that hold schedulers included) go on from the learning rates and counters they have. A replaced optimizer refuses
+    to step, so that a reference kept elsewhere cannot go on unnoticed.
 
     Args:
         configured: An optimizer, a scheduler, or lists, tuples and dicts of them; anything else is passed through.
@@ -101,8 +101,8 @@ def _watch_steps(optimizer: Optimizer) -> None:
 def _retire(old: Optimizer, new: Optimizer) -> None:
     def step(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
-            f"This {type(old).__name__} was replaced by {type(new).__name__}. Use the one that `self.optimizers()` returns "
-            "instead of a reference made in `configure_optimizers`."
+            f"This {type(old).__name__} was replaced by {type(new).__name__}. Use the one that `self.optimizers()` "
+            "returns instead of a reference made in `configure_optimizers`."
         )
 
     old.step = step  # type: ignore[method-assign]

@@ -24,8 +24,8 @@ class ActivationCheckpointing(TechniqueCallback):
         every: With mode `every`: checkpoint one block in this many.
         keep: With mode `selective`: `attention` (fused kernels' outputs), `matmul` (products with weights) or both.
         blocks: Class name, or dotted names of blocks or of their containers; by default they are found by structure.
-        choices: Instead of a mode, one of `none`, `full`, `keep_attention`, `keep_matmul`, `keep_matmul_attention` for each
-            block, as a plan gives them.
+        choices: Instead of a mode, one of `none`, `full`, `keep_attention`, `keep_matmul`, `keep_matmul_attention` for
+            each block, as a plan gives them.
 
     Raises:
         ValueError: If the arguments do not fit together.
@@ -63,8 +63,8 @@ class ActivationCheckpointing(TechniqueCallback):
         groups = select_blocks(module, self.blocks) if self.blocks is not None else find_blocks(module)
         if not groups:
             raise ValueError(
-                f"{type(module).__name__} has no ModuleList or Sequential with two or more blocks of one class. Name what to "
-                "checkpoint with `blocks`: a class name, or dotted names such as `model.encoder.layers`."
+                f"{type(module).__name__} has no ModuleList or Sequential with two or more blocks of one class. Name "
+                "what to checkpoint with `blocks`: a class name, or dotted names such as `model.encoder.layers`."
             )
         self.on_restore(disable_caches(module))
         if self.mode == "sqrt":

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 class TechniqueCallback(pl.Callback):
     """A callback that changes what a training step allocates, and takes itself off when the run ends or fails.
 
-    Whoever predicts a run's memory applies `copy.deepcopy(callback)` of an unused callback to a fake clone of the module.
-    Therefore a technique keeps nothing of a module outside a run, and applying it reads no tensor's values.
+    Whoever predicts a run's memory applies `copy.deepcopy(callback)` of an unused callback to a fake clone of the
+    module. Therefore a technique keeps nothing of a module outside a run, and applying it reads no tensor's values.
     """
 
     def __init__(self) -> None:

@@ -23,8 +23,8 @@ class Optimizer8bit(TechniqueCallback):
 
     Args:
         paged: States in CUDA unified memory, which moves to the host under pressure.
-        keep_32bit_embeddings: 32-bit states for embeddings and heads tied to them, whose gradients are too uneven for 8 bits
-            (Dettmers et al., 2022, arXiv 2110.02861, section 2.3).
+        keep_32bit_embeddings: 32-bit states for embeddings and heads tied to them, whose gradients are too uneven for
+            8 bits (Dettmers et al., 2022, arXiv 2110.02861, section 2.3).
         min_8bit_size: Parameters with fewer elements keep 32-bit states.
         bits: 8, or 32 for 32-bit states in paged memory.
 
@@ -65,8 +65,8 @@ class Optimizer8bit(TechniqueCallback):
                 keys = set(state) | set(state.get("__bnb_optimizer_quant_state__", {}))
                 if "state1" not in keys:
                     raise ValueError(
-                        f"`ckpt_path`: the checkpoint's optimizer states ({', '.join(sorted(map(str, state)))}) were not "
-                        "written by bitsandbytes. Resume without Optimizer8bit, or start from the weights alone "
+                        f"`ckpt_path`: the checkpoint's optimizer states ({', '.join(sorted(map(str, state)))}) were "
+                        "not written by bitsandbytes. Resume without Optimizer8bit, or start from the weights alone "
                         "(load_from_checkpoint)."
                     )
 

@@ -11,8 +11,8 @@ Layer = Callable[..., Any]
 def wrap_method(owner: Any, name: str, layer: Layer) -> Callable[[], None]:
     """Put a layer around `owner.name`, outside of those put there before.
 
-    The replacement is a plain function without `__wrapped__`: Lightning skips hooks such as `configure_model` that it does
-    not find overridden, and looks through `__wrapped__` to find out.
+    The replacement is a plain function without `__wrapped__`: Lightning skips hooks such as `configure_model` that it
+    does not find overridden, and looks through `__wrapped__` to find out.
 
     Returns:
         A function that takes this layer off. With the last layer gone, the object is as it was.
@@ -28,7 +28,7 @@ def wrap_method(owner: Any, name: str, layer: Layer) -> Callable[[], None]:
             layers.remove(layer)
         installed = vars(owner).get(name)
         if not layers and getattr(installed, "_memfit_layers", None) is layers:
-            installed._memfit_uninstall()  # type: ignore[union-attr]
+            installed._memfit_uninstall()
 
     return unwrap
 
