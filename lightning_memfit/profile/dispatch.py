@@ -1,8 +1,8 @@
 """Make a trace on fake CPU tensors issue the operators that a CUDA device would.
 
 Three things differ between the two in what they allocate: dropout (CUDA keeps a boolean mask), scaled dot-product
-attention (which kernel is chosen, and what it saves) and the list of operators that autocast runs in fp32. The rules are
-those of torch 2.9-2.13: `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `aten/src/ATen/autocast_mode.h`.
+attention (which kernel is chosen, and what it saves) and the list of operators that autocast runs in fp32. The rules
+are those of torch 2.9-2.13: `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `aten/src/ATen/autocast_mode.h`.
 """
 
 import warnings
@@ -50,8 +50,8 @@ def choose_attention(
 class CudaDispatch:
     """Patch `torch.nn.functional` while active.
 
-    A `TorchFunctionMode` would be popped while backward runs, so that a checkpoint's recomputation would differ from its
-    forward; patched functions stay.
+    A `TorchFunctionMode` would be popped while backward runs, so that a checkpoint's recomputation would differ from
+    its forward; patched functions stay.
 
     Args:
         capability: Compute capability of the device to stand for.
@@ -67,12 +67,12 @@ class CudaDispatch:
 
     def __enter__(self) -> "CudaDispatch":
         self._dropout, self._attention = F.dropout, F.scaled_dot_product_attention
-        F.dropout = self._fused_dropout  # type: ignore[assignment]
+        F.dropout = self._fused_dropout
         F.scaled_dot_product_attention = self._chosen_attention
         return self
 
     def __exit__(self, *_: Any) -> None:
-        F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention  # type: ignore[assignment]
+        F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention
 
     def _fused_dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if not training or inplace or p in (0.0, 1.0):
@@ -138,14 +138,64 @@ def _efficient(
     ]
 
 
-_FP32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm cosine_similarity poisson_nll_loss
-cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
-margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
-binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp""".split()
+_FP32 = [
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "softplus",
+    "layer_norm",
+    "native_layer_norm",
+    "rms_norm",
+    "group_norm",
+    "cosine_similarity",
+    "poisson_nll_loss",
+    "cosine_embedding_loss",
+    "nll_loss",
+    "nll_loss2d",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "mse_loss",
+    "margin_ranking_loss",
+    "multilabel_margin_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "multi_margin_loss",
+    "binary_cross_entropy_with_logits",
+    "dist",
+    "pdist",
+    "cdist",
+    "renorm",
+    "logsumexp",
+]
 
-_FP32_UNLESS_DTYPE = """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum
-sum.dim_IntList""".split()
+_FP32_UNLESS_DTYPE = [
+    "prod",
+    "prod.dim_int",
+    "softmax.int",
+    "log_softmax.int",
+    "cumprod",
+    "cumsum",
+    "linalg_vector_norm",
+    "sum",
+    "sum.dim_IntList",
+]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`EventList`: every allocation and free of a traced step, and what follows from it by arithmetic alone (numpy only)."""
+"""`EventList`: every allocation and free of a traced step, and what follows from it by arithmetic (numpy only)."""
 
 from dataclasses import dataclass, field, replace
 

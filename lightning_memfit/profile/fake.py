@@ -138,7 +138,7 @@ def real_quantization_maps(fake_mode: FakeTensorMode) -> Iterator[None]:
     if module is None:
         yield
         return
-    original = module.create_dynamic_map  # type: ignore[attr-defined]
+    original = module.create_dynamic_map
 
     def create_dynamic_map(*args: Any, **kwargs: Any) -> torch.Tensor:
         from torch.utils._python_dispatch import _disable_current_modes

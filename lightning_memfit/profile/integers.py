@@ -1,11 +1,12 @@
 """`RealIntegers`: the real values of small integer and boolean tensors, carried beside their fakes.
 
 Ids, masks and positions steer control flow (`mask.all()`, `lengths.max().item()`, boolean indexing). With their real
-values the traced step follows the branch the real batch would take. A float that is asked for has no value in a trace:
+values the traced step follows the branch the real batch would take. A value computed from floats is unknown in a trace:
 it gets an assumed one, and the assumption is recorded.
 """
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,21 @@ _FACTORIES_WITH_VALUES = {aten.arange, aten.scalar_tensor, aten.zeros, aten.ones
 _WITHOUT_VALUES = {aten.empty, aten.randint, aten.empty_like, aten.empty_strided}
 
 
+@dataclass(frozen=True)
+class AssumedValues:
+    """What a trace answers when a program asks for a value that only real data could tell."""
+
+    floating: float = 1.0
+    boolean: bool = False
+    integer: int = 1
+
+    def of(self, dtype: torch.dtype) -> float | bool | int:
+        """The assumed value of a dtype."""
+        if dtype.is_floating_point:
+            return self.floating
+        return self.boolean if dtype is torch.bool else self.integer
+
+
 class UnknownSizeError(RuntimeError):
     """The size of a tensor depends on values that a trace doesn't have."""
 
@@ -38,14 +54,16 @@ class RealIntegers(TorchDispatchMode):
     Args:
         fake_mode: Mode of the fakes.
         max_elements: Larger integer tensors lose their values.
-        assumed_float: What `.item()` on a float tensor answers.
+        assumed: What `.item()` answers for unknown values.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, max_elements: int = 1 << 22, assumed_float: float = 1.0) -> None:
+    def __init__(
+        self, fake_mode: FakeTensorMode, assumed: "AssumedValues | None" = None, max_elements: int = 1 << 22
+    ) -> None:
         super().__init__()
         self.fake_mode = fake_mode
         self.max_elements = max_elements
-        self.assumed_float = assumed_float
+        self.assumed = assumed or AssumedValues()
         self.assumptions: list[str] = []
         self._values: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
@@ -84,7 +102,7 @@ class RealIntegers(TorchDispatchMode):
         if func is aten.equal.default and isinstance(real, bool):
             return real
         if func in _VALUE_SIZED:
-            return self._value_sized(func, real)
+            return self._value_sized(func, args[0], real)
         if func._overloadpacket is aten.index and tensors:
             args = (args[0], self._integer_indices(args[1]))
         result = func(*args, **kwargs)
@@ -100,9 +118,8 @@ class RealIntegers(TorchDispatchMode):
         try:
             return func(tensor)  # constants that the fake mode knows itself
         except DataDependentOutputException:
-            answer: Any = self.assumed_float if tensor.is_floating_point() else tensor.dtype is not torch.bool
-            answer = int(answer) if not tensor.is_floating_point() and tensor.dtype is not torch.bool else answer
-            self.assumptions.append(f".item() on a {str(tensor.dtype).removeprefix('torch.')} tensor read as {answer}")
+            answer = self.assumed.of(tensor.dtype)
+            self.assumptions.append(f"an unknown {str(tensor.dtype).removeprefix('torch.')} value was read as {answer}")
             return answer
 
     def _real_result(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
@@ -130,7 +147,12 @@ class RealIntegers(TorchDispatchMode):
             except (RuntimeError, NotImplementedError):
                 return None
 
-    def _value_sized(self, func: Any, real: Any) -> Any:
+    def _value_sized(self, func: Any, tensor: torch.Tensor, real: Any) -> Any:
+        if real is None and func is aten._unique2.default:
+            # torchmetrics checks its inputs so; what it keeps of the result is its length
+            self.assumptions.append(f"the distinct values of {tensor.numel()} unknown elements were taken to be one")
+            with _disable_current_modes():
+                real = torch.zeros(tensor.shape, dtype=tensor.dtype).unique(return_inverse=True, return_counts=True)
         if real is None:
             raise UnknownSizeError(f"the output size of {func} depends on the values of floating-point tensors")
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memfit.memory import Category

@@ -1,6 +1,7 @@
 """Two ways to drive the traced step: Lightning's own `Trainer.fit` on a fake clone, and a plain loop in its order."""
 
 import contextlib
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,13 +41,45 @@ class StepOptions:
         return min(self.accumulate_grad_batches, 2)
 
 
-def run_loop(
+def run_step(
+    recorder: EventRecorder,
+    module: torch.nn.Module,
+    batch: Any,
+    options: StepOptions,
+    callbacks: tuple[Any, ...] = (),
+    make_optimizer: OptimizerFactory | None = None,
+    steps: int = 2,
+) -> None:
+    """Run two optimizer steps under the recorder, which is closed afterwards.
+
+    Args:
+        recorder: Not yet active.
+        module: A clone that may be trained: a LightningModule, or with `make_optimizer` a Hugging Face model.
+        batch: Fake or real batch, any structure.
+        options: Precision, accumulation, clipping.
+        callbacks: Technique callbacks; copies of them are applied.
+        make_optimizer: Builds the optimizer for a module that is not a LightningModule.
+        steps: Optimizer steps; the second is the steady state.
+    """
+    _track_batch(recorder, batch)
+    try:
+        if make_optimizer is None:
+            _run_lightning(recorder, module, batch, options, copy.deepcopy(callbacks), steps)
+        else:
+            recorder.track_module(module)
+            with recorder:
+                _run_loop(recorder, module, batch, make_optimizer, options, steps)
+    finally:
+        recorder.close()
+
+
+def _run_loop(
     recorder: EventRecorder,
     module: torch.nn.Module,
     batch: dict[str, torch.Tensor],
     make_optimizer: OptimizerFactory,
     options: StepOptions,
-    steps: int = 2,
+    steps: int,
 ) -> None:
     """Train a Hugging Face model (called as `module(**batch).loss`) in the order of Lightning's automatic optimization.
 
@@ -75,25 +108,17 @@ def run_loop(
     recorder.phase("end")
 
 
-def run_lightning(
+def _run_lightning(
     recorder: EventRecorder,
     module: Any,
     batch: Any,
     options: StepOptions,
-    callbacks: tuple[Any, ...] = (),
-    steps: int = 2,
+    callbacks: tuple[Any, ...],
+    steps: int,
 ) -> None:
-    """Run the real `Trainer.fit` on a fake clone with the batch repeated.
-
-    Args:
-        recorder: Active recorder.
-        module: Fake clone of a LightningModule.
-        batch: Fake batch, any structure.
-        options: Precision, accumulation, clipping.
-        callbacks: Fresh technique callbacks to apply to the clone.
-        steps: Optimizer steps; the second is the steady state.
-    """
+    """Run the real `Trainer.fit` with the batch repeated."""
     import lightning.pytorch as pl
+    from lightning.pytorch.loggers.logger import DummyLogger
 
     count = options.traced_micro_batches
     with _quiet():
@@ -105,7 +130,7 @@ def run_lightning(
             accumulate_grad_batches=count,
             gradient_clip_val=options.gradient_clip_val,
             gradient_clip_algorithm=options.gradient_clip_algorithm,
-            logger=False,
+            logger=DummyLogger(),
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -114,7 +139,8 @@ def run_lightning(
             use_distributed_sampler=False,
             callbacks=[*callbacks, _phase_callback(recorder)],
         )
-        trainer.fit(module, _Repeated(batch, steps * count))
+        with recorder:
+            trainer.fit(module, _Repeated(batch, steps * count))
     recorder.phase("end")
 
 
@@ -155,7 +181,7 @@ def _phase_callback(recorder: EventRecorder) -> Any:
     return Phases()
 
 
-def track_batch(recorder: EventRecorder, batch: Any) -> None:
+def _track_batch(recorder: EventRecorder, batch: Any) -> None:
     """Enter the batch as input."""
     apply_to_collection(batch, torch.Tensor, lambda leaf: recorder.track(leaf, Category.INPUT, "batch"))
 

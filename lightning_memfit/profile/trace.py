@@ -1,16 +1,16 @@
 """Trace one steady optimizer step of a module on fake tensors: no GPU, no memory, the module untouched."""
 
 import contextlib
-import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
-from lightning_memfit.profile.events import AlignmentError, EventList
+from lightning_memfit.profile.events import AlignmentError, EventList, canonical
 from lightning_memfit.profile.fake import (
     copyable_fakes,
     fake_clone,
@@ -19,7 +19,7 @@ from lightning_memfit.profile.fake import (
     transformers_not_tracing,
 )
 from lightning_memfit.profile.fold import fold_blocks
-from lightning_memfit.profile.integers import RealIntegers, UnknownSizeError
+from lightning_memfit.profile.integers import AssumedValues, RealIntegers, UnknownSizeError
 from lightning_memfit.profile.parameters import parameter_table
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
@@ -29,9 +29,7 @@ from lightning_memfit.profile.step import (
     TRUE_DTYPES,
     OptimizerFactory,
     StepOptions,
-    run_lightning,
-    run_loop,
-    track_batch,
+    run_step,
 )
 
 
@@ -67,6 +65,9 @@ class Trace:
     """Class names of the optimizers."""
 
 
+_WAY_OUT = "Measure it instead with `measure_step` (two real steps of a small micro-batch)."
+
+
 class TraceError(RuntimeError):
     """The module's training step can't be traced; the message says what stopped it and what to do instead."""
 
@@ -95,11 +96,33 @@ def trace_step(
     Raises:
         TraceError: If the step can't be traced.
     """
+    emulation = emulation or Emulation()
+
+    def trace(shorten: bool, assumed: AssumedValues) -> Trace:
+        return _trace(module, batch, options, emulation, callbacks, make_optimizer, shorten, assumed)
+
     if shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
         # Whatever goes wrong with fewer blocks says nothing about the module; the whole of it decides.
         with contextlib.suppress(AlignmentError, TraceError):
-            return _trace(module, batch, options, emulation or Emulation(), callbacks, make_optimizer, True)
-    return _trace(module, batch, options, emulation or Emulation(), callbacks, make_optimizer, False)
+            return _checked(module, trace(True, AssumedValues()), lambda assumed: trace(True, assumed))
+    return _checked(module, trace(False, AssumedValues()), lambda assumed: trace(False, assumed))
+
+
+def _checked(module: torch.nn.Module, first: Trace, again: Callable[[AssumedValues], Trace]) -> Trace:
+    """Refuse a trace whose memory depends on the values it had to assume, by assuming others."""
+    if not first.assumptions:
+        return first
+    try:
+        second = again(AssumedValues(floating=1e6, boolean=True, integer=2))
+    except TraceError:
+        return first  # the other branch ends in an error of the module's own
+    a, b = canonical(first.events), canonical(second.events)
+    if np.array_equal(a.events, b.events) and np.array_equal(a.sizes, b.sizes):
+        return first
+    raise TraceError(
+        f"What {type(module).__name__}'s training step allocates depends on values that only real data can tell: "
+        f"{'; '.join(first.assumptions)}. {_WAY_OUT}"
+    )
 
 
 def _trace(
@@ -110,37 +133,31 @@ def _trace(
     callbacks: tuple[Any, ...],
     make_optimizer: OptimizerFactory | None,
     shorten: bool,
+    assumed: AssumedValues,
 ) -> Trace:
     generator = torch.get_rng_state()
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    integers = RealIntegers(fake_mode)
+    integers = RealIntegers(fake_mode, assumed)
     clone = fake_clone(module, fake_mode, TRUE_DTYPES.get(options.precision))
-    with contextlib.ExitStack() as stack:
-        dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
-        fake_batch = integers.fake_batch(batch)
-        with _explained(module):
-            if make_optimizer is None and hasattr(clone, "configure_model"):
-                clone.configure_model()
-            table = parameter_table(clone)
-            fold = fold_blocks(clone, shorten)
-            recorder = EventRecorder(fold.blocks, host_scalars=emulation.device == "cuda")
-            track_batch(recorder, fake_batch)
-            if make_optimizer is not None:
-                recorder.track_module(clone)
-            stack.enter_context(recorder)
-            try:
-                if make_optimizer is not None:
-                    run_loop(recorder, clone, fake_batch, make_optimizer, options)
-                else:
-                    run_lightning(recorder, clone, fake_batch, options, copy.deepcopy(callbacks))
-            finally:
-                recorder.close()
-                torch.set_rng_state(generator)
+    try:
+        with contextlib.ExitStack() as stack:
+            dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
+            with _explained(module):
+                if make_optimizer is None and hasattr(clone, "configure_model"):
+                    clone.configure_model()  # type: ignore[operator]
+                table = parameter_table(clone)
+                fold = fold_blocks(clone, shorten)
+                recorder = EventRecorder(fold.blocks, host_scalars=emulation.device == "cuda")
+                run_step(recorder, clone, integers.fake_batch(batch), options, callbacks, make_optimizer)
+    finally:
+        torch.set_rng_state(generator)
     events = recorder.result()
     total, per_block = recorder.flops()
     extra = fold.num_blocks - len(fold.blocks)
     return Trace(
         events=unroll(events, fold.num_blocks) if extra else events,
+        parameters=table,
+        optimizer=" + ".join(recorder.optimizers),
         num_blocks=fold.num_blocks,
         block_class=fold.block_class,
         traced_blocks=len(fold.blocks),
@@ -148,8 +165,6 @@ def _trace(
         attention_kernels=dict(dispatch.used) if dispatch else {},
         flops={phase: flops + extra * per_block.get(phase, 0) for phase, flops in total.items()},
         block_flops=per_block,
-        parameters=table,
-        optimizer=" + ".join(recorder.optimizers),
     )
 
 
@@ -178,16 +193,15 @@ def _enter_modes(
 def _explained(module: torch.nn.Module) -> Iterator[None]:
     """Turn what stops a trace into a `TraceError` with the way out."""
     name = type(module).__name__
-    way_out = "Measure it instead with `measure_step` (two real steps of a small micro-batch)."
     try:
         yield
     except AlignmentError:
         raise
     except (UnknownSizeError, DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TraceError(
-            f"The training step of {name} depends on the values of tensors, which a trace doesn't have: {error}. {way_out}"
+            f"The training step of {name} depends on values of tensors, which a trace doesn't have: {error}. {_WAY_OUT}"
         ) from error
     except Exception as error:
         raise TraceError(
-            f"The training step of {name} can't be traced: {type(error).__name__}: {error}. {way_out}"
+            f"The training step of {name} can't be traced: {type(error).__name__}: {error}. {_WAY_OUT}"
         ) from error
