@@ -1,0 +1,101 @@
+"""What jsonargparse says about a wrong configuration, made short, with the closest valid names.
+
+Written for the messages of jsonargparse 4.40 to 4.53; what is not recognized is passed on as it is.
+"""
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from importlib import import_module
+
+_PARSER_KEY = re.compile(r'Parser key "(?P<key>[^"]+)"')
+_CLASS_OPTION = re.compile(
+    r"Problem with given class_path '(?P<path>[^']+)':\s*Option '(?P<key>[^']+)' is not accepted"
+)
+_CLASS_PATH = re.compile(r"class_path '(?P<path>[^']+)':\s*(module '[\w.]+' has no attribute|No module named)")
+_SHORT_NAME = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
+_COMMAND_LINE = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[\w.]+)")
+_TOP_OPTION = re.compile(r"(?:does not accept option|Option) '(?P<key>[\w.]+)'")
+
+
+def explain(message: str, parser: argparse.ArgumentParser) -> str:
+    """Say what is wrong and what was probably meant.
+
+    Args:
+        message: What jsonargparse says.
+        parser: Where the valid names are.
+    """
+    found = _PARSER_KEY.search(message)
+    where = f"`{found['key']}`: " if found else ""
+    if match := _CLASS_OPTION.search(message):
+        name = match["path"].rpartition(".")[2]
+        return f"{where}{name} has no argument `{match['key']}`. {_closest(match['key'], _arguments(match['path']))}"
+    if match := _CLASS_PATH.search(message):
+        return f"{where}there is no class `{match['path']}`. {_closest_class(match['path'].rpartition('.')[2])}"
+    if match := _SHORT_NAME.search(message):
+        return f"{where}there is no class `{match['name']}`. {_closest_class(match['name'])}"
+    if match := _COMMAND_LINE.search(message) or _TOP_OPTION.search(message):
+        return f"there is no option `{match['key']}`. {_closest_option(match['key'], set(_options(parser)))}"
+    return message
+
+
+def _closest(name: str, valid: Iterable[str]) -> str:
+    names = sorted(valid)
+    return f"Closest: {', '.join(get_close_matches(name, names, n=3, cutoff=0.5) or names)}."
+
+
+def _closest_option(key: str, valid: set[str]) -> str:
+    """Compare whole keys, then level by level: the options of a class are not known to the parser."""
+    root = key.partition(".")[0]
+    roots = {name.partition(".")[0] for name in valid}
+    if root not in roots:
+        return _closest(root, roots)
+    return _closest(key, {name for name in valid if name.startswith(f"{root}.")} or roots)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action.choices, dict):  # subcommands
+            for subparser in action.choices.values():
+                yield from _options(subparser)
+        elif action.option_strings and not action.dest.endswith((".help", "help", "print_config")):
+            yield action.dest
+
+
+def _arguments(class_path: str) -> set[str]:
+    """Names a class takes, those of its bases included where it passes `**kwargs` on."""
+    module, _, name = class_path.rpartition(".")
+    names: set[str] = set()
+    for base in inspect.getmro(getattr(import_module(module), name)):
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        names.update(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return names
+
+
+def _closest_class(name: str) -> str:
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule
+
+    import lightning_memfit.data
+    import lightning_memfit.models  # noqa: F401
+
+    paths: dict[str, str] = {}
+    for base in (Callback, LightningDataModule, LightningModule):
+        for cls in _subclasses(base):
+            paths.setdefault(cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+    matches = get_close_matches(name, paths, n=3, cutoff=0.5)
+    if matches:
+        return f"Closest: {', '.join(paths[match] for match in matches)}."
+    return "Give its full import path, such as `lightning_memfit.models.CausalLM`."
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    for cls in base.__subclasses__():
+        if not cls.__name__.startswith("_"):
+            yield cls
+        yield from _subclasses(cls)

@@ -1,0 +1,23 @@
+"""`memfit export`: turn a checkpoint into a Hugging Face folder."""
+
+import argparse
+
+
+def main(argv: list[str]) -> int:
+    """Write weights, configuration and tokenizer into a new folder."""
+    parser = argparse.ArgumentParser(
+        prog="memfit export",
+        description="Write a Hugging Face folder that `from_pretrained` loads: weights, configuration and tokenizer.",
+    )
+    parser.add_argument("--ckpt_path", required=True, metavar="FILE", help="checkpoint written by `memfit fit`")
+    parser.add_argument("--folder", required=True, help="new or empty folder to write")
+    parser.add_argument("--tokenizer", help="hub name or folder (default: the one the checkpoint was trained with)")
+    arguments = parser.parse_args(argv)
+
+    from lightning_memfit.models.trained import export_folder
+
+    from .trained import load_trained
+
+    network, tokenizer = load_trained(arguments.ckpt_path, arguments.tokenizer)
+    print(export_folder(network, arguments.folder, tokenizer))
+    return 0

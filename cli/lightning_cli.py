@@ -1,0 +1,94 @@
+"""`MemFitCLI`: Lightning's command line with our recipes and errors."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from jsonargparse import set_parsing_settings
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from .explain import explain
+from .recipe_files import resolve_arguments
+
+# LightningCLI 2.6 makes these calls, which jsonargparse 4.5x announces to drop in 5.0 (pinned below that).
+_DEPRECATED_CALLS = ("By default only one", "``?instantiate_classes", "``?add_instantiator", "``?skip_none")
+
+
+class MemFitParser(LightningArgumentParser):
+    """Parser that explains a mistake in one message instead of listing every option."""
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        """Print the explanation and leave with exit code 2."""
+        if not self.exit_on_error:  # a parser inside the parser, whose error becomes part of an outer one
+            return super().error(message, ex)
+        sys.stderr.write(f"memfit: error: {explain(message, getattr(ex, 'subcommand_parser', None) or self)}\n")
+        self.exit(2)
+
+
+class MemFitCLI(LightningCLI):
+    """`fit`, `validate`, `test` and `predict` for any LightningModule and LightningDataModule.
+
+    With `run=False` there are no subcommands: the files and options of a `fit` give `model`, `datamodule` and `trainer`
+    without running anything.
+
+    Args:
+        args: Arguments as on the command line; recipes may be given by name. None takes the command line's.
+        run: Whether to run a subcommand.
+        options: Further arguments of `LightningCLI`.
+    """
+
+    def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
+        silence_deprecated_calls()
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
+        super().__init__(
+            args=args,
+            run=run,
+            parser_class=MemFitParser,
+            parser_kwargs=_parser_arguments(run),
+            auto_configure_optimizers=False,
+            **options,
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Put recipe files in place of their names, then parse."""
+        arguments = sys.argv[1:] if args is None else args
+        if isinstance(arguments, Sequence):
+            self.config = parser.parse_args(resolve_arguments(arguments))
+        else:
+            self.config = parser.parse_object(arguments)
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration as the user wrote it.
+
+        Lightning 2.6 lays the checkpoint's hyper-parameters over it here, so that an option given beside `--ckpt_path`
+        would be ignored in silence.
+        """
+
+    @rank_zero_only
+    def after_fit(self) -> None:
+        """Say where the checkpoint is."""
+        callback = self.trainer.checkpoint_callback
+        path = getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", "")
+        print(f"Checkpoint: {path}" if path else "No checkpoint was written.")
+
+
+def silence_deprecated_calls() -> None:
+    """Hide the warnings about calls that only LightningCLI can change."""
+    for message in _DEPRECATED_CALLS:
+        warnings.filterwarnings("ignore", rf"\s*{message}", DeprecationWarning)
+
+
+def main(argv: list[str]) -> int:
+    """Run `fit`, `validate`, `test` or `predict`."""
+    MemFitCLI(argv)
+    return 0
+
+
+def _parser_arguments(run: bool) -> dict[str, Any]:
+    """Arguments of the parsers: usage lines that name what matters instead of every option."""
+    options = "[--config RECIPE ...] [--KEY VALUE ...]"
+    if not run:
+        return {"usage": f"memfit {options}"}
+    return {name: {"usage": f"memfit {name} {options}"} for name in MemFitCLI.subcommands()}

@@ -1,0 +1,73 @@
+"""`memfit`: one command, one file per subcommand, imported only when called."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from lightning_memfit import __version__
+
+from .errors import readable_errors
+
+# Name, module beside this file, what it does. A module has `main(argv: list[str]) -> int`.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "fit": ("lightning_cli", "Train a model."),
+    "validate": ("lightning_cli", "Evaluate a model on the validation data."),
+    "test": ("lightning_cli", "Evaluate a model on the test data."),
+    "predict": ("lightning_cli", "Run a model over data."),
+    "estimate": ("estimate", "Say how much memory a recipe needs, without the memory."),
+    "recipes": ("recipes", "List the recipes that come with the package, or copy one."),
+    "export": ("export", "Turn a checkpoint into a Hugging Face folder."),
+    "generate": ("generate", "Continue a text with a trained model."),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Args:
+        argv: Arguments without the program's name; None takes the command line's.
+
+    Returns:
+        Exit code: 0 for success, 2 for a user's mistake, which is explained on one message.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    command = arguments[0]
+    if command not in COMMANDS:
+        print(f"memfit: error: {_unknown(command)}", file=sys.stderr)
+        return 2
+    with readable_errors() as outcome:
+        # The Lightning commands are one parser's, which reads the command's name itself.
+        module, _ = COMMANDS[command]
+        rest = arguments if module == "lightning_cli" else arguments[1:]
+        outcome.code = import_module(f".{module}", __package__).main(rest)
+    return outcome.code
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: memfit COMMAND [options]",
+            "",
+            "Give it any LightningModule and any machine, and it makes training fit.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`memfit COMMAND --help` lists a command's options. Start with `memfit fit --config quickstart`.",
+        ]
+    )
+
+
+def _unknown(command: str) -> str:
+    from difflib import get_close_matches
+
+    closest = get_close_matches(command, COMMANDS, n=3) or list(COMMANDS)
+    return f"there is no command {command!r}. Closest: {', '.join(closest)}."

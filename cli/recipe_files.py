@@ -1,0 +1,52 @@
+"""The recipes that come with the package, by name."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+# Beside this package both in a checkout and in an installed wheel.
+FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+
+
+def available() -> dict[str, Path]:
+    """Names and files of all recipes: `quickstart`, `fragments/wandb`, ..."""
+    files = sorted(FOLDER.rglob("*.yaml"))
+    return {file.relative_to(FOLDER).with_suffix("").as_posix(): file for file in files}
+
+
+def describe(file: Path) -> str:
+    """First comment line of a recipe."""
+    first = file.read_text(encoding="utf-8").splitlines()[0]
+    return first.removeprefix("#").strip()
+
+
+def resolve(name: str) -> str:
+    """Return the file of a recipe given by name; a file that exists is taken as it is.
+
+    Args:
+        name: Path, or `quickstart`, `quickstart.yaml`, `recipes/quickstart.yaml`.
+
+    Raises:
+        ValueError: If there is neither such a file nor such a recipe.
+    """
+    if Path(name).expanduser().is_file():
+        return str(Path(name).expanduser())
+    recipes = available()
+    key = name.removeprefix("recipes/").removesuffix(".yaml")
+    if key in recipes:
+        return str(recipes[key])
+    closest = get_close_matches(key, recipes, n=3) or list(recipes)
+    raise ValueError(f"`--config {name}` is neither a file nor a recipe. Closest recipes: {', '.join(closest)}.")
+
+
+def resolve_arguments(arguments: Sequence[str]) -> list[str]:
+    """Put files in place of the recipe names behind every `--config` or `-c`."""
+    resolved: list[str] = []
+    for argument in arguments:
+        if resolved and resolved[-1] in ("--config", "-c"):
+            resolved.append(resolve(argument))
+        elif argument.startswith("--config="):
+            resolved.append(f"--config={resolve(argument.removeprefix('--config='))}")
+        else:
+            resolved.append(argument)
+    return resolved

@@ -1,0 +1,48 @@
+"""What `export` and `generate` share: a trained network and its tokenizer, from a checkpoint or an exported folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_memfit.data.tokenization import load_tokenizer
+from lightning_memfit.models.trained import load_checkpoint, network_from_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_DATA = "datamodule_hyper_parameters"
+
+
+def load_trained(ckpt_path: str, tokenizer: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the network of a checkpoint and the tokenizer its data were made with.
+
+    Args:
+        ckpt_path: Checkpoint file written by `memfit fit`.
+        tokenizer: Overrides the tokenizer noted in the checkpoint.
+
+    Raises:
+        ValueError: If either cannot be read, or no tokenizer is known.
+    """
+    checkpoint = load_checkpoint(ckpt_path)
+    name = tokenizer or checkpoint.get(_DATA, {}).get("tokenizer")
+    if name is None:
+        raise ValueError(f"`ckpt_path={ckpt_path!r}` does not say which tokenizer its data had. Give `--tokenizer`.")
+    return network_from_checkpoint(checkpoint), load_tokenizer(name)
+
+
+def load_exported(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a Hugging Face folder, as `memfit export` writes it.
+
+    Raises:
+        ValueError: If the folder is missing or incomplete.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if not Path(folder).is_dir():
+        raise ValueError(f"`--folder {folder}`: there is no such folder.")
+    try:
+        network = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    except OSError as error:
+        raise ValueError(f"`--folder {folder}` is not a complete Hugging Face folder: {error}") from error
+    return network.eval(), load_tokenizer(folder)
