@@ -48,7 +48,7 @@ class _Pool:
         insort(self.blocks, (block.size_bytes, block.address, block))
 
     def discard(self, block: Block) -> None:
-        del self.blocks[bisect_left(self.blocks, (block.size_bytes, block.address))]  # type: ignore[type-var]
+        del self.blocks[bisect_left(self.blocks, (block.size_bytes, block.address))]
 
 
 class CachingAllocator:
@@ -209,7 +209,7 @@ class CachingAllocator:
     def _cached_block(self, pool: _Pool, size: int) -> Block | None:
         """The smallest cached block that is large enough, the lowest of several."""
         blocks = pool.blocks
-        index = bisect_left(blocks, (size,))  # type: ignore[type-var]
+        index = bisect_left(blocks, (size,))
         if index == len(blocks):
             return None
         if self.expandable_segments:
@@ -272,7 +272,7 @@ class CachingAllocator:
             return False
         wanted = max(size, limit)
         blocks = self._large.blocks
-        index = bisect_left(blocks, (wanted,))  # type: ignore[type-var]
+        index = bisect_left(blocks, (wanted,))
         if index < len(blocks):
             self._release(blocks[index][2])
             return True
@@ -318,7 +318,8 @@ class CachingAllocator:
         if not block.mapped:
             block = self._map(block, min(block.size_bytes, size))
         while block.size_bytes < size:
-            assert block.next is not None and not block.next.mapped
+            assert block.next is not None
+            assert not block.next.mapped
             block = self._map(block.next, min(size - block.size_bytes, block.next.size_bytes))
         pool.discard(block)
         return block

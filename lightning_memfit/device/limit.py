@@ -16,15 +16,15 @@ from lightning_memfit.memory.ledger import StorageLedger
 class MemoryLimit(Callback):
     """Give the device of a run a memory limit, of each process where there are several.
 
-    On CUDA it is torch's per-process memory fraction, restored afterwards; it limits what the caching allocator reserves
-    and leaves the CUDA context out. On the CPU a `SimulatedDevice` is active during every step: weights, buffers,
-    gradients, optimizer states, batches and whatever the steps compute count, the loader's own tensors and what hooks
-    allocate between steps don't. Following every operator costs time there, tens of microseconds each.
+    On CUDA it is torch's per-process memory fraction, restored afterwards; it limits what the caching allocator
+    reserves and leaves the CUDA context out. On the CPU a `SimulatedDevice` is active during every step: weights,
+    buffers, gradients, optimizer states, batches and whatever the steps compute count, the loader's own tensors and
+    what hooks allocate between steps don't. Following every operator costs time there, microseconds each.
 
     Args:
         limit: `12GiB`, `500MiB` or a number of bytes.
-        caching: On the CPU, hold the caching allocator's simulated `reserved` bytes against the limit instead of the live
-            bytes.
+        caching: On the CPU, hold the caching allocator's simulated `reserved` bytes against the limit instead of the
+            live bytes.
 
     Attributes:
         ledger: On the CPU the `SimulatedDevice` of the current or last run, for reading; otherwise None.

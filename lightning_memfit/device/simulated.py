@@ -21,8 +21,8 @@ class SimulatedDevice(StorageLedger):
     Args:
         limit_bytes: Capacity, `"12GiB"` or an integer.
         rounding_bytes: Sizes are rounded up to a multiple of this, 512 like the CUDA caching allocator.
-        caching: Hold `reserved` bytes, as simulated by `CachingAllocator`, against the limit instead of live bytes. Then
-            fragmentation counts, too.
+        caching: Hold `reserved` bytes, as simulated by `CachingAllocator`, against the limit instead of live bytes, so
+            that fragmentation counts, too.
 
     Attributes:
         num_ooms: Errors raised so far.
@@ -96,7 +96,7 @@ class SimulatedDevice(StorageLedger):
         live = ", ".join(f"{category} {format_bytes(n)}" for category, n in self.live_by_category.items() if n)
         reserved = "" if self.allocator is None else f" {format_bytes(self.allocator.reserved_bytes)} is reserved."
         return (
-            f"CUDA out of memory. Tried to allocate {format_bytes(self._allocated_bytes)}. GPU 0 has a total capacity of "
-            f"{format_bytes(self.limit_bytes)} of which {format_bytes(free_bytes)} is free (simulated).{reserved} "
+            f"CUDA out of memory. Tried to allocate {format_bytes(self._allocated_bytes)}. GPU 0 has a total capacity "
+            f"of {format_bytes(self.limit_bytes)} of which {format_bytes(free_bytes)} is free (simulated).{reserved} "
             f"Of the allocated memory: {live or 'nothing'}."
         )

@@ -18,12 +18,12 @@ from lightning_memfit.memory.process import nvml_usage, peak_rss_bytes, rss_byte
 class MemoryMonitor(Callback):
     """Measure the memory and the speed of a fit, for any LightningModule.
 
-    - During the first `tracked_steps` optimizer steps every live tensor is followed and counted by category: parameters,
-      buffers, gradients, optimizer states, activations, temporaries, inputs. That makes those steps slower, and later
-      ones not at all. A `MemoryLimit` on the CPU follows tensors anyway; its figures are used then, for the whole run.
-      Compiled modules run uncompiled while they are followed: set `tracked_steps` to 0 for them.
-    - Every `every_n_steps` optimizer steps the figures are refreshed and given to `LightningModule.log_dict`, so that every
-      logger gets them at the Trainer's own `log_every_n_steps`: on CUDA `memory/allocated_peak_gib`,
+    - During the first `tracked_steps` optimizer steps every live tensor is followed and counted by category:
+      parameters, buffers, gradients, optimizer states, activations, temporaries, inputs. That makes those steps slower,
+      and later ones not at all. A `MemoryLimit` on the CPU follows tensors anyway; its figures are used then, for the
+      whole run. Compiled modules run uncompiled while they are followed: set `tracked_steps` to 0 for them.
+    - Every `every_n_steps` optimizer steps the figures are refreshed and given to `LightningModule.log_dict`, so that
+      every logger gets them at the Trainer's own `log_every_n_steps`: on CUDA `memory/allocated_peak_gib`,
       `memory/reserved_peak_gib`, `memory/process_gib` and `memory/card_gib` (NVML), everywhere `memory/rss_gib`,
       `throughput/tokens_per_second` (batches with `input_ids`), `throughput/samples_per_second` and
       `throughput/seconds_per_step`. One figure stands in the progress bar: `mem_gib`.
@@ -34,12 +34,13 @@ class MemoryMonitor(Callback):
     Args:
         tracked_steps: Optimizer steps during which live tensors are followed; 0 follows none.
         every_n_steps: Optimizer steps between two samples. None takes the Trainer's `log_every_n_steps`.
-        loss_name: Logged validation metric for the table. None takes the first one that starts with `val` and has `loss`
-            in its name.
+        loss_name: Logged validation metric for the table. None takes the first one that starts with `val` and has
+            `loss` in its name.
         report_path: JSON file for the report. Where the file exists already, a number is added to the name.
 
     Attributes:
-        predicted: Bytes by category that were predicted for this run. Whoever predicts sets it; None says "not predicted".
+        predicted: Bytes by category that were predicted for this run. Whoever predicts sets it; None shows as
+            "not predicted".
         report: The record of the last finished fit.
     """
 
@@ -88,7 +89,7 @@ class MemoryMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow live tensors, unless a limit does so already."""
         self._global_step = trainer.global_step
-        self._every = self.every_n_steps or max(1, trainer.log_every_n_steps)
+        self._every = self.every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         limit = next((c for c in trainer.callbacks if isinstance(getattr(c, "ledger", None), StorageLedger)), None)  # type: ignore[attr-defined]
         if limit is not None:
             self._ledger = limit.ledger

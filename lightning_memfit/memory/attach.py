@@ -18,13 +18,13 @@ _DEVICE_WORK = ("training_step", "validation_step", "test_step", "predict_step",
 class TrainerAttachment:
     """Activate a ledger inside the strategy's steps, and count batches as `input` once they are moved to the device.
 
-    Trainer hooks are called first in, first out, dispatch modes must be left last in, first out: entering a mode in one
-    hook and leaving it in another breaks as soon as two callbacks do so. Here every step enters and leaves on its own, so
-    that exceptions, other modes and other attachments are no concern. What callbacks and module hooks allocate between
-    the steps is not seen.
+    Trainer hooks are called first in, first out, dispatch modes must be left last in, first out: entering a mode in
+    one hook and leaving it in another breaks as soon as two callbacks do so. Here every step enters and leaves on its
+    own, so that exceptions, other modes and other attachments are no concern. What callbacks and module hooks allocate
+    between the steps is not seen.
 
-    On the CPU moving a batch copies nothing and the loader's tensors stand for host memory: the batch is copied, and the
-    copy is what counts as lying on the device.
+    On the CPU moving a batch copies nothing and the loader's tensors stand for host memory: the batch is copied, and
+    the copy is what counts as lying on the device.
     """
 
     def __init__(self, ledger: StorageLedger, strategy: "Strategy") -> None:
@@ -38,7 +38,7 @@ class TrainerAttachment:
         self._replace("batch_to_device", self._counting_batches)
 
     def detach(self) -> None:
-        """Give the strategy its own methods back. Where somebody wrapped ours meanwhile, ours stays and does nothing."""
+        """Give the strategy its own methods back. Where somebody wrapped ours since, ours stays and does nothing."""
         self._attached = False
         for name, (ours, before) in self._originals.items():
             if self._strategy.__dict__.get(name) is not ours:

@@ -27,8 +27,8 @@ class NvmlUsage(NamedTuple):
     card_bytes: int
     """By every process on the card."""
     process_bytes: int | None
-    """By this process: tensors, cache, CUDA context and libraries. None where the driver does not tell, as in a container
-    with process ids of its own."""
+    """By this process: tensors, cache, CUDA context and libraries. None where the driver does not tell, as in a
+    container with process ids of its own."""
 
 
 def nvml_usage(device: torch.device) -> NvmlUsage | None:

@@ -1,0 +1,153 @@
+"""What the machine at hand has free: the CUDA device, host memory under cgroup limits, disk."""
+
+import os
+import resource
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from lightning_memfit.memory.process import nvml_usage
+
+_CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """A CUDA device now."""
+
+    index: int
+    name: str
+    compute_capability: tuple[int, int]
+    total_bytes: int
+    """As torch reports it; of the instance under MIG."""
+    free_bytes: int
+    """For a new allocation by any process (`cudaMemGetInfo`)."""
+    allocated_bytes: int
+    """By this process's tensors."""
+    reserved_bytes: int
+    """By this process's caching allocator; free to its own tensors, not to other processes."""
+    card_used_bytes: int | None
+    """By everyone on the whole card, according to NVML; None where NVML doesn't tell."""
+    process_used_bytes: int | None
+    """By this process, context included, according to NVML; None where NVML doesn't tell."""
+
+    @property
+    def available_bytes(self) -> int:
+        """What tensors of this process can still take: free memory and its own unused cache."""
+        return self.free_bytes + self.reserved_bytes - self.allocated_bytes
+
+
+@dataclass(frozen=True)
+class HostState:
+    """Host memory and disk now, as far as this process may use them."""
+
+    total_bytes: int
+    """RAM, or the cgroup's limit where that is lower."""
+    available_bytes: int
+    """RAM that can be taken without swapping, cgroup limits considered; reclaimable page cache counts."""
+    swap_free_bytes: int
+    memlock_limit_bytes: int | None
+    """Limit of locked memory (`ulimit -l`); None is unlimited. CUDA's pinned memory is not bound by it, io_uring and
+    `mlock` are."""
+    disk_free_bytes: int
+    """On the file system of `disk_path`, for this user."""
+    disk_path: str
+
+
+def probe_device(index: int = 0) -> DeviceState:
+    """Read the state of a CUDA device. This initialises CUDA in the process.
+
+    Raises:
+        RuntimeError: If there is no CUDA device.
+        ValueError: If the index is out of range.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("No CUDA device is available. Name one from the catalogue instead, or a size such as 12GiB.")
+    if not 0 <= index < torch.cuda.device_count():
+        raise ValueError(f"`index={index}` is out of range: there are {torch.cuda.device_count()} CUDA devices.")
+    device = torch.device("cuda", index)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    usage = nvml_usage(device)
+    return DeviceState(
+        index=index,
+        name=torch.cuda.get_device_name(device),
+        compute_capability=torch.cuda.get_device_capability(device),
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        allocated_bytes=torch.cuda.memory_allocated(device),
+        reserved_bytes=torch.cuda.memory_reserved(device),
+        card_used_bytes=usage.card_bytes if usage else None,
+        process_used_bytes=usage.process_bytes if usage else None,
+    )
+
+
+def probe_host(path: str | Path = ".", cgroup_root: Path = _CGROUP, proc_cgroup: Path | None = None) -> HostState:
+    """Read RAM, swap, locked-memory limit and the free disk of a path. Touches no CUDA.
+
+    Args:
+        path: Where files would be written; its nearest existing parent is asked.
+        cgroup_root: Mount point of the cgroup file systems.
+        proc_cgroup: File that names this process's cgroups, `/proc/self/cgroup`.
+    """
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    for limit, used in _cgroup_limits(cgroup_root, proc_cgroup or Path("/proc/self/cgroup")):
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    existing = Path(path).resolve()
+    while not existing.exists():
+        existing = existing.parent
+    return HostState(
+        total_bytes=total,
+        available_bytes=available,
+        swap_free_bytes=psutil.swap_memory().free,
+        memlock_limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        disk_free_bytes=shutil.disk_usage(existing).free,
+        disk_path=str(existing),
+    )
+
+
+def _cgroup_limits(root: Path, proc_cgroup: Path) -> list[tuple[int, int]]:
+    """`(limit, used without reclaimable cache)` of the process's cgroup and each of its parents, v2 or v1."""
+    try:
+        lines = proc_cgroup.read_text().splitlines()
+    except OSError:
+        return []
+    limits = []
+    for line in lines:
+        _, controllers, inside = line.split(":", 2)
+        if controllers == "":
+            names = ("memory.max", "memory.current", "inactive_file")
+            base = root
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base = root / "memory"
+        else:
+            continue
+        limits += [found for folder in _upwards(base, inside) if (found := _limit_of(folder, *names))]
+    return limits
+
+
+def _upwards(base: Path, inside: str) -> list[Path]:
+    """The cgroup's folder and its parents. In a container the inner path may be missing and only the base be there."""
+    folder = Path(os.path.normpath(base / inside.lstrip("/")))
+    if not folder.is_relative_to(base):  # a namespace's "/../.."
+        return [base]
+    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(base))]
+
+
+def _limit_of(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> tuple[int, int] | None:
+    try:
+        limit = int((folder / limit_name).read_text())  # "max" is no number
+        used = int((folder / usage_name).read_text())
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit >= _UNLIMITED:
+        return None
+    return limit, max(0, used - int(statistics.get(cache_name, 0)))

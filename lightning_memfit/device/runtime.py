@@ -1,0 +1,100 @@
+"""What a run needs on a device that no trace of tensors sees: context, library workspaces, and a margin.
+
+Workspaces lie inside the caching allocator, so they count as `allocated`; the context lies outside and only
+`nvidia-smi` and `mem_get_info` show it. Figures with a stated rule come from torch; the context is an observation and
+differs by driver, card and the kernels that get loaded: `measure_runtime` replaces it on a card at hand.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from lightning_memfit.memory import MIB
+
+_ENVIRONMENT = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@dataclass(frozen=True)
+class RuntimeMemory:
+    """Bytes by origin, and where each figure comes from."""
+
+    context_bytes: int
+    """CUDA context, loaded kernels and library handles; outside the caching allocator."""
+    workspace_bytes: int
+    """One cuBLAS workspace; cuBLASLt shares it since torch 2.7 (`TORCH_CUBLASLT_UNIFIED_WORKSPACE`)."""
+    num_workspaces: int
+    """One per cuBLAS handle and stream. A training step has two handles: the caller's thread and autograd's."""
+    source: str
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What the workspaces add to `torch.cuda.memory_allocated`."""
+        return self.workspace_bytes * self.num_workspaces
+
+
+def runtime_memory(compute_capability: tuple[int, int] | None, *, training: bool = True) -> RuntimeMemory:
+    """Expected runtime memory of one process on a CUDA device.
+
+    cuDNN's convolution workspaces are not in it: they depend on the chosen algorithm and are freed after each call.
+
+    Args:
+        compute_capability: Of the device. None (a bare size) takes the larger figures.
+        training: Whether a backward pass runs, in a thread with a cuBLAS handle of its own.
+
+    Raises:
+        ValueError: If the environment variable `CUBLAS_WORKSPACE_CONFIG` is malformed.
+    """
+    recent = compute_capability is None or compute_capability[0] >= 9
+    return RuntimeMemory(
+        context_bytes=(600 if recent else 450) * MIB,
+        workspace_bytes=_workspace_bytes(recent),
+        num_workspaces=2 if training else 1,
+        source=(
+            "workspace: torch's aten/src/ATen/cuda/CublasHandlePool.cpp (32 MiB on Hopper, on Blackwell as of 2026, "
+            ":4096:2:16:8 elsewhere); context: 250 to 600 MiB reported with lazy module loading, upper end taken"
+        ),
+    )
+
+
+def safety_margin_bytes(memory_bytes: int) -> int:
+    """What to leave free on a device: 2 % of it, at least 128 MiB.
+
+    It covers kernel scratch memory, driver differences in the context, and fragmentation beyond the simulated one.
+    """
+    return max(128 * MIB, memory_bytes // 50)
+
+
+def measure_runtime(index: int = 0) -> RuntimeMemory:
+    """Measure on a CUDA device, by running a small matrix product forward and backward.
+
+    The context is read as everything in use on the device that torch did not reserve, so nothing else should run there.
+    """
+    device = torch.device("cuda", index)
+    torch._C._cuda_clearCublasWorkspaces()
+    cleared = torch.cuda.memory_allocated(device)
+    weight = torch.zeros(64, 64, device=device, requires_grad=True)
+    (weight @ weight).sum().backward()
+    torch.cuda.synchronize(device)
+    del weight
+    workspaces = torch.cuda.memory_allocated(device) - cleared
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    context = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
+    each = _workspace_bytes(torch.cuda.get_device_capability(device)[0] >= 9)
+    return RuntimeMemory(context, each, round(workspaces / each), f"measured on {torch.cuda.get_device_name(device)}")
+
+
+def _workspace_bytes(recent: bool) -> int:
+    config = os.environ.get(_ENVIRONMENT)
+    if config:
+        return _parse_workspace(config)
+    return 32 * MIB if recent else _parse_workspace(":4096:2:16:8")
+
+
+def _parse_workspace(config: str) -> int:
+    """Sum of `:size:count` pairs, sizes in KiB."""
+    parts = config.removeprefix(":").split(":")
+    if len(parts) % 2 or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"`{_ENVIRONMENT}={config}` is not a list of :SIZE:COUNT pairs, for example :4096:2:16:8.")
+    sizes, counts = parts[::2], parts[1::2]
+    return sum(int(size) * int(count) for size, count in zip(sizes, counts, strict=True)) * 1024
