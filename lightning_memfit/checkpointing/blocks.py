@@ -73,14 +73,19 @@ def select_blocks(module: nn.Module, blocks: str | Sequence[str]) -> list[BlockG
                 f"`blocks={name!r}` is no class and no sub-module here. Close: {', '.join(close) or 'nothing'}."
             )
         groups.append(BlockGroup(name if name in named else "", tuple(found), tuple(found.values())))
-    _refuse_nested([block for group in groups for block in group.names])
+    names = [block for group in groups for block in group.names]
+    if not names:
+        raise ValueError(
+            f"`blocks={blocks!r}` name nothing to checkpoint. Leave it out to have blocks found by structure."
+        )
+    _refuse_nested(names)
     return groups
 
 
 def _refuse_nested(names: list[str]) -> None:
-    for outer in names:
-        for inner in names:
-            if inner.startswith(f"{outer}.") or (inner is not outer and inner == outer):
+    for index, outer in enumerate(names):
+        for other, inner in enumerate(names):
+            if other != index and f"{inner}.".startswith(f"{outer}."):
                 raise ValueError(f"`blocks` names {outer!r} and {inner!r} inside it. Name only one of them.")
 
 

@@ -1,0 +1,223 @@
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_memfit.checkpointing.apply import apply_checkpointing, disable_caches
+from lightning_memfit.checkpointing.blocks import find_blocks
+from lightning_memfit.checkpointing.policies import CHOICES
+from lightning_memfit.memory.ledger import StorageLedger
+from tests.unit.checkpointing.models import MODELS, ResNet, gpt2, loss_of, make
+
+
+def blocks_of(model):
+    return [block for group in find_blocks(model) for block in group.modules]
+
+
+def snapshot(model):
+    return {name: dict(vars(module)) for name, module in model.named_modules()}
+
+
+def gradients(model, batch):
+    model.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    after = torch.get_rng_state()
+    named = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), named, {name: b.clone() for name, b in model.named_buffers()}, after
+
+
+def assert_equal_runs(first, second):
+    assert torch.equal(first[0], second[0])
+    for ours, theirs in zip(first[1:3], second[1:3], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name]), name
+    assert torch.equal(first[3], second[3])
+
+
+@pytest.mark.parametrize("choice", [c for c in CHOICES if c != "none"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_buffers_and_random_numbers_are_those_of_the_plain_run(name, choice):
+    model, batch = make(name)
+    plain = gradients(copy.deepcopy(model), batch)
+    before, keys = snapshot(model), list(model.state_dict())
+    blocks = blocks_of(model)
+    applied = apply_checkpointing(blocks, [choice] * len(blocks))
+    assert list(model.state_dict()) == keys
+    assert_equal_runs(gradients(model, batch), plain)
+    applied.remove()
+    applied.remove()
+    after = snapshot(model)
+    assert after.keys() == before.keys()
+    for path in before:
+        assert after[path].keys() == before[path].keys()
+
+
+def test_mixed_choices_are_exact():
+    model, batch = make("gpt2")
+    plain = gradients(copy.deepcopy(model), batch)
+    apply_checkpointing(blocks_of(model), ["none", "full", "keep_attention", "keep_matmul"])
+    assert_equal_runs(gradients(model, batch), plain)
+
+
+def test_autocast():
+    model, batch = make("gpt2")
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = gradients(copy.deepcopy(model), batch)
+        apply_checkpointing(blocks_of(model), ["full", "keep_matmul"] * 2)
+        assert_equal_runs(gradients(model, batch), plain)
+
+
+def kept_bytes(choice, fake=False, **config):
+    """Bytes alive between forward and backward, parameters aside."""
+    mode = FakeTensorMode() if fake else torch.enable_grad()
+    with mode:
+        model = gpt2(attn_pdrop=0.0, **config).train()
+        ids = torch.ones(2, 32, dtype=torch.long)
+        blocks = blocks_of(model)
+        apply_checkpointing(blocks, [choice] * len(blocks))
+        with StorageLedger() as ledger:
+            ledger.track_module(model)
+            before = ledger.live_bytes
+            loss = model(input_ids=ids, labels=ids).loss
+            kept = ledger.live_bytes - before
+            loss.backward()
+        ledger.close()
+    return kept
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_kept_bytes_shrink_with_the_choice(fake):
+    kept = {choice: kept_bytes(choice, fake) for choice in CHOICES}
+    assert kept["full"] < 0.5 * kept["none"]
+    assert kept["full"] < kept["keep_attention"] < kept["keep_matmul_attention"] < kept["none"]
+    assert kept["full"] < kept["keep_matmul"] < kept["keep_matmul_attention"]
+
+
+def test_recomputation_of_full_needs_only_the_blocks_inputs():
+    batch, length, width, layers, float32 = 2, 32, 32, 4, 4
+    difference = kept_bytes("full", n_layer=layers) - kept_bytes("full", n_layer=layers - 1)
+    inputs = batch * length * width * float32
+    assert inputs <= difference < 1.6 * inputs  # and the state of the random number generator
+
+
+class Awkward(nn.Module):
+    """Takes keywords only, returns a dict with a tuple and a non-tensor, and reads a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, *, values, scale=1.0, note=None):
+        y = self.linear(values[0]) * scale
+        return {"out": (y, y.detach()), "note": note}
+
+
+def test_keywords_and_structures():
+    block = Awkward()
+    x = torch.randn(2, 4, requires_grad=True)
+    apply_checkpointing([block], ["full"])
+    result = block(values=[x], scale=2.0, note="n")
+    assert result["note"] == "n"
+    result["out"][0].sum().backward()
+    reference = torch.ones(2, 4) * 2 @ block.linear.weight
+    torch.testing.assert_close(x.grad, reference)
+
+
+def test_no_gradients_no_checkpoint():
+    model, batch = make("gpt2")
+    apply_checkpointing(blocks_of(model), ["full"] * 4)
+    with torch.no_grad():
+        assert torch.isfinite(loss_of(model.eval(), batch))
+
+
+def test_copies_run_on_their_own_parameters():
+    model, batch = make("gpt2")
+    apply_checkpointing(blocks_of(model), ["full"] * 4)
+    twin = copy.deepcopy(model)
+    loss_of(twin, batch).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None for p in twin.transformer.h.parameters())
+    again = pickle.loads(pickle.dumps(model))
+    loss_of(again, batch).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_forward_set_on_the_instance_is_put_back():
+    block = Awkward()
+    calls = []
+    original = block.forward
+
+    def counted(**kwargs):
+        calls.append(1)
+        return original(**kwargs)
+
+    block.forward = counted
+    applied = apply_checkpointing([block], ["full"])
+    block(values=[torch.randn(2, 4)])["out"][0].sum().backward()
+    assert len(calls) == 2  # once more for the recomputation
+    applied.remove()
+    assert vars(block)["forward"] is counted
+
+
+def test_removal_in_the_wrong_order_is_refused():
+    block = Awkward()
+    applied = apply_checkpointing([block], ["full"])
+    block.forward = lambda: None
+    with pytest.raises(RuntimeError, match="Awkward"):
+        applied.remove()
+
+
+def test_hugging_face_checkpointing_is_refused():
+    model, _ = make("gpt2")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+        apply_checkpointing(blocks_of(model), ["full"] * 4)
+    model.gradient_checkpointing_disable()
+    apply_checkpointing(blocks_of(model), ["full"] * 4)
+
+
+def test_checkpointing_twice_is_refused():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    block = Awkward()
+    apply_checkpointing([block], ["full"])
+    with pytest.raises(ValueError, match="checkpointed already"):
+        apply_checkpointing([block], ["full"])
+    with pytest.raises(ValueError, match="checkpointed already"):
+        apply_checkpointing([checkpoint_wrapper(Awkward())], ["full"])
+
+
+def test_wrong_arguments():
+    block = Awkward()
+    with pytest.raises(ValueError, match="2 entries for 1"):
+        apply_checkpointing([block], ["full", "full"])
+    with pytest.raises(ValueError, match="'most'"):
+        apply_checkpointing([block], ["most"])
+    with pytest.raises(ValueError, match="twice"):
+        apply_checkpointing([block, block], ["full", "full"])
+
+
+def test_caches_are_off_while_applied_with_one_warning():
+    model = gpt2(use_cache=True)
+    with pytest.warns(UserWarning, match="use_cache=True") as caught:
+        enable = disable_caches(model)
+    assert len(caught) == 1
+    assert model.config.use_cache is False
+    enable()
+    assert model.config.use_cache is True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        disable_caches(ResNet())
+
+
+def test_a_cache_that_reaches_a_block_is_refused():
+    model, batch = make("gpt2")
+    apply_checkpointing(blocks_of(model), ["full"] * 4)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(**batch, use_cache=True)

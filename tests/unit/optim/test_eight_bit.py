@@ -1,0 +1,183 @@
+import copy
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_memfit.optim.bitsandbytes_states import check_states
+from lightning_memfit.optim.eight_bit import to_bitsandbytes
+from tests.unit.optim.cases import CASES, Lion
+
+
+def steps(optimizer, parameters, num_steps=5):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(num_steps):
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+    return [p.detach().clone() for p in parameters]
+
+
+def parameters(dtype=torch.float32):
+    torch.manual_seed(1)
+    return [nn.Parameter(torch.randn(64, 128, dtype=dtype)), nn.Parameter(torch.randn(16, dtype=dtype))]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_32_bit_form_computes_the_same(name):
+    cls, kwargs = CASES[name]
+    expected = steps(cls(reference := parameters(), **kwargs), reference)
+    stepped = parameters()
+    converted = to_bitsandbytes(cls(stepped, **kwargs), bits=32)
+    actual = steps(converted, stepped)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_8_bit_form_stays_close(name, dtype):
+    cls, kwargs = CASES[name]
+    reference = [nn.Parameter(p.detach().float()) for p in parameters(dtype)]
+    expected = steps(cls(reference, **kwargs), reference)
+    stepped = parameters(dtype)
+    converted = to_bitsandbytes(cls(stepped, **kwargs))
+    steps(converted, stepped)
+    check_states(converted)
+    large, small = stepped
+    assert converted.state[large]["state1"].dtype is torch.uint8
+    assert converted.state[small]["state1"].dtype is torch.float32
+    moved = (expected[0] - parameters(dtype)[0].float()).abs().mean()
+    error = (large.float() - expected[0]).abs().mean()
+    assert error < (0.1 if dtype is torch.float32 else 0.3) * moved  # bf16 weights round every step
+
+
+def test_groups_and_hyper_parameters_are_kept():
+    first, second = parameters()
+    original = torch.optim.AdamW(
+        [
+            {"params": [first], "lr": 3e-4, "weight_decay": 0.3, "name": "decayed"},
+            {"params": [second], "betas": (0.5, 0.6), "eps": 1e-3},
+        ],
+        lr=1e-3,
+        weight_decay=0.0,
+    )
+    converted = to_bitsandbytes(original, min_8bit_size=100)
+    assert type(converted) is bnb.optim.AdamW8bit
+    a, b = converted.param_groups
+    assert (a["lr"], a["weight_decay"], a["name"], a["params"][0]) == (3e-4, 0.3, "decayed", first)
+    assert (b["lr"], b["weight_decay"], b["betas"], b["eps"]) == (1e-3, 0.0, (0.5, 0.6), 1e-3)
+    assert converted.args.min_8bit_size == 100
+    converted.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert converted.param_groups[2]["lr"] == 1e-3
+
+
+def test_sgd_defaults_without_momentum_but_groups_with():
+    original = torch.optim.SGD([{"params": parameters(), "momentum": 0.7}], lr=0.1)
+    assert to_bitsandbytes(original).param_groups[0]["betas"] == (0.7, 0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kwargs", "name"),
+    [
+        (torch.optim.AdamW, {"lr": 1.0}, "PagedAdamW8bit"),
+        (torch.optim.Adam, {"lr": 1.0}, "PagedAdam8bit"),
+        (Lion, {"lr": 1.0}, "PagedLion8bit"),
+        (bnb.optim.AdEMAMix, {"lr": 1.0}, "PagedAdEMAMix8bit"),
+        (bnb.optim.AdamW32bit, {"lr": 1.0}, "PagedAdamW8bit"),
+    ],
+)
+def test_paged_form(optimizer, kwargs, name):
+    assert type(to_bitsandbytes(optimizer(parameters(), **kwargs), paged=True)).__name__ == name
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Lion", "SGD", "RMSprop", "AdEMAMix"])
+def test_32_bit_optimizers_of_bitsandbytes(name):
+    kwargs = {"momentum": 0.9} if name == "SGD" else {}
+    stepped = parameters()
+    converted = to_bitsandbytes(getattr(bnb.optim, name)(stepped, lr=1e-2, weight_decay=0.1, **kwargs))
+    other = parameters()
+    direct = getattr(bnb.optim, f"{name}8bit")(other, lr=1e-2, weight_decay=0.1, **kwargs)
+    for a, b in zip(steps(converted, stepped), steps(direct, other), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kwargs", "message"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True"),
+        (torch.optim.AdamW, {"maximize": True}, "maximize=True"),
+        (torch.optim.AdamW, {"differentiable": True}, "differentiable=True"),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.1)}, "tensor as `lr`"),
+        (torch.optim.Adam, {"weight_decay": 0.1}, "decoupled"),
+        (torch.optim.SGD, {}, "momentum=0"),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, "nesterov=True"),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}, "dampening=0.5"),
+        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum=0.9"),
+        (torch.optim.RMSprop, {"centered": True}, "centered=True"),
+        (torch.optim.Adagrad, {}, "Adagrad"),
+        (bnb.optim.AdamW8bit, {}, "8-bit states already"),
+        (bnb.optim.LAMB, {}, "LAMB"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(optimizer, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        to_bitsandbytes(optimizer(parameters(), **{"lr": 0.1, **kwargs}))
+
+
+def test_unknown_hyper_parameter_of_a_lion_is_refused():
+    optimizer = Lion(parameters())
+    optimizer.defaults["cautious_factor"] = 0.5
+    with pytest.raises(ValueError, match="cautious_factor"):
+        to_bitsandbytes(optimizer)
+
+
+def test_other_refusals():
+    class MyAdamW(torch.optim.AdamW):
+        pass
+
+    with pytest.raises(ValueError, match="MyAdamW"):
+        to_bitsandbytes(MyAdamW(parameters()))
+    with pytest.raises(ValueError, match="float64"):
+        to_bitsandbytes(torch.optim.AdamW(parameters(torch.float64)))
+    with pytest.raises(ValueError, match="no paged SGD"):
+        to_bitsandbytes(torch.optim.SGD(parameters(), lr=0.1, momentum=0.9), paged=True)
+    with pytest.raises(ValueError, match="bits=4"):
+        to_bitsandbytes(torch.optim.AdamW(parameters()), bits=4)
+    stepped = parameters()
+    optimizer = torch.optim.AdamW(stepped)
+    steps(optimizer, stepped, 1)
+    with pytest.raises(ValueError, match="stepped"):
+        to_bitsandbytes(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_resume_is_bitwise(name, dtype):
+    cls, kwargs = CASES[name]
+    straight = parameters(dtype)
+    optimizer = to_bitsandbytes(cls(straight, **kwargs), keep_32bit=straight[:1])
+    steps(optimizer, straight, 3)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(straight)
+    steps(optimizer, straight, 3)
+
+    resumed = [nn.Parameter(w.detach().clone()) for w in weights]
+    optimizer = to_bitsandbytes(cls(resumed, **kwargs), keep_32bit=resumed[:1])
+    optimizer.load_state_dict(saved)
+    check_states(optimizer)
+    steps(optimizer, resumed, 3)
+    for a, b in zip(straight, resumed, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_steps_on_fake_parameters():
+    with FakeTensorMode():
+        stepped = [nn.Parameter(torch.empty(64, 128)), nn.Parameter(torch.empty(16))]
+        optimizer = to_bitsandbytes(torch.optim.AdamW(stepped, lr=0.1))
+        for p in stepped:
+            p.grad = torch.empty_like(p)
+        optimizer.step()
+    check_states(optimizer)
+    assert optimizer.state[stepped[0]]["state1"].dtype is torch.uint8

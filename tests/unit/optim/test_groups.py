@@ -1,0 +1,57 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_memfit.optim.groups import weight_decay_groups
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, size))  # two-dimensional: the class decides, not the shape
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.linear = nn.Linear(4, 4)
+        self.norms = nn.ModuleList([nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.BatchNorm1d(4), RMSNorm(4)])
+        self.scale = nn.Parameter(torch.ones(4))
+        self.expert_bias = nn.Parameter(torch.ones(2, 4))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def by_decay(module, weight_decay=0.1):
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {
+        group["weight_decay"]: sorted(names[id(p)] for p in group["params"])
+        for group in weight_decay_groups(module, weight_decay)
+    }
+
+
+def test_only_matrices_and_embeddings_decay():
+    groups = by_decay(Model())
+    assert groups[0.1] == ["embedding.weight", "linear.weight"]
+    assert "norms.3.weight" in groups[0.0]
+    assert "expert_bias" in groups[0.0]
+    assert "scale" in groups[0.0]
+
+
+def test_every_trainable_parameter_once():
+    model = Model()
+    model.linear.weight.requires_grad_(False)
+    listed = [id(p) for group in weight_decay_groups(model, 0.1) for p in group["params"]]
+    assert sorted(listed) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+
+
+def test_empty_groups_are_left_out():
+    assert len(weight_decay_groups(nn.Linear(2, 2, bias=False), 0.1)) == 1
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="weight_decay=-1"):
+        weight_decay_groups(nn.Linear(2, 2), -1)
+    with pytest.raises(ValueError, match="requires_grad"):
+        weight_decay_groups(nn.ReLU(), 0.1)

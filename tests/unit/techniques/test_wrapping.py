@@ -1,0 +1,68 @@
+from types import MethodType
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_memfit.techniques.wrapping import wrap_method
+
+
+class Counter:
+    def __init__(self):
+        self.start = 1
+
+    def count(self, by=1):
+        return self.start + by
+
+
+def times(factor):
+    return lambda inner, *args, **kwargs: factor * inner(*args, **kwargs)
+
+
+def plus(term):
+    return lambda inner, *args, **kwargs: term + inner(*args, **kwargs)
+
+
+def test_later_layers_are_outside():
+    counter = Counter()
+    wrap_method(counter, "count", times(10))
+    wrap_method(counter, "count", plus(1))
+    assert counter.count(by=2) == 31
+
+
+def test_layers_come_off_in_any_order():
+    for first in (0, 1):
+        counter = Counter()
+        undo = [wrap_method(counter, "count", times(10)), wrap_method(counter, "count", plus(1))]
+        undo[first]()
+        undo[first]()
+        assert counter.count() == (20 if first else 3)
+        undo[1 - first]()
+        assert vars(counter) == {"start": 1}
+
+
+def test_an_attribute_of_the_instance_is_put_back():
+    counter = Counter()
+    counter.count = MethodType(lambda self: 5, counter)
+    before = counter.count
+    undo = wrap_method(counter, "count", times(2))
+    assert counter.count() == 10
+    undo()
+    assert vars(counter)["count"] is before
+
+
+def test_what_others_wrapped_around_ours_stays():
+    counter = Counter()
+    undo = wrap_method(counter, "count", times(10))
+    inner = counter.count
+    counter.count = lambda: inner() + 0.5
+    undo()
+    assert counter.count() == 2.5
+
+
+def test_lightning_calls_a_hook_that_only_we_wrapped():
+    module = LightningModule()
+    assert not is_overridden("configure_model", module)
+    undo = wrap_method(module, "configure_model", lambda inner: inner())
+    assert is_overridden("configure_model", module)
+    undo()
+    assert not is_overridden("configure_model", module)
