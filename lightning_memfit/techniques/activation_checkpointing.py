@@ -49,6 +49,11 @@ class ActivationCheckpointing(TechniqueCallback):
         self.blocks = blocks
         self.choices = None if choices is None else tuple(choices)
 
+    @property
+    def depends_on_depth(self) -> bool:
+        """True where not every block is checkpointed alike."""
+        return self.choices is not None or self.mode in ("every", "sqrt")
+
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_model`: the model is complete after it, and not yet wrapped by the strategy."""
 

@@ -15,6 +15,11 @@ class TechniqueCallback(pl.Callback):
     module. Therefore a technique keeps nothing of a module outside a run, and applying it reads no tensor's values.
     """
 
+    @property
+    def depends_on_depth(self) -> bool:
+        """Whether equal blocks are treated unequally by their place, so that some can't stand for all in a trace."""
+        return False
+
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
