@@ -1,0 +1,153 @@
+"""What a case really needs: allocator events of torch's profiler on the CPU, the caching allocator's counters on CUDA."""
+
+import gc
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from benchmarks.estimator.cases import Case, build_batch, build_callbacks, build_module
+
+
+class _Batches:
+    """One batch, repeated; every iteration gives fresh tensors, as a loader does."""
+
+    def __init__(self, batch: dict[str, torch.Tensor], count: int) -> None:
+        self.batch = batch
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Any:
+        for _ in range(self.count):
+            yield {name: tensor.clone() for name, tensor in self.batch.items()}
+
+
+class _Start(pl.Callback):
+    """Run a function when the first batch begins."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Only the first."""
+        if trainer.global_step == 0 and batch_idx == 0:
+            self.function()
+
+
+def _fit(case: Case, accelerator: str, on_start: Any, steps: int = 3) -> None:
+    module = build_module(case)
+    count = case.accumulate_grad_batches
+    trainer = pl.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        precision=case.precision,
+        max_steps=steps,
+        accumulate_grad_batches=count,
+        callbacks=[*build_callbacks(case), _Start(on_start)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, _Batches(build_batch(case), steps * count))
+
+
+def measure_cpu(case: Case) -> dict[str, int]:
+    """Peak of what the CPU allocator gave out, from the profiler's allocation events (kernel scratch included)."""
+    from torch._C._profiler import _EventType
+    from torch.profiler import ProfilerActivity, profile
+
+    marks: list[int] = []
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            _fit(case, "cpu", lambda: marks.append(_mark()))
+    live = peak = 0
+    started = False
+    for event in _in_order(profiler.profiler.kineto_results.experimental_event_tree()):
+        if event.tag == _EventType.TorchOp and event.name == "memfit::start":
+            started, peak = True, live
+        elif event.tag == _EventType.Allocation:
+            live += event.extra_fields.alloc_size
+            peak = max(peak, live) if started else peak
+    return {"allocated_bytes": peak}
+
+
+def _mark() -> int:
+    with torch.profiler.record_function("memfit::start"):
+        return 0
+
+
+def _in_order(roots: Any) -> list[Any]:
+    """All events of a profile by start time."""
+    events, stack = [], list(roots)
+    while stack:
+        event = stack.pop()
+        events.append(event)
+        stack.extend(event.children)
+    return sorted(events, key=lambda event: event.start_time_ns)
+
+
+def measure_cuda(case: Case) -> dict[str, int]:
+    """Peaks of the caching allocator, and what the whole process holds on the card."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+    torch.cuda.init()
+    before, _ = torch.cuda.mem_get_info()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if case.kernel:
+            with sdpa_kernel(backends[case.kernel]):
+                _fit(case, "gpu", torch.cuda.reset_peak_memory_stats)
+        else:
+            _fit(case, "gpu", torch.cuda.reset_peak_memory_stats)
+    after, _ = torch.cuda.mem_get_info()
+    return {
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "context_bytes": before - after - torch.cuda.memory_reserved(),
+    }
+
+
+def mem_tracker(case: Case) -> int:
+    """Peak that torch's own MemTracker gives for the same run in the order of Lightning's loop, on fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module = build_module(case)
+        if case.precision == "bf16-true":
+            module = module.to(torch.bfloat16)
+        if case.checkpointing:
+            from lightning_memfit.checkpointing.apply import apply_checkpointing
+            from lightning_memfit.checkpointing.blocks import find_blocks
+
+            for group in find_blocks(module):
+                apply_checkpointing(group.modules, ["full"] * len(group.modules))
+        batch = {
+            name: value.bfloat16() if case.precision == "bf16-true" and value.is_floating_point() else value
+            for name, value in build_batch(case).items()
+        }
+        batch = {name: torch.empty_like(value) for name, value in batch.items()}
+        optimizer = module.configure_optimizers()
+        tracker = MemTracker()
+        tracker.track_external(module, optimizer, *batch.values())
+        module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed")
+        with tracker:
+            for _ in range(2):
+                for index in range(min(case.accumulate_grad_batches, 2)):
+                    with autocast:
+                        loss = module.training_step(batch, 0)
+                    if index == 0:
+                        optimizer.zero_grad()
+                    loss.backward()
+                optimizer.step()
+                del loss
+        peak = tracker.get_tracker_snapshot("peak")
+        return max(int(next(v for k, v in values.items() if "Total" in str(k))) for values in peak.values())
