@@ -92,11 +92,14 @@ class Optimizer8bit(TechniqueCallback):
 
 
 def _check_after_first_step(optimizer: Optimizer) -> None:
-    def check(optimizer: Any, *_: Any) -> None:
-        handle.remove()
-        check_states(optimizer)
+    pending = [True]  # not `handle.remove()`: torch iterates over the hooks while it runs them
 
-    handle = optimizer.register_step_post_hook(check)
+    def check(optimizer: Any, *_: Any) -> None:
+        if pending:
+            pending.clear()
+            check_states(optimizer)
+
+    optimizer.register_step_post_hook(check)
 
 
 def _summary(optimizer: Any) -> str:
