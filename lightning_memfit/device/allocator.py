@@ -5,9 +5,10 @@ The rules are those of torch's native backend, one stream (`c10/cuda/CUDACaching
 driver may place them otherwise. That decides between free blocks of equal size and nothing else.
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
 
+from lightning_memfit.device.blocks import Block, Pool
+from lightning_memfit.device.expandable import ADDRESSES, ExpandableSegment
 from lightning_memfit.memory import MIB
 
 _MIN_BLOCK = 512
@@ -16,39 +17,6 @@ _SMALL_BUFFER = 2 * MIB
 _MIN_LARGE_ALLOCATION = 10 * MIB
 _ROUND_LARGE = 2 * MIB
 _ADDRESS_GAP = 1 << 30  # between segments, so that they never touch
-
-
-class Block:
-    """A piece of a segment; `previous` and `next` are its neighbours in the segment."""
-
-    __slots__ = ("address", "free", "mapped", "next", "pool", "previous", "size_bytes")
-
-    def __init__(self, address: int, size_bytes: int, pool: "_Pool") -> None:
-        self.address = address
-        self.size_bytes = size_bytes
-        self.pool = pool
-        self.free = False
-        self.mapped = True
-        self.previous: Block | None = None
-        self.next: Block | None = None
-
-
-class _Pool:
-    """The cached free blocks of small or of large requests, ordered by size, then address."""
-
-    __slots__ = ("blocks", "expandable", "is_small")
-
-    def __init__(self, is_small: bool) -> None:
-        self.is_small = is_small
-        self.blocks: list[tuple[int, int, Block]] = []
-        self.expandable: Block | None = None  # first block of the pool's expandable segment
-
-    def add(self, block: Block) -> None:
-        block.free = True
-        insort(self.blocks, (block.size_bytes, block.address, block))
-
-    def discard(self, block: Block) -> None:
-        del self.blocks[bisect_left(self.blocks, (block.size_bytes, block.address))]
 
 
 class CachingAllocator:
@@ -102,10 +70,14 @@ class CachingAllocator:
         self.peak_reserved_bytes = 0
         self.num_alloc_retries = 0
         self.num_ooms = 0
-        self._small = _Pool(is_small=True)
-        self._large = _Pool(is_small=False)
-        self._owners: dict[Hashable, Block | None] = {}
+        self._small = Pool(is_small=True)
+        self._large = Pool(is_small=False)
         self._next_address = 0
+        self._expandable: dict[Pool, ExpandableSegment] = {}
+        if expandable_segments:
+            for pool, page in ((self._small, _SMALL_BUFFER), (self._large, large_segment_bytes)):
+                self._expandable[pool] = ExpandableSegment(pool, self._take_addresses(ADDRESSES), page)
+        self._owners: dict[Hashable, Block | None] = {}
 
     # --- what a program asks for ------------------------------------------------------------------------------------
 
@@ -131,7 +103,7 @@ class CachingAllocator:
             return False
         block.free = False
         if self._should_split(block, size):
-            self._split(block, size)
+            block.pool.add(block.cut(size))
         self._owners[identity] = block
         self.allocated_bytes += block.size_bytes
         if self.allocated_bytes > self.peak_allocated_bytes:
@@ -151,16 +123,16 @@ class CachingAllocator:
         if block is None:
             return
         self.allocated_bytes -= block.size_bytes
-        self._cache(block)
+        block.pool.merge(block)
 
     def empty_cache(self) -> None:
         """Give unused segments (pages of expandable ones) back to the driver, as `torch.cuda.empty_cache`."""
         for pool in (self._large, self._small):
             for _, _, block in list(pool.blocks):
-                if not self.expandable_segments and block.previous is None and block.next is None:
+                if pool in self._expandable:
+                    self.reserved_bytes -= self._expandable[pool].unmap(block)
+                elif block.previous is None and block.next is None:
                     self._release(block)
-                elif self.expandable_segments:
-                    self._unmap(block)
 
     def reset_peak(self) -> None:
         """Start new peaks at what is held now."""
@@ -206,14 +178,15 @@ class CachingAllocator:
             return False
         return remaining > _SMALL_SIZE
 
-    def _cached_block(self, pool: _Pool, size: int) -> Block | None:
-        """The smallest cached block that is large enough, the lowest of several."""
+    def _cached_block(self, pool: Pool, size: int) -> Block | None:
         blocks = pool.blocks
-        index = bisect_left(blocks, (size,))
+        index = pool.index_of_fit(size)
         if index == len(blocks):
             return None
         if self.expandable_segments:
-            index = self._before_growth(blocks, index)
+            # a block that can still grow counts as large as it could become, so that others go first
+            while index + 1 < len(blocks) and blocks[index + 1][2].could_grow_to() < blocks[index][2].could_grow_to():
+                index += 1
         found = blocks[index][0]
         limit = self.max_split_size_bytes
         if limit is not None:
@@ -223,15 +196,9 @@ class CachingAllocator:
                 return None
         return blocks.pop(index)[2]
 
-    def _before_growth(self, blocks: list[tuple[int, int, Block]], index: int) -> int:
-        """Count a block at the end of an expandable segment as large as it could grow, so that others go first."""
-        while index + 1 < len(blocks) and _could_grow_to(blocks[index + 1][2]) < _could_grow_to(blocks[index][2]):
-            index += 1
-        return index
-
     # --- segments ---------------------------------------------------------------------------------------------------
 
-    def _new_block(self, pool: _Pool, size: int) -> Block | None:
+    def _new_block(self, pool: Pool, size: int) -> Block | None:
         segment = self._segment_size(size)
         if self._admits(segment):
             return self._from_driver(pool, size, segment)
@@ -244,22 +211,20 @@ class CachingAllocator:
     def _admits(self, segment_bytes: int) -> bool:
         return self.limit_bytes is None or self.reserved_bytes + segment_bytes <= self.limit_bytes
 
-    def _from_driver(self, pool: _Pool, size: int, segment_bytes: int) -> Block:
+    def _from_driver(self, pool: Pool, size: int, segment_bytes: int) -> Block:
         if self.expandable_segments:
-            return self._grow(pool, size)
-        block = Block(self._take_addresses(segment_bytes), segment_bytes, pool)
-        self._reserve(segment_bytes)
+            block, mapped_bytes = self._expandable[pool].grow(size)
+        else:
+            block, mapped_bytes = Block(self._take_addresses(segment_bytes), segment_bytes, pool), segment_bytes
+        self.reserved_bytes += mapped_bytes
+        if self.reserved_bytes > self.peak_reserved_bytes:
+            self.peak_reserved_bytes = self.reserved_bytes
         return block
 
     def _take_addresses(self, size_bytes: int) -> int:
         address = self._next_address
         self._next_address += size_bytes + _ADDRESS_GAP
         return address
-
-    def _reserve(self, size_bytes: int) -> None:
-        self.reserved_bytes += size_bytes
-        if self.reserved_bytes > self.peak_reserved_bytes:
-            self.peak_reserved_bytes = self.reserved_bytes
 
     def _release(self, block: Block) -> None:
         block.pool.discard(block)
@@ -272,7 +237,7 @@ class CachingAllocator:
             return False
         wanted = max(size, limit)
         blocks = self._large.blocks
-        index = bisect_left(blocks, (wanted,))
+        index = self._large.index_of_fit(wanted)
         if index < len(blocks):
             self._release(blocks[index][2])
             return True
@@ -281,112 +246,3 @@ class CachingAllocator:
             released += blocks[-1][0]
             self._release(blocks[-1][2])
         return released >= wanted
-
-    # --- splitting and merging --------------------------------------------------------------------------------------
-
-    def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size_bytes - size, block.pool)
-        rest.previous, rest.next = block, block.next
-        if block.next is not None:
-            block.next.previous = rest
-        block.next = rest
-        block.size_bytes = size
-        block.pool.add(rest)
-
-    def _cache(self, block: Block) -> Block:
-        pool = block.pool
-        following = block.next
-        if following is not None and following.free and following.mapped:
-            pool.discard(following)
-            _absorb(block, following)
-        previous = block.previous
-        if previous is not None and previous.free and previous.mapped:
-            pool.discard(previous)
-            _absorb(previous, block)
-            block = previous
-        pool.add(block)
-        return block
-
-    # --- expandable segments ----------------------------------------------------------------------------------------
-
-    def _page(self, pool: _Pool) -> int:
-        return _SMALL_BUFFER if pool.is_small else self.large_segment_bytes
-
-    def _grow(self, pool: _Pool, size: int) -> Block:
-        """Map pages at the lowest place of the pool's segment where `size` fits, and take the block off the cache."""
-        block = self._place_to_grow(pool, size)
-        if not block.mapped:
-            block = self._map(block, min(block.size_bytes, size))
-        while block.size_bytes < size:
-            assert block.next is not None
-            assert not block.next.mapped
-            block = self._map(block.next, min(size - block.size_bytes, block.next.size_bytes))
-        pool.discard(block)
-        return block
-
-    def _place_to_grow(self, pool: _Pool, size: int) -> Block:
-        if pool.expandable is None:
-            pool.expandable = Block(self._take_addresses(1 << 50), 1 << 50, pool)
-            pool.expandable.free, pool.expandable.mapped = True, False
-        block: Block | None = pool.expandable
-        while block is not None:
-            start = block
-            room = 0
-            while block is not None and block.free and room < size:
-                room += block.size_bytes
-                block = block.next
-            if room >= size:
-                return start
-            while block is not None and not block.free:
-                block = block.next
-        raise AssertionError("an expandable segment ends in unmapped addresses")
-
-    def _map(self, block: Block, size: int) -> Block:
-        page = self._page(block.pool)
-        mapped = min(-(-size // page) * page, block.size_bytes)
-        if mapped < block.size_bytes:
-            rest = Block(block.address + mapped, block.size_bytes - mapped, block.pool)
-            rest.free, rest.mapped = True, False
-            rest.previous, rest.next = block, block.next
-            if block.next is not None:
-                block.next.previous = rest
-            block.next, block.size_bytes = rest, mapped
-        block.mapped = True
-        self._reserve(mapped)
-        return self._cache(block)
-
-    def _unmap(self, block: Block) -> None:
-        """Give back the whole pages inside a free block."""
-        page = self._page(block.pool)
-        base = 0 if block.pool.expandable is None else block.pool.expandable.address
-        start = base + -(-(block.address - base) // page) * page
-        end = base + (block.address + block.size_bytes - base) // page * page
-        if end <= start:
-            return
-        block.pool.discard(block)
-        if start > block.address:
-            self._split(block, start - block.address)
-            head, block = block, block.next  # type: ignore[assignment]
-            head.pool.discard(block)
-            head.pool.add(head)
-        if block.address + block.size_bytes > end:
-            self._split(block, end - block.address)
-        self.reserved_bytes -= block.size_bytes
-        block.mapped = False
-        following, previous = block.next, block.previous
-        if following is not None and not following.mapped:
-            _absorb(block, following)
-        if previous is not None and not previous.mapped:
-            _absorb(previous, block)
-
-
-def _could_grow_to(block: Block) -> int:
-    following = block.next
-    return block.size_bytes + (following.size_bytes if following is not None and not following.mapped else 0)
-
-
-def _absorb(block: Block, following: Block) -> None:
-    block.size_bytes += following.size_bytes
-    block.next = following.next
-    if following.next is not None:
-        following.next.previous = block

@@ -19,6 +19,7 @@ from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 
 _PCIE3, _PCIE4, _PCIE5 = 15.75e9, 31.5e9, 63.0e9
 _NOISE = {"nvidia", "geforce", "amd", "instinct", "tesla", "quadro", "gpu", "rtx", "gtx", "radeon", "generation"}
+_VARIANTS = {"ti", "super"}  # never assumed: an unqualified name is not theirs
 _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b", re.IGNORECASE)
 
 
@@ -31,7 +32,7 @@ class DeviceSpec:
     """Total memory as torch reports it."""
     bandwidth_bytes_per_s: float | None = None
     flops: Mapping[str, float] = field(default_factory=dict)
-    """Dense FLOP/s by `float32`, `tf32`, `float16`, `bfloat16`, `float8`, `int8`; absent where there is no fast path."""
+    """Dense FLOP/s by `float32`, `tf32`, `float16`, `bfloat16`, `float8`, `int8`; absent without a fast path."""
     compute_capability: tuple[int, int] | None = None
     host_link_bytes_per_s: float | None = None
     source: str = ""
@@ -92,7 +93,9 @@ def _fits(spec: DeviceSpec, words: frozenset[str], sizes: frozenset[int]) -> boo
     """Words occur in one of its names; sizes are in that name, or the marketing figure (up to a tenth more)."""
     for known in spec.names:
         known_words, known_sizes = _split(known)
-        if words <= known_words and all(s in known_sizes or 0.9 <= spec.memory_bytes / GIB / s <= 1.01 for s in sizes):
+        if not words <= known_words or (known_words - words) & _VARIANTS:
+            continue
+        if all(s in known_sizes or 0.9 <= spec.memory_bytes / GIB / s <= 1.01 for s in sizes):
             return True
     return False
 

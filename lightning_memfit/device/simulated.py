@@ -80,13 +80,13 @@ class SimulatedDevice(StorageLedger):
             self._raise(peak)
         return result
 
-    def _begin(self) -> tuple[int, dict[Category, int]]:
+    def _begin(self) -> tuple[int, dict[Category, int], int]:
         self._allocated_bytes = 0
         self._refused = False
-        return self.peak_bytes, self.peak_by_category
+        return self.peak_bytes, self.peak_by_category, self._first_after_peak
 
-    def _raise(self, peak: tuple[int, dict[Category, int]]) -> None:
-        self.peak_bytes, self.peak_by_category = peak
+    def _raise(self, peak: tuple[int, dict[Category, int], int]) -> None:
+        self.peak_bytes, self.peak_by_category, self._first_after_peak = peak
         self._refused = False
         self.num_ooms += 1
         raise torch.OutOfMemoryError(self._message())

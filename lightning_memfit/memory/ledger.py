@@ -33,7 +33,8 @@ class StorageLedger(TorchDispatchMode):
 
     New storages are classified by where they are made: inside `optimizer.step` (gradient mode off) and during backward
     they are `temporary`, elsewhere `activation`. Gradients are re-labelled when they are accumulated, optimizer states
-    when the step ends. In-kernel scratch memory is invisible to this mode.
+    when the step ends, and where they were alive at the peak, in the peak's figures as well. In-kernel scratch memory
+    is invisible to this mode.
 
     Args:
         rounding_bytes: Sizes are rounded up to a multiple of this (512 for the CUDA caching allocator).
@@ -53,6 +54,7 @@ class StorageLedger(TorchDispatchMode):
         self.peak_by_category: dict[Category, int] = dict.fromkeys(Category, 0)
         self._entries: dict[int, _Entry] = {}
         self._next_identity = 0
+        self._first_after_peak = 0
         self._parameter_keys: set[int] = set()
         self._handles: list[Any] = []
         self._step_open = False
@@ -120,6 +122,7 @@ class StorageLedger(TorchDispatchMode):
         """Start a new peak at what is alive now."""
         self.peak_bytes = self.live_bytes
         self.peak_by_category = dict(self.live_by_category)
+        self._first_after_peak = self._next_identity
 
     # --- the mode ---------------------------------------------------------------------------------------------------
 
@@ -192,6 +195,9 @@ class StorageLedger(TorchDispatchMode):
             return
         self.live_by_category[entry.category] -= entry.size_bytes
         self.live_by_category[category] += entry.size_bytes
+        if entry.identity < self._first_after_peak:
+            self.peak_by_category[entry.category] -= entry.size_bytes
+            self.peak_by_category[category] += entry.size_bytes
         entry.category = category
         self.on_relabel(entry.identity, category)
 
@@ -201,6 +207,7 @@ class StorageLedger(TorchDispatchMode):
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             self.peak_by_category = dict(self.live_by_category)
+            self._first_after_peak = self._next_identity
 
     def _label_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

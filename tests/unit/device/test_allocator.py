@@ -1,0 +1,249 @@
+"""The allocator model against cases worked out by hand from torch's rules, invariants, and a real device."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from lightning_memfit.device.allocator import CachingAllocator
+from lightning_memfit.memory import MIB
+
+KIB = 1024
+
+
+def test_small_requests_share_a_segment_of_two_mib():
+    allocator = CachingAllocator()
+    assert allocator.malloc("a", 1)
+    assert allocator.malloc("b", 513)
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (512 + 1024, 2 * MIB)
+
+
+def test_middling_requests_share_a_segment_of_twenty_mib():
+    allocator = CachingAllocator()
+    allocator.malloc("a", MIB + 1)
+    allocator.malloc("b", 9 * MIB)
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (10 * MIB + 512, 20 * MIB)
+
+
+@pytest.mark.parametrize(("size", "segment"), [(10 * MIB, 10 * MIB), (10 * MIB + 1, 12 * MIB), (33 * MIB, 34 * MIB)])
+def test_large_requests_get_their_own_segment(size, segment):
+    allocator = CachingAllocator()
+    allocator.malloc("a", size)
+    assert allocator.reserved_bytes == segment
+
+
+def test_a_rest_of_one_mib_or_less_is_not_split_off():
+    allocator = CachingAllocator()
+    allocator.malloc("a", 20 * MIB)
+    allocator.free("a")
+    allocator.malloc("b", 19 * MIB)
+    assert allocator.allocated_bytes == 20 * MIB
+    allocator.free("b")
+    allocator.malloc("c", 19 * MIB - 512)
+    assert allocator.allocated_bytes == 19 * MIB - 512
+
+
+def test_freed_blocks_are_reused_best_fit_first():
+    allocator = CachingAllocator()
+    for name, size in (("big", 40 * MIB), ("middle", 14 * MIB), ("small", 12 * MIB)):
+        allocator.malloc(name, size)
+    for name in ("big", "middle", "small"):
+        allocator.free(name)
+    allocator.malloc("x", 13 * MIB)
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (14 * MIB, 66 * MIB)  # the rest stays on
+    assert (0, 40 * MIB) in allocator.cached_blocks()
+
+
+def test_neighbours_become_one_block_again():
+    allocator = CachingAllocator()
+    for index in range(4):
+        allocator.malloc(index, 5 * MIB)
+    assert list(allocator.cached_blocks()) == []
+    for index in (0, 2, 1):
+        allocator.free(index)
+    assert list(allocator.cached_blocks()) == [(0, 15 * MIB)]
+
+
+def test_cached_segments_are_given_back_before_running_out():
+    allocator = CachingAllocator(limit_bytes=64 * MIB)
+    allocator.malloc("a", 40 * MIB)
+    allocator.free("a")
+    assert allocator.malloc("b", 60 * MIB)
+    assert (allocator.reserved_bytes, allocator.num_alloc_retries, allocator.num_ooms) == (60 * MIB, 1, 0)
+    assert not allocator.malloc("c", 10 * MIB)
+    assert (allocator.num_alloc_retries, allocator.num_ooms) == (2, 1)
+    assert "c" not in allocator
+    assert allocator.malloc("d", 1)
+
+
+def test_a_split_segment_is_not_given_back():
+    allocator = CachingAllocator(limit_bytes=64 * MIB)
+    allocator.malloc("a", 40 * MIB)
+    allocator.free("a")
+    allocator.malloc("keeper", 2 * MIB)
+    assert not allocator.malloc("b", 60 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB
+
+
+def test_oversize_blocks_are_neither_split_nor_lent_out():
+    allocator = CachingAllocator(max_split_size_bytes=64 * MIB)
+    allocator.malloc("a", 100 * MIB)
+    allocator.free("a")
+    allocator.malloc("b", 30 * MIB)
+    assert allocator.reserved_bytes == 130 * MIB
+    allocator.malloc("c", 90 * MIB)
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (130 * MIB, 130 * MIB)
+
+
+def test_oversize_blocks_are_released_one_by_one():
+    allocator = CachingAllocator(limit_bytes=300 * MIB, max_split_size_bytes=64 * MIB)
+    for name in "ab":
+        allocator.malloc(name, 100 * MIB)
+    for name in "ab":
+        allocator.free(name)
+    assert allocator.malloc("c", 130 * MIB)  # two blocks go, neither suffices alone
+    assert (allocator.reserved_bytes, allocator.num_alloc_retries) == (130 * MIB, 0)
+
+
+@pytest.mark.parametrize(
+    ("divisions", "size", "rounded"), [(0, 1200 * KIB, 1200 * KIB), (4, 1200 * KIB, 1280 * KIB), (4, 1024 * KIB, 1024 * KIB)]
+)
+def test_rounding_to_divisions_of_a_power_of_two(divisions, size, rounded):
+    allocator = CachingAllocator(roundup_power2_divisions=divisions)
+    allocator.malloc("a", size)
+    assert allocator.allocated_bytes == rounded
+
+
+def test_expandable_segments_grow_by_pages_and_shrink():
+    allocator = CachingAllocator(expandable_segments=True)
+    allocator.malloc("a", 30 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB
+    allocator.malloc("b", 10 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB
+    allocator.malloc("c", 25 * MIB)
+    assert allocator.reserved_bytes == 80 * MIB
+    allocator.free("b")
+    allocator.free("a")
+    allocator.malloc("d", 36 * MIB)  # fits where a and b were
+    assert allocator.reserved_bytes == 80 * MIB
+    allocator.free("c")
+    allocator.empty_cache()
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (36 * MIB, 40 * MIB)
+
+
+def test_nothing_is_counted_for_empty_tensors():
+    allocator = CachingAllocator()
+    assert allocator.malloc("a", 0)
+    allocator.free("a")
+    assert allocator.peak_reserved_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: CachingAllocator(limit_bytes=0), "limit_bytes=0"),
+        (lambda: CachingAllocator(max_split_size_bytes=MIB), "max_split_size_bytes"),
+        (lambda: CachingAllocator(roundup_power2_divisions=3), "roundup_power2_divisions=3"),
+        (lambda: CachingAllocator().free("a"), "'a'.*not allocated"),
+    ],
+)
+def test_wrong_use_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_an_identity_is_allocated_once():
+    allocator = CachingAllocator()
+    allocator.malloc("a", 1)
+    with pytest.raises(ValueError, match="already"):
+        allocator.malloc("a", 1)
+
+
+def events(seed, count, largest_power=26):
+    """A random sequence of `(identity, size)` with `size=None` for a free."""
+    chance = random.Random(seed)
+    live, result = [], []
+    for identity in range(count):
+        if live and chance.random() < 0.45:
+            result.append((live.pop(chance.randrange(len(live))), None))
+        else:
+            result.append((identity, int(2 ** chance.uniform(0, largest_power))))
+            live.append(identity)
+    return result
+
+
+def replay(allocator, sequence):
+    for identity, size in sequence:
+        if size is not None:
+            allocator.malloc(identity, size)
+        elif identity in allocator:  # a refused request is not freed
+            allocator.free(identity)
+
+
+CONFIGURATIONS = {
+    "plain": {},
+    "limited": {"limit_bytes": 1 << 30},
+    "expandable": {"expandable_segments": True},
+    "expandable and limited": {"expandable_segments": True, "limit_bytes": 1 << 30},
+    "split limit": {"max_split_size_bytes": 32 * MIB, "limit_bytes": 1 << 30},
+    "divisions": {"roundup_power2_divisions": 8},
+}
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_invariants_hold_for_random_sequences(configuration, seed):
+    allocator = CachingAllocator(**configuration)
+    for position, (identity, size) in enumerate(events(seed, 2000)):
+        replay(allocator, [(identity, size)])
+        assert allocator.allocated_bytes <= allocator.reserved_bytes <= allocator.peak_reserved_bytes
+        if position % 100 == 0:
+            check_layout(allocator)
+    for identity, _, _ in list(allocator.blocks_in_use()):
+        allocator.free(identity)
+    assert allocator.allocated_bytes == 0
+    assert sum(size for _, size in allocator.cached_blocks()) == allocator.reserved_bytes
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
+    assert list(allocator.cached_blocks()) == []
+
+
+def check_layout(allocator):
+    spans = [(address, size) for _, address, size in allocator.blocks_in_use()]
+    assert sum(size for _, size in spans) == allocator.allocated_bytes
+    spans += allocator.cached_blocks()
+    assert sum(size for _, size in spans) == allocator.reserved_bytes
+    spans.sort()
+    for (address, size), (following, _) in zip(spans, spans[1:], strict=False):
+        assert address + size <= following
+    cached = sorted(allocator.cached_blocks())
+    for (address, size), (following, _) in zip(cached, cached[1:], strict=False):
+        assert address + size < following  # neighbours are one block
+
+
+def test_a_hundred_thousand_events_take_half_a_second():
+    sequence = events(0, 100_000, largest_power=24)
+    allocator = CachingAllocator()
+    begin = time.process_time()
+    replay(allocator, sequence)
+    assert time.process_time() - begin < 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_real_device_agrees_after_every_event(seed):
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    if (allocated, reserved) != (0, 0):
+        pytest.skip("something else in this process holds CUDA memory")
+    allocator, tensors = CachingAllocator(), {}
+    for identity, size in events(seed, 3000):
+        replay(allocator, [(identity, size)])
+        if size is None:
+            del tensors[identity]
+        else:
+            tensors[identity] = torch.empty(size, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_allocated() == allocator.allocated_bytes
+        assert torch.cuda.memory_reserved() == allocator.reserved_bytes

@@ -1,0 +1,180 @@
+"""The callback limits every stage, always leaves the mode, and explains a hopeless limit."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_memfit.device.limit import MemoryLimit, module_bytes
+from lightning_memfit.memory import MIB, Category
+
+
+class Regression(LightningModule):
+    def __init__(self, batch_size=8, width=64):
+        super().__init__()
+        self.batch_size = batch_size
+        self.net = torch.nn.Sequential(torch.nn.Linear(32, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch[0]).square().mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def _loader(self):
+        generator = torch.Generator().manual_seed(0)
+        data = torch.utils.data.TensorDataset(torch.randn(4 * self.batch_size, 32, generator=generator))
+        return torch.utils.data.DataLoader(data, batch_size=self.batch_size)
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
+
+
+def trainer(tmp_path, *callbacks, **options):
+    defaults = {"accelerator": "cpu", "max_epochs": 1}
+    return Trainer(
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+        callbacks=list(callbacks),
+        enable_model_summary=False,
+        **{**defaults, **options},
+    )
+
+
+def no_mode_is_left():
+    return torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
+
+
+def test_fit_is_counted_by_category(tmp_path):
+    limit, module = MemoryLimit("1MiB"), Regression()
+    trainer(tmp_path, limit).fit(module)
+    weights = sum(-(-p.nbytes // 512) * 512 for p in module.parameters())
+    peak = limit.ledger.peak_by_category
+    assert peak[Category.PARAMETER] == peak[Category.GRADIENT] == weights
+    assert peak[Category.OPTIMIZER_STATE] == 2 * weights + 4 * 512
+    assert peak[Category.INPUT] == 8 * 32 * 4
+    assert no_mode_is_left()
+
+
+def test_the_limit_changes_no_number(tmp_path):
+    torch.manual_seed(0)
+    plain = Regression()
+    limited = Regression()
+    limited.load_state_dict(plain.state_dict())
+    trainer(tmp_path).fit(plain)
+    trainer(tmp_path, MemoryLimit("1MiB")).fit(limited)
+    for a, b in zip(plain.parameters(), limited.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_every_stage_runs_out_of_memory_and_recovers(tmp_path, stage):
+    module = Regression(batch_size=4096)
+    limit = MemoryLimit(1 * MIB)
+    run = trainer(tmp_path, limit)
+    with pytest.raises(torch.OutOfMemoryError, match="simulated"):
+        getattr(run, stage)(module)
+    assert no_mode_is_left()
+    assert limit.ledger.num_ooms == 1
+    assert not [name for name, value in vars(run.strategy).items() if callable(value) and name.endswith("_step")]
+    module.batch_size = 8
+    getattr(trainer(tmp_path, limit), stage)(module)
+    assert limit.ledger.num_ooms == 0
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_before_optimizer_step", "on_train_batch_end"])
+def test_an_exception_in_any_hook_leaves_the_mode(tmp_path, hook):
+    class Failing(Callback):
+        pass
+
+    def fail(*args, **kwargs):
+        raise KeyError("stop")
+
+    setattr(Failing, hook, fail)
+    with pytest.raises(KeyError):
+        trainer(tmp_path, MemoryLimit("1MiB"), Failing()).fit(Regression())
+    assert no_mode_is_left()
+
+
+def test_the_loaders_own_tensors_do_not_count(tmp_path):
+    module = Regression()
+    dataset = torch.utils.data.TensorDataset(torch.randn(64, 4096, 32))  # 32 MiB of host memory
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None)
+    limit = MemoryLimit("8MiB")
+    trainer(tmp_path, limit, limit_train_batches=2, limit_val_batches=0).fit(module, loader)
+    assert limit.ledger.peak_by_category[Category.INPUT] == 4096 * 32 * 4
+
+
+def test_accumulation_and_manual_optimization_are_followed(tmp_path):
+    class Manual(Regression):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for module, options in ((Regression(), {"accumulate_grad_batches": 2}), (Manual(), {})):
+        limit = MemoryLimit("1MiB")
+        trainer(tmp_path, limit, limit_val_batches=0, **options).fit(module)
+        assert limit.ledger.peak_by_category[Category.GRADIENT] == limit.ledger.peak_by_category[Category.PARAMETER]
+        assert limit.ledger.live_by_category[Category.OPTIMIZER_STATE] > 0
+
+
+def test_restored_optimizer_states_count(tmp_path):
+    module = Regression()
+    first = trainer(tmp_path)
+    first.fit(module)
+    first.save_checkpoint(tmp_path / "a.ckpt")
+
+    class States(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.seen = limit.ledger.live_by_category[Category.OPTIMIZER_STATE]
+
+    limit, states = MemoryLimit("1MiB"), States()
+    trainer(tmp_path, limit, states, max_epochs=2).fit(module, ckpt_path=tmp_path / "a.ckpt", weights_only=False)
+    assert states.seen == limit.ledger.peak_by_category[Category.OPTIMIZER_STATE] > 0
+
+
+def test_a_limit_below_the_weights_is_explained(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"`limit=1.00 KiB` is smaller .* 8.5\d KiB.*Raise the limit"):
+        trainer(tmp_path, MemoryLimit("1KiB")).fit(Regression())
+    assert no_mode_is_left()
+
+
+def test_a_limit_must_be_a_size():
+    with pytest.raises(ValueError, match="`limit='a lot'`"):
+        MemoryLimit("a lot")
+
+
+def test_tied_weights_count_once():
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    module[1].weight = module[0].weight
+    assert module_bytes(module) == 256
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_is_limited_and_restored(tmp_path):
+    before = torch.cuda.get_per_process_memory_fraction()
+    module = Regression(batch_size=1 << 20)
+    run = trainer(tmp_path, MemoryLimit("256MiB"), accelerator="gpu", devices=1)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.fit(module)
+    assert torch.cuda.get_per_process_memory_fraction() == before
+    with pytest.raises(MisconfigurationException, match="smaller than the module"):
+        trainer(tmp_path, MemoryLimit("64MiB"), accelerator="gpu", devices=1).fit(Regression(width=1 << 20))
+    with pytest.raises(ValueError, match="is more than"):
+        trainer(tmp_path, MemoryLimit("4TiB"), accelerator="gpu", devices=1).fit(Regression())

@@ -1,0 +1,79 @@
+"""The attachment is active inside the strategy's steps only, nests, and leaves the strategy as it was."""
+
+import torch
+
+from lightning_memfit.memory import Category
+from lightning_memfit.memory.attach import TrainerAttachment
+from lightning_memfit.memory.ledger import StorageLedger
+
+
+class Strategy:
+    """The part of a strategy that the attachment touches."""
+
+    root_device = torch.device("cpu")
+
+    def training_step(self, size):
+        self.output = torch.zeros(size)
+        return self.output
+
+    def optimizer_step(self, closure):
+        return closure()
+
+    def batch_to_device(self, batch, dataloader_idx=0):
+        return batch
+
+    def backward(self, loss):
+        raise RuntimeError("out of luck")
+
+    def validation_step(self):
+        pass
+
+    test_step = predict_step = validation_step
+
+
+def test_steps_are_followed_once_even_when_nested():
+    strategy, ledger = Strategy(), StorageLedger()
+    attachment = TrainerAttachment(ledger, strategy)
+    strategy.optimizer_step(lambda: strategy.training_step(100))
+    assert ledger.live_bytes == 400
+    outside = torch.zeros(1000)
+    assert not ledger.is_tracked(outside)
+    attachment.detach()
+    strategy.training_step(1000)
+    assert ledger.peak_bytes == 400
+    assert not {"training_step", "optimizer_step", "batch_to_device"} & set(vars(strategy))
+
+
+def test_batches_are_copied_and_counted():
+    strategy, ledger = Strategy(), StorageLedger()
+    TrainerAttachment(ledger, strategy)
+    dataset = torch.arange(1000)
+    batch = strategy.batch_to_device({"x": dataset[:10], "names": ["a"]}, dataloader_idx=0)
+    assert torch.equal(batch["x"], dataset[:10])
+    assert ledger.live_by_category[Category.INPUT] == 80
+    assert not ledger.is_tracked(dataset)
+    del batch
+    assert ledger.live_bytes == 0
+
+
+def test_an_exception_leaves_the_mode():
+    strategy, ledger = Strategy(), StorageLedger()
+    TrainerAttachment(ledger, strategy)
+    try:
+        strategy.backward(None)
+    except RuntimeError:
+        pass
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
+    strategy.training_step(4)
+    assert ledger.live_bytes == 16
+
+
+def test_wrappers_of_others_survive_a_detach():
+    strategy, ledger = Strategy(), StorageLedger()
+    attachment = TrainerAttachment(ledger, strategy)
+    ours = strategy.training_step
+    strategy.training_step = lambda size: ours(size)
+    attachment.detach()
+    strategy.training_step(8)
+    assert ledger.live_bytes == 0
+    assert "optimizer_step" not in vars(strategy)
