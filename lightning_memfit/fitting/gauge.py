@@ -1,0 +1,77 @@
+"""How much device memory there is and how much is in use."""
+
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Trainer
+
+
+class MemoryGauge(Protocol):
+    """What fitting reads of a device. A `SimulatedDevice` is one."""
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes this process may use."""
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of tensors alive."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive since `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+
+
+class CudaGauge:
+    """The caching allocator of one CUDA device. What other processes use now is not counted as ours.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def limit_bytes(self) -> int:
+        """Free memory of the card plus what this process has reserved, within the per-process memory fraction."""
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self._device) * total_bytes)
+        return min(allowed, free_bytes + torch.cuda.memory_reserved(self._device))
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes allocated."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes reserved since `reset_peak`: what must fit the card."""
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def reset_peak(self) -> None:
+        """Empty the cache and start a new peak."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def find_gauge(trainer: Trainer) -> MemoryGauge | None:
+    """The gauge of the trainer's device: a `MemoryLimit` callback's simulated device, CUDA's allocator, or none."""
+    from lightning_memfit.device.limit import MemoryLimit
+
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        ledger: Any = callback.ledger if isinstance(callback, MemoryLimit) else None
+        if ledger is not None:
+            return ledger
+    device = trainer.strategy.root_device
+    return CudaGauge(device) if device.type == "cuda" else None
+
+
+def allocation_retries(device: torch.device) -> int:
+    """How often the caching allocator had to give its cache back to serve an allocation; 0 off CUDA."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

@@ -1,0 +1,127 @@
+"""Surviving an out-of-memory error inside `optimizer.step`.
+
+A step changes weights and states tensor by tensor. When it fails midway, repeating it would apply the first part twice. So
+it is repeated only from a known state: nothing was changed yet (told by the tensors' version counters), or a copy in host
+memory was taken before. The copy is taken when the risk is real: before the first step, which allocates the states, and
+while less memory is free than a step may need for its temporaries. An optimizer that breaks off midway without a copy
+leaves weights nobody should train on, and the error says so.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_memfit.fitting.gauge import MemoryGauge
+from lightning_memfit.fitting.oom import is_out_of_memory, release
+from lightning_memfit.fitting.snapshot import OptimizerSnapshot
+
+_STEPS_BETWEEN_CHECKS = 16
+
+
+class StepGuard:
+    """Make optimizer steps repeatable.
+
+    The retry runs with `foreach=False` and an emptied cache, so that it needs the temporaries of one tensor only.
+
+    Args:
+        gauge: Tells how much memory is free; without it only the first step is copied.
+
+    Attributes:
+        num_retries: Steps repeated so far.
+    """
+
+    def __init__(self, gauge: MemoryGauge | None) -> None:
+        self._gauge = gauge
+        self._steps_to_check = 0
+        self._is_at_risk = True
+        self.num_retries = 0
+
+    @contextmanager
+    def __call__(self, optimizer: Optimizer) -> Iterator[None]:
+        """Guard the steps of an optimizer within the context."""
+        if isinstance(optimizer, LBFGS):  # evaluates its closure several times within a step
+            yield
+            return
+        own = vars(optimizer).get("step")
+        step = optimizer.step
+
+        def guarded_step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            return self._step(optimizer, step, closure, **kwargs)
+
+        vars(optimizer)["step"] = guarded_step
+        try:
+            yield
+        finally:
+            del vars(optimizer)["step"]
+            if own is not None:
+                vars(optimizer)["step"] = own
+
+    def _step(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None, **kwargs: Any
+    ) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            kwargs["closure"] = lambda: loss
+        snapshot = OptimizerSnapshot(optimizer) if self._check(optimizer) else None
+        versions = None if snapshot else _versions(optimizer)
+        try:
+            return step(**kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error
+        if snapshot is None and _versions(optimizer) != versions:
+            raise RuntimeError(
+                "Memory ran out in the middle of `optimizer.step`, some weights are updated and some are not. Resume from "
+                "the last checkpoint with a smaller optimizer state, `foreach=False` or less memory in use."
+            ) from failure
+        release(failure)
+        if snapshot is not None:
+            snapshot.restore()
+        self.num_retries += 1
+        self._steps_to_check = 0
+        rank_zero_warn("Memory ran out in `optimizer.step`; the step is repeated tensor by tensor (`foreach=False`).")
+        with _one_tensor_at_a_time(optimizer):
+            return step(**kwargs)
+
+    def _check(self, optimizer: Optimizer) -> bool:
+        if self._steps_to_check == 0:
+            self._steps_to_check = _STEPS_BETWEEN_CHECKS
+            self._is_at_risk = not optimizer.state or self._lacks_memory(optimizer)
+            if not optimizer.state:
+                self._steps_to_check = 1
+        self._steps_to_check -= 1
+        return self._is_at_risk
+
+    def _lacks_memory(self, optimizer: Optimizer) -> bool:
+        if self._gauge is None:
+            return False
+        sizes = [p.nbytes for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return self._gauge.limit_bytes - self._gauge.live_bytes < 2 * sum(sizes)
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    found = [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
+    for state in optimizer.state.values():
+        found.extend(value._version for value in state.values() if isinstance(value, torch.Tensor))
+    return found
+
+
+@contextmanager
+def _one_tensor_at_a_time(optimizer: Optimizer) -> Iterator[None]:
+    before = [group.get("foreach") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        if "foreach" in group and not group.get("fused"):
+            group["foreach"] = False
+    try:
+        yield
+    finally:
+        for group, foreach in zip(optimizer.param_groups, before):
+            if "foreach" in group:
+                group["foreach"] = foreach

@@ -1,0 +1,208 @@
+"""The one place that extends Lightning's optimization loop, which is private API. Written for Lightning 2.6.6.
+
+`_AutomaticOptimization` runs `training_step`, `zero_grad` and backward once per loader batch, then the optimizer. This loop
+hands the first three to a function of ours and offers it the pieces they are made of. Counters, hooks, precision plugins,
+clipping, schedulers and checkpoints stay Lightning's. `tests/unit/fitting/test_loop.py` fails when upstream moves.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+LIGHTNING_VERSION = "2.6"
+_BACKWARD_HOOKS = ("on_before_backward", "on_after_backward")
+
+
+@dataclass
+class StepRequest:
+    """One loader batch to run forward and backward on.
+
+    Attributes:
+        arguments: What `training_step` gets, by name; `"batch"` is among them.
+        optimizer: The optimizer.
+        batch_idx: Index of the loader batch in the epoch.
+        zero_grad: Clears the gradients with all hooks; None within a window of `accumulate_grad_batches`.
+        is_last: Whether the optimizer steps after it.
+    """
+
+    arguments: "OrderedDict[str, Any]"
+    optimizer: Optimizer
+    batch_idx: int
+    zero_grad: Callable[[], None] | None
+    is_last: bool
+
+    @property
+    def batch(self) -> Any:
+        """The device's share of the effective batch."""
+        return self.arguments["batch"]
+
+
+class _WholeBatchClosure(Closure):
+    """A closure that runs all micro-batches."""
+
+    def __init__(self, run: Callable[[], ClosureResult]) -> None:
+        super().__init__(step_fn=run)
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        return self._step_fn()
+
+
+class MicroBatchLoop(_AutomaticOptimization):
+    """Lightning's automatic optimization, with forward and backward of a loader batch done by `run_step`.
+
+    Args:
+        trainer: The trainer, whose loop it replaces between `install` and `uninstall`.
+        run_step: Runs forward and backward of one loader batch.
+        guard: A context around the optimizer step.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        run_step: Callable[[StepRequest], ClosureResult],
+        guard: Callable[[Optimizer], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__(trainer)
+        self._run_step = run_step
+        self._guard = guard
+        self._replaced: _AutomaticOptimization | None = None
+        self._hooks_in_use: bool | None = None
+
+    # --- taking Lightning's place -----------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Take the place of the trainer's loop, its counters included."""
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        self._replaced = epoch_loop.automatic_optimization
+        self.optim_progress = self._replaced.optim_progress
+        self._skip_backward = self._replaced._skip_backward
+        epoch_loop.automatic_optimization = self
+
+    def uninstall(self) -> None:
+        """Put the trainer's own loop back."""
+        if self._replaced is not None:
+            self._replaced.optim_progress = self.optim_progress
+            self.trainer.fit_loop.epoch_loop.automatic_optimization = self._replaced
+            self._replaced = None
+
+    def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
+        if "batch" not in kwargs:
+            raise MisconfigurationException(
+                "`MicroBatching` needs `training_step(batch, ...)`; a step that takes `dataloader_iter` fetches its own "
+                "batches. Take the batch as argument or leave `MicroBatching` out."
+            )
+        request = StepRequest(
+            arguments=kwargs,
+            optimizer=optimizer,
+            batch_idx=batch_idx,
+            zero_grad=self._make_zero_grad_fn(batch_idx, optimizer),
+            is_last=not self.trainer.fit_loop._should_accumulate(),
+        )
+        return _WholeBatchClosure(lambda: self._run_step(request))
+
+    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
+        with self._guard(self.trainer.optimizers[0]):
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+
+    # --- the pieces of a step ---------------------------------------------------------------------------------------
+
+    @property
+    def results(self) -> Any:
+        """Where `self.log` writes."""
+        return self.trainer._results
+
+    @property
+    def module(self) -> LightningModule:
+        """The module in training."""
+        return self.trainer.lightning_module
+
+    def forward(self, request: StepRequest, part: Any, divisor: float) -> ClosureResult:
+        """Run `training_step` on a part of the batch and divide its loss."""
+        arguments = request.arguments.copy()
+        arguments["batch"] = part
+        output = call._call_strategy_hook(self.trainer, "training_step", *arguments.values())
+        self.trainer.strategy.post_training_step()
+        if output is None and self.trainer.world_size > 1:
+            raise RuntimeError(
+                "`training_step` returned None, which skips a batch. With several devices that is not possible: return a "
+                "loss of zero weight."
+            )
+        return ClosureResult.from_training_step_output(output, divisor)
+
+    def backward(self, request: StepRequest, loss: Tensor, announce: bool) -> None:
+        """Run backward without synchronising ranks; `announce` calls `on_before_backward`, `on_after_backward` is left out.
+
+        Args:
+            request: The step.
+            loss: A scalar with a graph.
+            announce: True for one micro-batch of a batch: hooks are called as often as in a run without micro-batches.
+        """
+        if self._skip_backward:
+            return
+        muted = _BACKWARD_HOOKS[1:] if announce else _BACKWARD_HOOKS
+        with self.unsynchronized(), self._without_hooks(muted):
+            call._call_strategy_hook(self.trainer, "backward", loss, request.optimizer)
+
+    def to_device(self, batch: Any) -> Any:
+        """Take a collated batch the way of a loader's batch to the device, the user's transfer hooks included."""
+        batch = self.trainer.precision_plugin.convert_input(batch)
+        batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def after_backward(self) -> None:
+        """Call `on_after_backward`, when the gradients of the whole batch are complete."""
+        if self._uses_hooks() and not self._skip_backward:
+            call._call_callback_hooks(self.trainer, "on_after_backward")
+            call._call_lightning_module_hook(self.trainer, "on_after_backward")
+
+    def unsynchronized(self) -> AbstractContextManager[None]:
+        """A context in which backward does not reduce gradients over ranks."""
+        return _block_parallel_sync_behavior(self.trainer.strategy, block=True)
+
+    def settle_after_failure(self, hook_name: str | None) -> None:
+        """Set the name of the running hook, which Lightning leaves behind when one raises."""
+        self.module._current_fx_name = hook_name
+
+    # --- hooks ------------------------------------------------------------------------------------------------------
+
+    def _uses_hooks(self) -> bool:
+        if self._hooks_in_use is None:
+            owners = (self.module, *self.trainer.callbacks)
+            self._hooks_in_use = any(is_overridden(hook, owner) for owner in owners for hook in _BACKWARD_HOOKS)
+        return self._hooks_in_use
+
+    @contextmanager
+    def _without_hooks(self, names: tuple[str, ...]) -> Iterator[None]:
+        if not self._uses_hooks():
+            yield
+            return
+        owners = [
+            owner for owner in (self.module, *self.trainer.callbacks) if any(is_overridden(n, owner) for n in names)
+        ]
+        hidden = [(owner, name, vars(owner).get(name)) for owner in owners for name in names]
+        for owner, name, _ in hidden:
+            object.__setattr__(owner, name, _do_nothing)
+        try:
+            yield
+        finally:
+            for owner, name, own in hidden:
+                object.__delattr__(owner, name)
+                if own is not None:
+                    object.__setattr__(owner, name, own)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for a hook."""

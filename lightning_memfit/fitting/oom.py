@@ -1,0 +1,86 @@
+"""Telling out-of-memory errors from all others, and letting go of what such an error holds."""
+
+import errno
+import gc
+import re
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+# What libraries write when memory runs out and the class of the error doesn't say so. Matched against RuntimeErrors only.
+_MESSAGES = re.compile(
+    "|".join(
+        (
+            r"(?:CUDA|HIP|XPU|MPS backend|NPU) out of memory",  # the caching allocators
+            r"(?:CUDA|HIP|NVRTC)(?: driver| runtime)? error: out of memory",  # outside them: cudaMalloc, Inductor
+            r"(?:cuda|hip)ErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY",
+            r"Triton Error \[\w+\]: out of memory",
+            r"(?:CUBLAS|CUSOLVER|CUSPARSE|CUFFT|CUDNN|HIPBLAS|HIPSOLVER|HIPSPARSE|HIPFFT|MIOPEN)_(?:STATUS_)?ALLOC_FAILED",
+            r"CUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED",
+            r"rocblas_status_memory_error|miopenStatusAllocFailed",
+            r"Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:calloc|malloc)",  # NCCL
+            r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY|PI_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY",  # XPU, SYCL
+            r"Error out of memory at line",  # bitsandbytes' native code
+            r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",
+            r"DefaultMPSAllocator: .*memory|Invalid buffer size: .* (?:MPS|Metal)",
+            r"std::bad_alloc",
+        )
+    )
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that led to it, says that memory ran out.
+
+    Recognised are `torch.OutOfMemoryError`, `MemoryError`, an `OSError` with `ENOMEM`, and `RuntimeError` with a message of
+    the allocators of CUDA, HIP, XPU, MPS and the CPU, of cuBLAS, cuDNN and their ROCm kin, NCCL, Triton or bitsandbytes.
+    `CUDNN_STATUS_NOT_SUPPORTED` is none of them: non-contiguous inputs raise it, too.
+    """
+    return any(_says_out_of_memory(one) for one in error_chain(error))
+
+
+def error_chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and the members of exception groups; each once."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting.append(one.__cause__)
+        if not one.__suppress_context__:
+            waiting.append(one.__context__)
+        waiting.extend(getattr(one, "exceptions", ()) if isinstance(one, _GROUPS) else ())
+
+
+def release(error: BaseException) -> None:
+    """Let go of every tensor that the frames of an error's traceback hold, and give cached memory back.
+
+    An error keeps its traceback, which keeps the frames, which keep their local variables: the activations that filled
+    the memory. Call it after leaving the `except` block; frames that still run keep theirs.
+    """
+    for one in error_chain(error):
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    elif torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+
+
+def _says_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
+
+
+try:
+    _GROUPS: tuple[type, ...] = (BaseExceptionGroup,)
+except NameError:  # Python 3.10
+    _GROUPS = ()

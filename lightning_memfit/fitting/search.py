@@ -1,0 +1,129 @@
+"""Finding the largest micro-batch size that fits: pure search over a prediction and at most two measured trials."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+PeakPredictor = Callable[[int], int]
+"""From a micro-batch size to the predicted peak of a training step in bytes; must not fall as the size grows."""
+
+MAX_PROBES = 2
+_STEP_BACK = 0.97  # after a failed trial; the prediction is better than 3 %
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A trial step that was run.
+
+    Attributes:
+        size: Micro-batch size.
+        fits: Whether memory sufficed.
+        peak_bytes: The measured peak, None where it can't be measured or the trial failed.
+    """
+
+    size: int
+    fits: bool
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        largest: The largest size believed to fit.
+        is_verified: Whether a trial step of that size succeeded.
+        predicted_bytes: Predicted peak at that size, corrected by what was measured; None without prediction.
+        probes: The trials, in order.
+    """
+
+    largest: int
+    is_verified: bool
+    predicted_bytes: int | None
+    probes: tuple[Probe, ...]
+
+
+def find_largest(
+    upper: int,
+    predict: PeakPredictor,
+    limit_bytes: int,
+    run_probe: Callable[[int], Probe],
+    first: Probe | None = None,
+) -> Found:
+    """Find the largest size up to `upper` that fits.
+
+    The prediction names a candidate. Measured peaks correct it: the error at the sizes tried is interpolated and
+    extrapolated linearly, for what a prediction gets wrong is a constant (libraries' workspaces) and a slope (bytes per
+    sample). If the first candidate fits and the corrected prediction promises more, that is tried, too. If it fails, the
+    next trial is 3 % lower. A size that was never tried is only named when both trials failed.
+
+    Args:
+        upper: The largest size of interest.
+        predict: The prediction.
+        limit_bytes: What the device has.
+        run_probe: Runs a trial step.
+        first: A trial of a small size made before, which corrects the constant.
+    """
+    measured = [] if first is None or first.peak_bytes is None else [first]
+    probes: list[Probe] = []
+    corrected = _corrected(predict, measured)
+    candidate = largest_under(corrected, limit_bytes, upper)
+    best = first.size if first is not None and first.fits else 0
+    while candidate > best and len(probes) < MAX_PROBES:
+        probe = run_probe(candidate)
+        probes.append(probe)
+        if not probe.fits:
+            upper = candidate - 1
+            candidate = min(upper, int(candidate * _STEP_BACK))
+            continue
+        best = candidate
+        if probe.peak_bytes is None:
+            break
+        measured.append(probe)
+        corrected = _corrected(predict, measured)
+        candidate = largest_under(corrected, limit_bytes, upper)
+    failed = [probe.size for probe in probes if not probe.fits]
+    if len(failed) == MAX_PROBES:
+        # Nothing near the prediction fits; leave clear room, training lowers the size further if it must.
+        best = max(best, failed[-1] * 3 // 4, 1)
+    best = max(best, 1)
+    is_verified = any(probe.fits and probe.size == best for probe in (*probes, *measured))
+    return Found(best, is_verified, corrected(best), tuple(probes))
+
+
+def largest_under(predict: PeakPredictor, limit_bytes: int, upper: int) -> int:
+    """The largest size from 1 to `upper` whose predicted peak is within the limit, 0 if none is."""
+    low, high = 0, upper
+    while low < high:
+        middle = (low + high + 1) // 2
+        if predict(middle) <= limit_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def line_through(small: Probe, large: Probe) -> PeakPredictor:
+    """A prediction from two measured trials, for want of a memory model: peaks grow linearly.
+
+    Raises:
+        ValueError: If a peak is missing or the sizes are equal.
+    """
+    if small.peak_bytes is None or large.peak_bytes is None or small.size == large.size:
+        raise ValueError(f"`small={small}` and `large={large}` must be measured trials of different sizes.")
+    slope = max(0.0, (large.peak_bytes - small.peak_bytes) / (large.size - small.size))
+    offset = large.peak_bytes - slope * large.size
+    return lambda size: round(offset + slope * size)
+
+
+def _corrected(predict: PeakPredictor, measured: list[Probe]) -> PeakPredictor:
+    errors = [
+        (probe.size, probe.peak_bytes - predict(probe.size)) for probe in measured if probe.peak_bytes is not None
+    ]
+    if not errors:
+        return predict
+    size, error = errors[-1]
+    if len(errors) == 1:
+        return lambda n: predict(n) + error
+    other_size, other_error = errors[-2]
+    slope = (error - other_error) / (size - other_size)
+    return lambda n: round(predict(n) + error + slope * (n - size))

@@ -1,0 +1,77 @@
+"""Which micro-batch size to use for the next step."""
+
+from dataclasses import dataclass
+
+STEPS_BEFORE_GROWTH = 100
+
+
+def prefer(share: int, largest: int) -> int:
+    """The best micro-batch size up to `largest` for a share of samples.
+
+    Of the sizes that need no more micro-batches than `largest` does, those that divide the share come first (all
+    micro-batches equal), then multiples of 8 (tensor cores), then `largest` itself. Nothing is lost: the number of
+    micro-batches stays the same.
+
+    Raises:
+        ValueError: If `largest` is below 1.
+    """
+    if largest < 1:
+        raise ValueError(f"`largest={largest}` must be at least 1.")
+    largest = min(largest, share)
+    fewest = -(-share // -(-share // largest))
+    candidates = range(largest, fewest - 1, -1)
+    for is_good in (lambda size: share % size == 0, lambda size: size % 8 == 0):
+        for size in candidates:
+            if is_good(size):
+                return size
+    return largest
+
+
+@dataclass
+class MicroBatchSize:
+    """The size in use: lowered after a failure, raised again after a quiet spell.
+
+    Args:
+        share: Samples per device and loader batch.
+        target: The size wanted; growth ends there.
+
+    Attributes:
+        current: The size in use.
+    """
+
+    share: int
+    target: int
+
+    def __post_init__(self) -> None:
+        self.current = self.target
+        self._quiet_steps = 0
+        self._patience = STEPS_BEFORE_GROWTH
+
+    def shrink(self, failed: int) -> int:
+        """Lower the size after one failed, by a quarter at least, and wait twice as long before growing again.
+
+        Returns:
+            The new size, 0 if there is none below `failed`.
+        """
+        if failed <= 1:
+            return 0
+        self.current = min(self.current, prefer(self.share, max(1, failed * 3 // 4)))
+        if self._quiet_steps < self._patience:
+            self._patience = min(self._patience * 2, 100 * STEPS_BEFORE_GROWTH)
+        self._quiet_steps = 0
+        return self.current
+
+    def succeed(self) -> int:
+        """Count a step without failure.
+
+        Returns:
+            The size for the next step.
+        """
+        if self.current >= self.target:
+            return self.current
+        self._quiet_steps += 1
+        if self._quiet_steps >= self._patience:
+            self._quiet_steps = 0
+            larger = prefer(self.share, min(self.target, max(self.current + 1, self.current * 4 // 3)))
+            self.current = min(self.target, max(self.current, larger))
+        return self.current

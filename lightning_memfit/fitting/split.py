@@ -1,0 +1,189 @@
+"""Splitting a batch of any nesting along the batch dimension."""
+
+import copy
+import dataclasses
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+SplitHook = Callable[[Any, list[int]], Sequence[Any]]
+_WHOLE = (str, bytes, numbers.Number, torch.dtype, torch.device, type(None))
+
+
+class BatchSplitter:
+    """Split batches into micro-batches along dimension 0 of their tensors.
+
+    Mappings (Hugging Face `BatchEncoding` among them), lists, tuples, named tuples and dataclasses are walked through;
+    tensors and NumPy arrays whose first dimension is the batch size are split without copying, columns of padding
+    included; lists of one object per sample are sliced; scalars, strings and tensors of other sizes go whole to every
+    micro-batch.
+
+    Args:
+        hook: `split_batch(batch, sizes) -> parts` for what can't be split so: graphs, ragged data, classes of one's own.
+        num_samples: Number of samples in a batch, for use with `hook`; without it `len(batch)` counts, or what the
+            tensors of the batch say.
+    """
+
+    def __init__(self, hook: SplitHook | None = None, num_samples: Callable[[Any], int] | None = None) -> None:
+        self._hook = hook
+        self._num_samples = num_samples
+        self._per_sample_lists = False
+
+    def count(self, batch: Any, expected: int | None = None) -> int:
+        """Number of samples in a batch.
+
+        Args:
+            batch: The batch.
+            expected: The loader's batch size where known. It settles what a list of equally sized tensors is: one tensor
+                per sample (`expected` of them) or one tensor per field.
+
+        Raises:
+            ValueError: If the number can't be told.
+        """
+        if self._num_samples is not None:
+            return int(self._num_samples(batch))
+        if self._hook is not None and hasattr(batch, "__len__") and not _is_container(batch):
+            return len(batch)
+        if expected is not None and expected > 1:
+            self._per_sample_lists = any(
+                isinstance(leaf, list) and len(leaf) == expected for leaf in _lists(batch)
+            ) and not any(size == expected for size in _first_sizes(batch))
+        if self._per_sample_lists:
+            return next(len(leaf) for leaf in _lists(batch))
+        return _vote(batch, expected)
+
+    def split(self, batch: Any, sizes: list[int]) -> list[Any]:
+        """Split into parts of the given sizes, which add up to the number of samples.
+
+        Raises:
+            ValueError: If part of the batch can't be split, or the hook returns another number of parts.
+        """
+        if self._hook is not None:
+            parts = list(self._hook(batch, sizes))
+            if len(parts) != len(sizes):
+                raise ValueError(
+                    f"`split_batch(batch, sizes={sizes})` returned {len(parts)} parts. Return one for each of the "
+                    f"{len(sizes)} sizes."
+                )
+            return parts
+        if len(sizes) == 1:
+            return [batch]
+        return self._split(batch, sizes, sum(sizes))
+
+    def _split(self, value: Any, sizes: list[int], total: int) -> list[Any]:
+        if isinstance(value, torch.Tensor):
+            return _split_tensor(value, sizes, total)
+        if _is_array(value):
+            return _slices(value, sizes) if value.ndim and len(value) == total else [value] * len(sizes)
+        if isinstance(value, _WHOLE):
+            return [value] * len(sizes)
+        if isinstance(value, Mapping):
+            return _rebuild_mapping(value, {key: self._split(one, sizes, total) for key, one in value.items()}, sizes)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return _rebuild_dataclass(value, self._split, sizes, total)
+        if isinstance(value, (list, tuple)):
+            if self._is_per_sample(value, total):
+                return _slices(value, sizes)
+            return [_rebuild_sequence(value, row) for row in zip(*(self._split(v, sizes, total) for v in value))] or [
+                value
+            ] * len(sizes)
+        raise ValueError(
+            f"The batch contains a `{type(value).__name__}`, which has no known batch dimension. Define "
+            "`split_batch(batch, sizes)` on the LightningModule or pass `MicroBatching(split_batch=...)`."
+        )
+
+    def _is_per_sample(self, value: Sequence[Any], total: int) -> bool:
+        if len(value) != total or hasattr(value, "_fields"):
+            return False
+        return self._per_sample_lists or not any(size == total for size in _first_sizes(value))
+
+
+def sizes_of(num_samples: int, micro_batch_size: int) -> list[int]:
+    """Cut a number of samples into micro-batches; only the last may be smaller."""
+    full, rest = divmod(num_samples, micro_batch_size)
+    return [micro_batch_size] * full + ([rest] if rest else [])
+
+
+def _vote(batch: Any, expected: int | None) -> int:
+    sizes = list(_first_sizes(batch)) or [len(leaf) for leaf in _lists(batch)]
+    if expected is not None and expected in sizes:
+        return expected
+    if sizes and len(set(sizes)) == 1:
+        return sizes[0]
+    found = f"first dimensions {sorted(set(sizes))}" if sizes else f"a `{type(batch).__name__}` without tensors"
+    raise ValueError(
+        f"The batch size can't be told from the batch ({found}). Define `split_batch(batch, sizes)` and "
+        "`num_samples(batch)` on the LightningModule or pass them to `MicroBatching`."
+    )
+
+
+def _first_sizes(value: Any) -> Iterator[int]:
+    if isinstance(value, torch.Tensor) or _is_array(value):
+        if value.ndim:
+            yield len(value)
+    else:
+        for child in _children(value):
+            yield from _first_sizes(child)
+
+
+def _lists(value: Any) -> Iterator[list[Any]]:
+    if isinstance(value, list) and value:
+        yield value
+    for child in _children(value):
+        yield from _lists(child)
+
+
+def _children(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (list, tuple)):
+        yield from value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from (getattr(value, field.name) for field in dataclasses.fields(value))
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (Mapping, list, tuple, torch.Tensor)) or dataclasses.is_dataclass(value)
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "ndim") and hasattr(value, "__len__")
+
+
+def _split_tensor(tensor: torch.Tensor, sizes: list[int], total: int) -> list[torch.Tensor]:
+    if tensor.is_nested:
+        raise ValueError(
+            "The batch contains a nested tensor, which can't be split. Define `split_batch(batch, sizes)`."
+        )
+    if tensor.ndim == 0 or tensor.size(0) != total:
+        return [tensor] * len(sizes)
+    return list(tensor.split(sizes))
+
+
+def _slices(value: Any, sizes: list[int]) -> list[Any]:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [value[end - size : end] for size, end in zip(sizes, ends)]
+
+
+def _rebuild_mapping(value: Mapping[Any, Any], columns: dict[Any, list[Any]], sizes: list[int]) -> list[Any]:
+    parts = []
+    for index in range(len(sizes)):
+        part: Any = copy.copy(value)
+        for key, column in columns.items():
+            part[key] = column[index]
+        parts.append(part)
+    return parts
+
+
+def _rebuild_sequence(value: Any, row: tuple[Any, ...]) -> Any:
+    return type(value)(*row) if hasattr(value, "_fields") else type(value)(row)
+
+
+def _rebuild_dataclass(value: Any, split: Callable[..., list[Any]], sizes: list[int], total: int) -> list[Any]:
+    parts = [copy.copy(value) for _ in sizes]
+    for field in dataclasses.fields(value):
+        for part, piece in zip(parts, split(getattr(value, field.name), sizes, total)):
+            object.__setattr__(part, field.name, piece)
+    return parts
