@@ -1,5 +1,6 @@
 """The allocator model against cases worked out by hand from torch's rules, invariants, and a real device."""
 
+import itertools
 import random
 import time
 
@@ -8,8 +9,6 @@ import torch
 
 from lightning_memfit.device.allocator import CachingAllocator
 from lightning_memfit.memory import MIB
-
-KIB = 1024
 
 
 def test_small_requests_share_a_segment_of_two_mib():
@@ -107,12 +106,13 @@ def test_oversize_blocks_are_released_one_by_one():
 
 
 @pytest.mark.parametrize(
-    ("divisions", "size", "rounded"), [(0, 1200 * KIB, 1200 * KIB), (4, 1200 * KIB, 1280 * KIB), (4, 1024 * KIB, 1024 * KIB)]
+    ("divisions", "size", "rounded"),
+    [(0, 1200, 1200), (4, 1200, 1280), (4, 1024, 1024)],
 )
 def test_rounding_to_divisions_of_a_power_of_two(divisions, size, rounded):
     allocator = CachingAllocator(roundup_power2_divisions=divisions)
-    allocator.malloc("a", size)
-    assert allocator.allocated_bytes == rounded
+    allocator.malloc("a", size * 1024)
+    assert allocator.allocated_bytes == rounded * 1024
 
 
 def test_expandable_segments_grow_by_pages_and_shrink():
@@ -215,10 +215,10 @@ def check_layout(allocator):
     spans += allocator.cached_blocks()
     assert sum(size for _, size in spans) == allocator.reserved_bytes
     spans.sort()
-    for (address, size), (following, _) in zip(spans, spans[1:], strict=False):
+    for (address, size), (following, _) in itertools.pairwise(spans):
         assert address + size <= following
     cached = sorted(allocator.cached_blocks())
-    for (address, size), (following, _) in zip(cached, cached[1:], strict=False):
+    for (address, size), (following, _) in itertools.pairwise(cached):
         assert address + size < following  # neighbours are one block
 
 

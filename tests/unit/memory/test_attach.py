@@ -1,5 +1,6 @@
 """The attachment is active inside the strategy's steps only, nests, and leaves the strategy as it was."""
 
+import pytest
 import torch
 
 from lightning_memfit.memory import Category
@@ -59,10 +60,8 @@ def test_batches_are_copied_and_counted():
 def test_an_exception_leaves_the_mode():
     strategy, ledger = Strategy(), StorageLedger()
     TrainerAttachment(ledger, strategy)
-    try:
+    with pytest.raises(RuntimeError):
         strategy.backward(None)
-    except RuntimeError:
-        pass
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
     strategy.training_step(4)
     assert ledger.live_bytes == 16

@@ -1,0 +1,35 @@
+import pytest
+import torch
+
+from lightning_memfit.device.runtime import measure_runtime, runtime_memory, safety_margin_bytes
+from lightning_memfit.memory import GIB, MIB
+
+
+def test_torchs_default_workspaces(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert runtime_memory((8, 6)).allocated_bytes == 2 * (2 * 4096 + 8 * 16) * 1024
+    assert runtime_memory((9, 0)).workspace_bytes == 32 * MIB
+    assert runtime_memory((9, 0), training=False).allocated_bytes == 32 * MIB
+    assert runtime_memory(None) == runtime_memory((9, 0))
+
+
+def test_the_environment_decides(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert runtime_memory((9, 0)).workspace_bytes == 128 * 1024
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "lots")
+    with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG=lots"):
+        runtime_memory((9, 0))
+
+
+def test_the_margin_grows_with_the_device():
+    assert safety_margin_bytes(4 * GIB) == 128 * MIB
+    assert safety_margin_bytes(100 * GIB) == 2 * GIB
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_expected_workspaces_are_measured():
+    measured = measure_runtime()
+    expected = runtime_memory(torch.cuda.get_device_capability())
+    assert measured.allocated_bytes == expected.allocated_bytes
+    assert 100 * MIB < measured.context_bytes < 1536 * MIB

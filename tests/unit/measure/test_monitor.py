@@ -1,0 +1,219 @@
+"""The monitor on real fits: figures, logging, table, reuse of a limit's ledger, and what it costs."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.measure.monitor import MemoryMonitor
+from lightning_memfit.memory import Category, MemoryBreakdown
+
+
+class Language(LightningModule):
+    """A language model of one embedding, with batches that hold `input_ids`."""
+
+    def __init__(self, num_batches=12):
+        super().__init__()
+        self.num_batches = num_batches
+        self.table = torch.nn.Embedding(64, 64)
+
+    def training_step(self, batch, batch_idx):
+        tokens = batch["input_ids"]
+        return torch.nn.functional.cross_entropy(self.table(tokens).flatten(0, 1), tokens.flatten())
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        data = [{"input_ids": torch.arange(4)} for _ in range(4 * self.num_batches)]
+        return torch.utils.data.DataLoader(data, batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+def fit(tmp_path, *callbacks, module=None, **options):
+    defaults = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False}
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        callbacks=list(callbacks),
+        enable_model_summary=False,
+        log_every_n_steps=5,
+        enable_progress_bar=False,
+        **{**defaults, **options},
+    )
+    trainer.fit(module or Language())
+    return trainer
+
+
+WEIGHTS = 64 * 64 * 4
+
+
+def test_categories_are_exact_and_the_ledger_leaves(tmp_path):
+    seen = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            seen.append("training_step" in vars(trainer.strategy))
+
+    monitor = MemoryMonitor(tracked_steps=3)
+    fit(tmp_path, Watch(), monitor)
+    measured = monitor.report.measured
+    assert measured.get(Category.PARAMETER) == measured.get(Category.GRADIENT) == WEIGHTS
+    assert measured.get(Category.OPTIMIZER_STATE) == 2 * WEIGHTS + 4
+    assert measured.get(Category.INPUT) == 4 * 4 * 8
+    assert seen == [True] * 3 + [False] * 9
+    assert monitor.report.measured_over == "the first 3 optimizer steps"
+
+
+def test_the_table_tells_the_run(tmp_path, capsys):
+    fit(tmp_path, MemoryMonitor(), max_epochs=2, enable_checkpointing=True)
+    text = capsys.readouterr().out
+    for words in (
+        "not predicted",
+        "gradient",
+        "process RSS",
+        "tokens/s",
+        "val_loss",
+        " -> ",
+        ".ckpt",
+        "24 optimizer steps",
+    ):
+        assert words in text
+
+
+def test_every_logger_gets_the_figures(tmp_path):
+    fit(tmp_path, MemoryMonitor(every_n_steps=5), logger=CSVLogger(tmp_path, name="csv", version=0))
+    rows = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
+    header = rows[0].split(",")
+    assert {"memory/rss_gib", "throughput/tokens_per_second", "throughput/seconds_per_step"} <= set(header)
+    column = header.index("memory/rss_gib")
+    logged = [float(value) for row in rows[1:] if (value := row.split(",")[column])]
+    assert len(logged) == 2
+    assert min(logged) > 0.05
+
+
+def test_figures_reach_callbacks_and_the_progress_bar(tmp_path):
+    trainer = fit(tmp_path, MemoryMonitor())
+    assert trainer.callback_metrics["throughput/samples_per_second"] > 0
+    assert "mem_gib" in trainer.progress_bar_metrics
+
+
+@pytest.mark.parametrize("limit_first", [True, False])
+def test_a_limits_ledger_is_used_in_any_order(tmp_path, limit_first):
+    monitor, limit = MemoryMonitor(), MemoryLimit("8MiB")
+    fit(tmp_path, *((limit, monitor) if limit_first else (monitor, limit)))
+    assert monitor.report.measured.total() == limit.ledger.peak_bytes
+    assert monitor.report.measured_over == "the whole run"
+    assert monitor.report.limit_bytes == limit.limit_bytes
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
+
+
+def test_a_prediction_is_compared(tmp_path, capsys):
+    monitor = MemoryMonitor()
+    monitor.predicted = MemoryBreakdown.device({Category.PARAMETER: WEIGHTS})
+    fit(tmp_path, monitor)
+    assert monitor.report.prediction_error < -0.5
+    assert "not predicted" not in capsys.readouterr().out
+
+
+def test_a_short_run_is_reported_without_speed(tmp_path, capsys):
+    monitor = MemoryMonitor(tracked_steps=5)
+    fit(tmp_path, monitor, max_steps=2)
+    assert monitor.report.num_steps == 2
+    assert monitor.report.seconds_per_step is None
+    assert monitor.report.measured.get(Category.PARAMETER) == WEIGHTS
+    assert "run too short" in capsys.readouterr().out
+
+
+def test_accumulated_batches_are_one_step(tmp_path):
+    monitor = MemoryMonitor(tracked_steps=2)
+    fit(tmp_path, monitor, accumulate_grad_batches=4)
+    assert monitor.report.num_steps == 3
+    assert monitor.report.measured.get(Category.GRADIENT) == WEIGHTS
+
+
+def test_nothing_is_followed_when_not_wanted(tmp_path):
+    monitor = MemoryMonitor(tracked_steps=0)
+    fit(tmp_path, monitor)
+    assert monitor.report.measured is None
+    assert monitor.report.tokens_per_second > 0
+
+
+def test_the_report_is_written_beside_older_ones(tmp_path):
+    monitor = MemoryMonitor(report_path=tmp_path / "report.json")
+    for _ in range(2):
+        fit(tmp_path, monitor)
+    data = json.loads((tmp_path / "report-2.json").read_text())
+    assert data["num_steps"] == 12
+    assert data["first_loss"] >= data["last_loss"]
+    assert data["versions"]["torch"] == torch.__version__
+
+
+def test_the_monitor_changes_no_number(tmp_path):
+    torch.manual_seed(0)
+    plain, watched = Language(), Language()
+    watched.load_state_dict(plain.state_dict())
+    fit(tmp_path, module=plain)
+    fit(tmp_path, MemoryMonitor(), module=watched)
+    assert torch.equal(plain.table.weight, watched.table.weight)
+
+
+def test_an_exception_takes_the_ledger_off(tmp_path):
+    class Failing(Callback):
+        def on_before_backward(self, *args):
+            raise KeyError("stop")
+
+    monitor = MemoryMonitor()
+    with pytest.raises(KeyError):
+        fit(tmp_path, monitor, Failing())
+    assert monitor.report is None
+    monitor_again = fit(tmp_path, monitor)
+    assert "training_step" not in vars(monitor_again.strategy)
+    assert monitor.report.num_steps == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [({"tracked_steps": -1}, "tracked_steps=-1"), ({"every_n_steps": 0}, "every_n_steps=0")]
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MemoryMonitor(**arguments)
+
+
+def test_an_unknown_loss_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"`loss_name='perplexity'`.*val_loss"):
+        fit(tmp_path, MemoryMonitor(loss_name="perplexity"))
+
+
+def test_a_step_costs_less_than_twenty_microseconds(tmp_path):
+    monitor = MemoryMonitor(tracked_steps=0)
+    fit(tmp_path, monitor)
+    trainer = SimpleNamespace(global_step=0)
+    monitor._every = 50_000
+    monitor._throughput.start()
+    batch = {"input_ids": torch.zeros(4, 16)}
+    num_steps = 10_000
+    begin = time.process_time()
+    for step in range(num_steps):
+        trainer.global_step = step
+        monitor.on_train_batch_end(trainer, None, None, batch, step)
+    assert (time.process_time() - begin) / num_steps < 20e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_figures_are_reported(tmp_path, capsys):
+    monitor = MemoryMonitor()
+    fit(tmp_path, monitor, accelerator="gpu", devices=1)
+    report = monitor.report
+    assert report.measured.get(Category.PARAMETER) == WEIGHTS
+    assert report.peak_reserved_bytes >= report.peak_allocated_bytes >= report.measured.total()
+    assert "peak allocated (CUDA)" in capsys.readouterr().out

@@ -1,0 +1,82 @@
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from lightning_memfit.measure.report import RunReport
+from lightning_memfit.memory import GIB, Category, MemoryBreakdown
+
+
+def printed(report, width=80):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(report.table())
+    return console.file.getvalue()
+
+
+def breakdown(gradient=GIB, **others):
+    return MemoryBreakdown.device({Category.GRADIENT: gradient, **{Category(k): v for k, v in others.items()}})
+
+
+def test_what_was_not_measured_is_said():
+    text = printed(RunReport(device="cpu", num_steps=1))
+    for words in ("not predicted", "not tracked", "run too short", "none written"):
+        assert words in text
+    assert "CUDA" not in text
+
+
+def test_prediction_and_measurement_stand_side_by_side():
+    report = RunReport(
+        device="cpu",
+        num_steps=10,
+        predicted=breakdown(runtime_context=GIB // 2),
+        measured=breakdown(),
+        measured_over="the first 3 optimizer steps",
+        tokens_per_second=12345.6,
+        loss_name="val_loss",
+        first_loss=5.5,
+        last_loss=2.25,
+        checkpoint_path="/a/b.ckpt",
+    )
+    text = printed(report)
+    assert "gradient" in text
+    assert "12,346" in text
+    assert "5.5000 -> 2.2500" in text
+    assert "/a/b.ckpt" in text
+    assert "first 3 optimizer steps" in text
+    assert report.prediction_error == 0
+    assert "off by +0.0%" in text
+    assert "more than" not in text
+
+
+def test_a_prediction_that_is_off_is_called_so():
+    report = RunReport(device="cpu", num_steps=1, predicted=breakdown(GIB // 2), measured=breakdown())
+    assert report.prediction_error == -0.5
+    assert "more than 5%" in printed(report, width=200)
+
+
+def test_the_allocators_peak_counts_on_cuda():
+    report = RunReport("H100", 1, predicted=breakdown(), measured=breakdown(), peak_allocated_bytes=2 * GIB)
+    assert report.prediction_error == -0.5
+    assert "peak allocated" in printed(report)
+
+
+def test_the_table_fits_a_terminal():
+    report = RunReport("cpu", 1, measured=breakdown(), checkpoint_path="/very/long" * 30)
+    assert max(map(len, printed(report, width=80).splitlines())) <= 80
+
+
+def test_json_holds_integers_and_overwrites_nothing(tmp_path):
+    report = RunReport(device="cpu", num_steps=3, measured=breakdown(), rss_bytes=5)
+    first = report.write(tmp_path / "runs" / "report.json")
+    second = report.write(tmp_path / "runs" / "report.json")
+    assert (first.name, second.name) == ("report.json", "report-2.json")
+    data = json.loads(first.read_text())
+    assert data["measured"] == {"device": {"gradient": GIB}}
+    assert (data["predicted"], data["rss_bytes"], data["prediction_error"]) == (None, 5, None)
+
+
+@pytest.mark.parametrize("tolerated", [0.96, 1.04])
+def test_small_errors_are_within_the_contract(tolerated):
+    report = RunReport("cpu", 1, predicted=breakdown(int(tolerated * GIB)), measured=breakdown())
+    assert "more than" not in printed(report, width=200)
