@@ -5,6 +5,7 @@ and on the state keys `state1`, `state2`, `absmax1`, `absmax2`; `tests/unit/opti
 when these move.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -37,9 +38,11 @@ class StateWidths:
         for parameter in keep_32bit:
             self._kept[parameter] = True
         upstream_config = type(optimizer).get_config
+        # A cycle would keep the states alive until the garbage collector runs.
+        reference = weakref.ref(optimizer)
 
         def get_config(gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-            config = upstream_config(optimizer, gindex, pindex, group)
+            config = upstream_config(reference(), gindex, pindex, group)
             config["optim_bits"] = self._requested(group["params"][pindex])
             return config
 

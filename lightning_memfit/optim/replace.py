@@ -99,9 +99,11 @@ def _watch_steps(optimizer: Optimizer) -> None:
 
 
 def _retire(old: Optimizer, new: Optimizer) -> None:
+    names = type(old).__name__, type(new).__name__  # and not the optimizers, which this would keep alive
+
     def step(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
-            f"This {type(old).__name__} was replaced by {type(new).__name__}. Use the one that `self.optimizers()` "
+            f"This {names[0]} was replaced by {names[1]}. Use the one that `self.optimizers()` "
             "returns instead of a reference made in `configure_optimizers`."
         )
 

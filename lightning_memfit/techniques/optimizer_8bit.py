@@ -83,7 +83,7 @@ class Optimizer8bit(TechniqueCallback):
             converted = to_bitsandbytes(
                 optimizer, bits=self.bits, paged=self.paged, keep_32bit=kept, min_8bit_size=self.min_8bit_size
             )
-            _check_after_first_step(converted)
+            _check_new_states(converted)
             self._optimizers.append(converted)
             self.announce(f"{type(optimizer).__name__} -> {type(converted).__name__}, {_summary(converted)}")
             return converted
@@ -91,13 +91,18 @@ class Optimizer8bit(TechniqueCallback):
         return replace_optimizers(configured, convert)
 
 
-def _check_after_first_step(optimizer: Optimizer) -> None:
-    pending = [True]  # not `handle.remove()`: torch iterates over the hooks while it runs them
+def _check_new_states(optimizer: Optimizer) -> None:
+    """Check after the first step, and after every later one that made states for more parameters.
+
+    The hook stays: torch iterates over the hooks while it runs them, so that none may be removed by itself.
+    """
+    num_checked = 0
 
     def check(optimizer: Any, *_: Any) -> None:
-        if pending:
-            pending.clear()
+        nonlocal num_checked
+        if len(optimizer.state) != num_checked:
             check_states(optimizer)
+            num_checked = len(optimizer.state)
 
     optimizer.register_step_post_hook(check)
 

@@ -118,7 +118,7 @@ def test_manual_optimization_with_two_optimizers():
     ours = fit([Optimizer8bit()], Manual)
     assert [type(o).__name__ for o in ours.seen["trainer"].optimizers] == ["SGD8bit", "AdamW8bit"]
     assert [o.param_groups[0]["lr"] for o in ours.seen["trainer"].optimizers] == [0.1 * 0.5**2, 1e-2 * 0.5**2]
-    assert ours.losses[-1] < ours.losses[0]
+    assert all(len(o.state) > 0 for o in ours.seen["trainer"].optimizers)
 
 
 def test_an_unused_callback_can_be_copied_and_used_again():

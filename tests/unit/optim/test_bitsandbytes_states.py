@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import bitsandbytes as bnb
 import pytest
 import torch
@@ -48,6 +51,17 @@ def test_nothing_leaks_into_or_from_other_optimizers():
     stepped(module, keep_32bit=[module.body.weight])
     assert not bnb.optim.GlobalOptimManager.get_instance().pid2config
     assert stepped(module).state[module.body.weight]["state1"].dtype is torch.uint8
+
+
+def test_optimizers_die_with_their_last_reference():
+    optimizer = stepped(Tied())
+    reference = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_overrides_by_position_do_not_reach_us():

@@ -1,0 +1,183 @@
+"""`ChunkedLoss`: the loss of a Hugging Face causal language model without its logits ever being whole."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy
+from lightning_memfit.techniques.wrapping import wrap_method
+
+
+class ChunkedLoss(TechniqueCallback):
+    """Compute head and loss together in chunks of tokens, wherever a causal language model is called with `labels`.
+
+    The model's output is complete but for `logits`, which is None then; without labels nothing changes. Loss and
+    gradients are exact up to the order of additions.
+
+    Args:
+        chunk_size: Tokens whose logits exist at a time; by default a quarter of the model's width, at least 128.
+
+    Raises:
+        ValueError: If `chunk_size` is less than 1.
+    """
+
+    def __init__(self, chunk_size: int | None = None) -> None:
+        super().__init__()
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"`chunk_size={chunk_size}` must be at least 1.")
+        self.chunk_size = chunk_size
+
+    def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wrap `configure_model`, after which the model is complete."""
+
+        def configure(inner: Callable[[], Any]) -> None:
+            inner()
+            models = find_causal_models(pl_module)
+            for model in models:
+                self.on_restore(chunk_loss(model, self.chunk_size))
+            self.announce(f"loss of {', '.join(type(model).__name__ for model in models)} computed in chunks of tokens")
+
+        self.on_restore(wrap_method(pl_module, "configure_model", configure))
+
+
+def find_causal_models(module: nn.Module) -> list[nn.Module]:
+    """Hugging Face causal language models in a module.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    models = [child for child in module.modules() if _is_causal(child)]
+    if not models:
+        raise ValueError(
+            f"{type(module).__name__} holds no Hugging Face causal language model (a PreTrainedModel with an "
+            "nn.Linear head and the standard loss `ForCausalLMLoss`). Leave ChunkedLoss out, or call "
+            "`linear_cross_entropy` yourself."
+        )
+    return models
+
+
+def _is_causal(module: Any) -> bool:
+    if not hasattr(module, "get_output_embeddings") or not isinstance(module.get_output_embeddings(), nn.Linear):
+        return False
+    return getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+
+
+def chunk_loss(model: Any, chunk_size: int | None = None) -> Callable[[], None]:
+    """Make a Hugging Face causal language model compute its loss in chunks, and return what makes it as it was.
+
+    Its head hands on the hidden states, and its loss function takes them as they are. Were they changed in between
+    (logits soft-capped or scaled), an error says so.
+    """
+    chunked = _ChunkedModel(model, chunk_size)
+    hooks = [
+        model.register_forward_pre_hook(chunked.before, with_kwargs=True),
+        model.register_forward_hook(chunked.after),
+    ]
+    unwrap = wrap_method(chunked.head, "forward", chunked.run_head)
+    had_loss = vars(model).get("_loss_function")
+    model._loss_function = chunked.loss  # the attribute behind the setter of `loss_function`
+
+    def restore() -> None:
+        for hook in hooks:
+            hook.remove()
+        unwrap()
+        del model._loss_function
+        if had_loss is not None:
+            model._loss_function = had_loss
+
+    return restore
+
+
+class _ChunkedModel:
+    """What one model's hooks share during a call."""
+
+    def __init__(self, model: Any, chunk_size: int | None) -> None:
+        self.head: nn.Linear = model.get_output_embeddings()
+        self.name = type(model).__name__
+        self.whole_loss = model.loss_function
+        self.signature = inspect.signature(type(model).forward)
+        self.chunk_size = chunk_size
+        self.hidden: Tensor | None = None
+        self.is_chunking = False
+        self.is_done = False
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Chunk the calls that have labels."""
+        given = self.signature.bind_partial(model, *args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        self.is_chunking = given.get("labels") is not None
+        self.is_done = False
+        if self.is_chunking and given.get("return_dict") is False:
+            raise ValueError(
+                f"{self.name} was called with `return_dict=False`, but ChunkedLoss has no logits to return. "
+            )
+
+    def run_head(self, inner: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Keep the hidden states instead of making logits."""
+        if not self.is_chunking:
+            return inner(hidden)
+        self.hidden = hidden
+        return hidden
+
+    def loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        """Stand in for `ForCausalLMLoss` of transformers."""
+        hidden, self.hidden = self.hidden, None
+        if not self.is_chunking:
+            whole: Tensor = self.whole_loss(logits, labels, vocab_size, **kwargs)
+            return whole
+        if logits is not hidden:
+            raise ValueError(
+                f"{self.name} changes its logits between head and loss (soft-capping or scaling), which ChunkedLoss "
+                "cannot follow. Leave it out for this model."
+            )
+        self.is_done = True
+        return causal_loss(hidden, labels, self.head.weight, self.head.bias, self.chunk_size, **kwargs)
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Take the hidden states out of the place of the logits."""
+        if not self.is_chunking:
+            return output
+        self.is_chunking = False
+        if not self.is_done:
+            raise ValueError(f"{self.name} did not call its `loss_function`. Leave ChunkedLoss out for this model.")
+        return type(output)(**{key: value for key, value in output.items() if key != "logits"})
+
+
+def causal_loss(
+    hidden: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    chunk_size: int | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Loss of predicting each next token, with the arguments of `transformers.loss.loss_utils.ForCausalLMLoss`.
+
+    Args:
+        hidden: `(batch, length, width)`, what the head is applied to.
+        labels: `(batch, length)`; position t is predicted from t-1.
+        weight: Of the head, `(vocabulary, width)`.
+        bias: Of the head.
+        chunk_size: See `linear_cross_entropy`.
+        num_items_in_batch: Divide the sum by this instead of by the tokens that count.
+        ignore_index: Labels that do not count.
+        shift_labels: Labels that are shifted already, used instead of `labels`.
+    """
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    target = shift_labels.reshape(-1).to(hidden.device)
+    total = linear_cross_entropy(hidden.reshape(-1, hidden.shape[-1]), weight, target, bias, ignore_index, chunk_size)
+    if num_items_in_batch is None:
+        return total / (target != ignore_index).sum()
+    if torch.is_tensor(num_items_in_batch):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch

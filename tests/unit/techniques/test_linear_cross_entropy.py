@@ -1,0 +1,134 @@
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from lightning_memfit.memory.ledger import StorageLedger
+from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy
+
+
+def inputs(tokens=40, width=16, classes=50, dtype=torch.float32, bias=True):
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(classes, width, dtype=dtype, requires_grad=True)
+    offset = torch.randn(classes, dtype=dtype, requires_grad=True) if bias else None
+    target = torch.randint(0, classes, (tokens,))
+    target[::7] = -100
+    return hidden, weight, target, offset
+
+
+def whole(hidden, weight, target, bias, ignore_index=-100):
+    logits = F.linear(hidden, weight, bias).float()
+    return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
+
+
+def gradients(loss, values):
+    (0.3 * loss).backward()
+    return [loss.detach(), *(value.grad for value in values if value is not None)]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 7, 40, 1000])
+@pytest.mark.parametrize("bias", [True, False])
+def test_loss_and_gradients(chunk_size, bias):
+    hidden, weight, target, offset = inputs(bias=bias)
+    expected = gradients(whole(hidden, weight, target, offset), (hidden, weight, offset))
+    hidden, weight, target, offset = inputs(bias=bias)
+    loss = linear_cross_entropy(hidden, weight, target, offset, chunk_size=chunk_size)
+    for ours, theirs in zip(gradients(loss, (hidden, weight, offset)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights(dtype):
+    reference = [v.detach().float().requires_grad_() if v.is_floating_point() else v for v in inputs(dtype=dtype)]
+    hidden, weight, target, offset = reference
+    expected = gradients(whole(hidden, weight, target, offset), (hidden, weight, offset))
+    hidden, weight, target, offset = inputs(dtype=dtype)
+    loss = linear_cross_entropy(hidden, weight, target, offset, chunk_size=7)
+    assert loss.dtype is torch.float32
+    for ours, theirs in zip(gradients(loss, (hidden, weight, offset)), expected, strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=5e-2)
+
+
+def test_autocast_gives_what_autocast_gives():
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden, weight, target, offset = inputs()
+        expected = gradients(whole(hidden, weight, target, offset), (hidden, weight, offset))
+        hidden, weight, target, offset = inputs()
+        actual = gradients(linear_cross_entropy(hidden, weight, target, offset, chunk_size=9), (hidden, weight, offset))
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-6, atol=0)
+    for ours, theirs in zip(actual[1:], expected[1:], strict=True):
+        assert ours.dtype is torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_extreme_logits():
+    hidden, weight, target, offset = inputs()
+    big = (100 * hidden).detach().requires_grad_()
+    loss = linear_cross_entropy(big, weight, target, offset)
+    torch.testing.assert_close(loss, whole(big, weight, target, offset))
+    loss.backward()
+    assert torch.isfinite(big.grad).all()
+
+
+def test_frozen_weight_and_no_gradients():
+    hidden, weight, target, offset = inputs()
+    weight.requires_grad_(False)
+    linear_cross_entropy(hidden, weight, target, offset).backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, target, offset)
+    torch.testing.assert_close(loss, whole(hidden, weight, target, offset).detach())
+
+
+def test_all_ignored():
+    hidden, weight, target, _ = inputs()
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(target, -100))
+    assert loss == 0
+    loss.backward()
+    assert not weight.grad.any()
+
+
+def test_second_backward_is_refused():
+    hidden, weight, target, _ = inputs()
+    loss = linear_cross_entropy(hidden, weight, target)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="used up"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_logits_are_never_whole(fake):
+    tokens, width, classes = 512, 64, 4096
+
+    def peak(function):
+        with FakeTensorMode() if fake else torch.enable_grad():
+            hidden = torch.randn(tokens, width, requires_grad=True)
+            weight = nn.Parameter(torch.randn(classes, width))
+            target = torch.zeros(tokens, dtype=torch.long)
+            with StorageLedger() as ledger:
+                function(hidden, weight, target).backward()
+        return ledger.peak_bytes
+
+    logits = tokens * classes * 4
+    weight_bytes = classes * width * 4
+    assert peak(lambda h, w, t: whole(h, w, t, None)) > 2 * logits
+    assert peak(lambda h, w, t: linear_cross_entropy(h, w, t, chunk_size=64)) < 2 * weight_bytes + logits // 4
+
+
+def test_agrees_with_torch():
+    if not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("torch older than 2.13")
+    hidden, weight, target, _ = inputs(bias=False)
+    expected = F.linear_cross_entropy(hidden, weight, target, reduction="sum")
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, target), expected)
+
+
+def test_wrong_arguments():
+    hidden, weight, target, _ = inputs()
+    with pytest.raises(ValueError, match="chunk_size=0"):
+        linear_cross_entropy(hidden, weight, target, chunk_size=0)
+    with pytest.raises(ValueError, match=r"\(40, 16\)"):
+        linear_cross_entropy(hidden, weight, target[1:])
