@@ -1,8 +1,8 @@
 """What the machine at hand has free: the CUDA device, host memory under cgroup limits, disk."""
 
 import os
-import resource
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,7 +98,6 @@ def probe_host(path: str | Path = ".", cgroup_root: Path = _CGROUP, proc_cgroup:
     for limit, used in _cgroup_limits(cgroup_root, proc_cgroup or Path("/proc/self/cgroup")):
         total = min(total, limit)
         available = min(available, max(0, limit - used))
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     existing = Path(path).resolve()
     while not existing.exists():
         existing = existing.parent
@@ -106,10 +105,19 @@ def probe_host(path: str | Path = ".", cgroup_root: Path = _CGROUP, proc_cgroup:
         total_bytes=total,
         available_bytes=available,
         swap_free_bytes=psutil.swap_memory().free,
-        memlock_limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        memlock_limit_bytes=_memlock_limit(),
         disk_free_bytes=shutil.disk_usage(existing).free,
         disk_path=str(existing),
     )
+
+
+def _memlock_limit() -> int | None:
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _cgroup_limits(root: Path, proc_cgroup: Path) -> list[tuple[int, int]]:

@@ -1,7 +1,6 @@
 """What the operating system and the driver say that this process uses."""
 
 import os
-import resource
 import sys
 from typing import NamedTuple
 
@@ -17,6 +16,12 @@ def rss_bytes() -> int:
 
 def peak_rss_bytes() -> int:
     """Largest resident set size of this process in bytes since it started."""
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # KiB everywhere but on macOS
 
