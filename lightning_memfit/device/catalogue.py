@@ -1,8 +1,9 @@
 """Catalogue of common GPUs: what they hold, how fast they move and multiply.
 
 `memory_bytes` is what torch reports as `total_memory` on Linux, which is less than the marketing figure: the driver
-keeps a part, ECC another one. The figures are those of torch's own out-of-memory messages ("GPU 0 has a total capacity
-of 79.10 GiB"), the lower one where drivers differ; `probe_device` tells the true one of a card at hand.
+keeps a part, ECC another one. It follows torch's own out-of-memory messages ("GPU 0 has a total capacity of 79.10
+GiB"), the lower figure where drivers differ, so it may be 1 to 2 % low. Entries whose source says "memory estimated"
+take the figure of a card of the same size and generation. `probe_device` tells the true one of a card at hand.
 
 Arithmetic rates are dense (no sparsity) and accumulate in fp32, which GeForce cards do at half rate. Bandwidths are
 theoretical maxima; the host link counts one direction of PCIe x16 unless said otherwise.
@@ -133,6 +134,7 @@ def _tensor(fp32: float, fp16: float, *, bf16: bool = True, fp8: bool = False) -
     return rates | ({"float8": 2 * fp16} if fp8 else {})
 
 
+_ESTIMATED = "; memory estimated"
 _GA102 = "NVIDIA Ampere GA102 whitepaper"
 _ADA = "NVIDIA Ada GPU architecture whitepaper"
 _BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper"
@@ -156,11 +158,11 @@ DEVICES: tuple[DeviceSpec, ...] = (
          "NVIDIA Turing whitepaper, reference clock"),
     # Ampere, GeForce
     _gpu("RTX 3060 12GB", 11.75, 360, _ampere(12.7), (8, 6), _PCIE4, _SPECS),
-    _gpu("RTX 3060 Ti", 7.78, 448, _ampere(16.2), (8, 6), _PCIE4, _SPECS),
+    _gpu("RTX 3060 Ti", 7.78, 448, _ampere(16.2), (8, 6), _PCIE4, _SPECS + _ESTIMATED),
     _gpu("RTX 3070", 7.78, 448, _ampere(20.3), (8, 6), _PCIE4, _GA102),
-    _gpu("RTX 3070 Ti", 7.78, 608, _ampere(21.7), (8, 6), _PCIE4, _SPECS),
+    _gpu("RTX 3070 Ti", 7.78, 608, _ampere(21.7), (8, 6), _PCIE4, _SPECS + _ESTIMATED),
     _gpu("RTX 3080 10GB", 9.77, 760, _ampere(29.8), (8, 6), _PCIE4, _GA102),
-    _gpu("RTX 3080 12GB", 11.76, 912, _ampere(30.6), (8, 6), _PCIE4, _SPECS),
+    _gpu("RTX 3080 12GB", 11.76, 912, _ampere(30.6), (8, 6), _PCIE4, _SPECS + _ESTIMATED),
     _gpu("RTX 3080 Ti", 11.76, 912, _ampere(34.1), (8, 6), _PCIE4, _SPECS),
     _gpu("RTX 3090", 23.68, 936, _ampere(35.6), (8, 6), _PCIE4, _GA102),
     _gpu("RTX 3090 Ti", 23.67, 1008, _ampere(40.0), (8, 6), _PCIE4, _SPECS),
@@ -180,37 +182,37 @@ DEVICES: tuple[DeviceSpec, ...] = (
     _gpu("L4", 21.95, 300, _tensor(30.3, 121, fp8=True), (8, 9), _PCIE4, "NVIDIA L4 datasheet"),
     _gpu("L40", 44.39, 864, {**_tensor(90.5, 181, fp8=True), "tf32": 90.5}, (8, 9), _PCIE4, "NVIDIA L40 datasheet"),
     _gpu("L40S", 44.32, 864, _L40S, (8, 9), _PCIE4, "NVIDIA L40S datasheet"),
-    _gpu("RTX 4060 Ti 8GB", 7.60, 288, _ada(22.1), (8, 9), _PCIE4 / 2, f"{_SPECS}, PCIe x8"),
-    _gpu("RTX 4060 Ti 16GB", 15.60, 288, _ada(22.1), (8, 9), _PCIE4 / 2, f"{_SPECS}, PCIe x8"),
-    _gpu("RTX 4070", 11.60, 504, _ada(29.1), (8, 9), _PCIE4, _SPECS),
-    _gpu("RTX 4070 Super", 11.60, 504, _ada(35.5), (8, 9), _PCIE4, _SPECS),
+    _gpu("RTX 4060 Ti 8GB", 7.60, 288, _ada(22.1), (8, 9), _PCIE4 / 2, f"{_SPECS}, PCIe x8{_ESTIMATED}"),
+    _gpu("RTX 4060 Ti 16GB", 15.60, 288, _ada(22.1), (8, 9), _PCIE4 / 2, f"{_SPECS}, PCIe x8{_ESTIMATED}"),
+    _gpu("RTX 4070", 11.60, 504, _ada(29.1), (8, 9), _PCIE4, _SPECS + _ESTIMATED),
+    _gpu("RTX 4070 Super", 11.60, 504, _ada(35.5), (8, 9), _PCIE4, _SPECS + _ESTIMATED),
     _gpu("RTX 4070 Ti", 11.60, 504, _ada(40.1), (8, 9), _PCIE4, _SPECS),
-    _gpu("RTX 4070 Ti Super", 15.57, 672, _ada(44.1), (8, 9), _PCIE4, _SPECS, "4070 TiS"),
+    _gpu("RTX 4070 Ti Super", 15.57, 672, _ada(44.1), (8, 9), _PCIE4, _SPECS + _ESTIMATED, "4070 TiS"),
     _gpu("RTX 4080", 15.60, 717, _ada(48.7), (8, 9), _PCIE4, _ADA),
-    _gpu("RTX 4080 Super", 15.57, 736, _ada(52.2), (8, 9), _PCIE4, _SPECS),
+    _gpu("RTX 4080 Super", 15.57, 736, _ada(52.2), (8, 9), _PCIE4, _SPECS + _ESTIMATED),
     _gpu("RTX 4090", 23.52, 1008, _ada(82.6), (8, 9), _PCIE4, _ADA),
     _gpu("RTX 6000 Ada", 47.38, 960, _tensor(91.1, 364.2, fp8=True), (8, 9), _PCIE4, "NVIDIA RTX 6000 Ada datasheet"),
     # Hopper
     _gpu("H100 PCIe 80GB", 79.10, 2039, _tensor(51.2, 756, fp8=True), (9, 0), _PCIE5, "NVIDIA H100 datasheet, PCIe"),
     _gpu("H100 SXM 80GB", 79.10, 3350, _H100, (9, 0), _PCIE5, "NVIDIA H100 datasheet, SXM5", "H100", "H100 80GB HBM3"),
-    _gpu("H100 NVL 94GB", 93.00, 3938, _tensor(60, 835.5, fp8=True), (9, 0), _PCIE5, "NVIDIA H100 NVL datasheet"),
+    _gpu("H100 NVL 94GB", 93.00, 3938, _tensor(60, 835.5, fp8=True), (9, 0), _PCIE5, "NVIDIA H100 NVL datasheet; memory estimated"),
     _gpu("H200 141GB", 139.71, 4800, _H100, (9, 0), _PCIE5, "NVIDIA H200 datasheet, SXM"),
     _gpu("GH200 96GB", 94.50, 4000, _H100, (9, 0), 450e9, "NVIDIA GH200 datasheet, NVLink-C2C", "GH200 480GB"),
-    _gpu("GH200 144GB", 141.5, 4900, _H100, (9, 0), 450e9, "NVIDIA GH200 datasheet, NVLink-C2C"),
+    _gpu("GH200 144GB", 141.5, 4900, _H100, (9, 0), 450e9, "NVIDIA GH200 datasheet; memory estimated"),
     # Blackwell
     _gpu("B200 180GB", 178.35, 7700, _B200, (10, 0), _PCIE5, "NVIDIA HGX B200 datasheet"),
-    _gpu("RTX 5060 Ti 16GB", 15.46, 448, _ada(23.7), (12, 0), _PCIE5 / 2, f"{_SPECS}, PCIe x8"),
-    _gpu("RTX 5070", 11.50, 672, _ada(30.9), (12, 0), _PCIE5, _BLACKWELL),
+    _gpu("RTX 5060 Ti 16GB", 15.46, 448, _ada(23.7), (12, 0), _PCIE5 / 2, f"{_SPECS}, PCIe x8{_ESTIMATED}"),
+    _gpu("RTX 5070", 11.50, 672, _ada(30.9), (12, 0), _PCIE5, _BLACKWELL + _ESTIMATED),
     _gpu("RTX 5070 Ti", 15.45, 896, _ada(43.9), (12, 0), _PCIE5, _BLACKWELL),
     _gpu("RTX 5080", 15.45, 960, _ada(56.3), (12, 0), _PCIE5, _BLACKWELL),
     _gpu("RTX 5090", 31.34, 1792, _ada(104.8), (12, 0), _PCIE5, _BLACKWELL),
     _gpu("RTX PRO 6000 Blackwell", 94.50, 1792, _tensor(126, 503.8, fp8=True), (12, 0), _PCIE5,
-         "NVIDIA RTX PRO Blackwell whitepaper", "RTX PRO 6000 Blackwell Workstation Edition"),
+         "NVIDIA RTX PRO Blackwell whitepaper; memory estimated", "RTX PRO 6000 Blackwell Workstation Edition"),
     # AMD; the capability is what torch reports for gfx90a and gfx942
     _gpu("MI250X", 63.98, 1638, {"float32": 47.9, "float16": 191.5, "bfloat16": 191.5, "int8": 191.5}, (9, 0), _PCIE4,
          "AMD MI250X datasheet, one of its two dies: what torch sees as a device", "MI250X MI250"),
     _gpu("MI300X 192GB", 191.69, 5300, _MI300X, (9, 4), _PCIE5, "AMD MI300X datasheet"),
-    _gpu("MI325X 256GB", 255.69, 6000, _MI300X, (9, 4), _PCIE5, "AMD MI325X datasheet"),
+    _gpu("MI325X 256GB", 255.69, 6000, _MI300X, (9, 4), _PCIE5, "AMD MI325X datasheet; memory estimated"),
 )  # fmt: skip
 
 _BY_LOWER_NAME = {spec.name.lower(): spec.name for spec in DEVICES}
