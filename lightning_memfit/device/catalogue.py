@@ -195,7 +195,8 @@ DEVICES: tuple[DeviceSpec, ...] = (
     # Hopper
     _gpu("H100 PCIe 80GB", 79.10, 2039, _tensor(51.2, 756, fp8=True), (9, 0), _PCIE5, "NVIDIA H100 datasheet, PCIe"),
     _gpu("H100 SXM 80GB", 79.10, 3350, _H100, (9, 0), _PCIE5, "NVIDIA H100 datasheet, SXM5", "H100", "H100 80GB HBM3"),
-    _gpu("H100 NVL 94GB", 93.00, 3938, _tensor(60, 835.5, fp8=True), (9, 0), _PCIE5, "NVIDIA H100 NVL datasheet; memory estimated"),
+    _gpu("H100 NVL 94GB", 93.00, 3938, _tensor(60, 835.5, fp8=True), (9, 0), _PCIE5,
+         "NVIDIA H100 NVL datasheet; memory estimated"),
     _gpu("H200 141GB", 139.71, 4800, _H100, (9, 0), _PCIE5, "NVIDIA H200 datasheet, SXM"),
     _gpu("GH200 96GB", 94.50, 4000, _H100, (9, 0), 450e9, "NVIDIA GH200 datasheet, NVLink-C2C", "GH200 480GB"),
     _gpu("GH200 144GB", 141.5, 4900, _H100, (9, 0), 450e9, "NVIDIA GH200 datasheet; memory estimated"),
