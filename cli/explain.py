@@ -11,9 +11,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 _PARSER_KEY = re.compile(r'Parser key "(?P<key>[^"]+)"')
-_CLASS_OPTION = re.compile(
-    r"Problem with given class_path '(?P<path>[^']+)':\s*Option '(?P<key>[^']+)' is not accepted"
-)
+_CLASS_OPTION = re.compile(r"given class_path '(?P<path>[^']+)':\s*Option '(?P<key>[^']+)' is not accepted")
 _CLASS_PATH = re.compile(r"class_path '(?P<path>[^']+)':\s*(module '[\w.]+' has no attribute|No module named)")
 _SHORT_NAME = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
 _COMMAND_LINE = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[\w.]+)")

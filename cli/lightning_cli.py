@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -19,10 +19,10 @@ _DEPRECATED_CALLS = ("By default only one", "``?instantiate_classes", "``?add_in
 class MemFitParser(LightningArgumentParser):
     """Parser that explains a mistake in one message instead of listing every option."""
 
-    def error(self, message: str, ex: Exception | None = None) -> Any:
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the explanation and leave with exit code 2."""
         if not self.exit_on_error:  # a parser inside the parser, whose error becomes part of an outer one
-            return super().error(message, ex)
+            super().error(message, ex)
         sys.stderr.write(f"memfit: error: {explain(message, getattr(ex, 'subcommand_parser', None) or self)}\n")
         self.exit(2)
 

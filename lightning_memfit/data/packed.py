@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_memfit.data.loader import EffectiveBatchSampler, ResumableLoader
 from lightning_memfit.data.packing import PackedBlocks
@@ -99,8 +99,10 @@ class PackedText(pl.LightningDataModule):
         return ResumableLoader(blocks, sampler, **self._worker_arguments())
 
     def val_dataloader(self) -> DataLoader:
-        """All validation blocks in order."""
-        return self._in_order(_ready(self._val))
+        """All validation blocks in a fixed mixed order, so that `limit_val_batches` sees all of the text."""
+        blocks = _ready(self._val)
+        order = np.random.default_rng(self.seed).permutation(len(blocks))
+        return self._in_order(Subset(blocks, order.tolist()))
 
     def test_dataloader(self) -> DataLoader:
         """The validation blocks: there is no third part."""
@@ -110,7 +112,7 @@ class PackedText(pl.LightningDataModule):
         """The validation blocks."""
         return self.val_dataloader()
 
-    def _in_order(self, blocks: PackedBlocks) -> DataLoader:
+    def _in_order(self, blocks: Dataset) -> DataLoader:
         generator = torch.Generator().manual_seed(self.seed)  # starting workers must not touch the run's random state
         return DataLoader(blocks, batch_size=self.batch_size, generator=generator, **self._worker_arguments())
 

@@ -81,9 +81,9 @@ def write_tokens(tokenized: Dataset, folder: Path, name: str, keep: np.ndarray |
     return np.load(file, mmap_mode="r")
 
 
-def _tokenize(batch: dict[str, list[Any]], column: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
+def _tokenize(batch: dict[str, list[Any]], column: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     texts = [text for text in batch[column] if text]
-    return {"tokens": encode(tokenizer, texts), "hash": [content_hash(text) for text in texts]}
+    return {"tokens": encode(tokenizer, texts), "hash": np.array([content_hash(text) for text in texts], np.uint64)}
 
 
 def _fill(tokenized: Dataset, keep: np.ndarray | None, path: str) -> None:

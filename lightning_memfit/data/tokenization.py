@@ -93,8 +93,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of what decides the ids, equal in every process."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    state = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    identity = json.dumps([type(tokenizer).__name__, state, tokenizer.eos_token_id])
+    if backend is None:
+        state = tokenizer.get_vocab()
+    else:  # padding and truncation are what the last call asked for, which `encode` overrides
+        state = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
+    identity = json.dumps([type(tokenizer).__name__, state, tokenizer.eos_token_id], sort_keys=True)
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 

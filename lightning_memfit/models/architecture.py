@@ -66,17 +66,15 @@ def build(config: PretrainedConfig, pretrained: str | None, attn_implementation:
     """
     from transformers import AutoModelForCausalLM
 
-    dtype = torch.get_default_dtype()
+    options: dict[str, Any] = {"dtype": torch.get_default_dtype(), "attn_implementation": attn_implementation}
     if pretrained is None:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
-    with _readable("pretrained", pretrained):
-        return AutoModelForCausalLM.from_pretrained(
-            _local_or_hub("pretrained", pretrained),
-            config=config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            use_safetensors=True,
-        )
+        network = AutoModelForCausalLM.from_config(config, **options)
+    else:
+        with _readable("pretrained", pretrained):
+            folder = _local_or_hub("pretrained", pretrained)
+            network = AutoModelForCausalLM.from_pretrained(folder, config=config, use_safetensors=True, **options)
+    network.loss_type = "ForCausalLM"  # GPT-2's class is named otherwise, and transformers would warn
+    return network
 
 
 def max_positions(config: PretrainedConfig) -> int | None:

@@ -1,0 +1,66 @@
+import numpy as np
+import pytest
+
+from lightning_memfit.data.loader import EffectiveBatchSampler, ResumableLoader
+from lightning_memfit.data.packing import PackedBlocks
+
+
+def make_loader(num_blocks=23, batch_size=2, accumulation=2, num_replicas=1, rank=0, num_workers=0):
+    blocks = PackedBlocks(np.arange(num_blocks * 2, dtype=np.uint16), 2)
+    sampler = EffectiveBatchSampler(blocks, batch_size, accumulation, num_replicas, rank, seed=7)
+    return ResumableLoader(blocks, sampler, num_workers=num_workers)
+
+
+def first_tokens(batches):
+    return [batch["input_ids"][:, 0].tolist() for batch in batches]
+
+
+def test_only_whole_effective_batches():
+    loader = make_loader()
+    assert len(loader) == len(list(loader)) == 10  # 23 blocks: five effective batches of 4
+
+
+def test_epochs_differ_and_repeat():
+    loader = make_loader()
+    first = first_tokens(loader)
+    loader.sampler.set_epoch(1)
+    assert first_tokens(loader) != first
+    loader.sampler.set_epoch(0)
+    assert first_tokens(loader) == first
+
+
+def test_processes_share_an_epoch_without_overlap():
+    parts = [
+        {token for batch in first_tokens(make_loader(num_replicas=2, rank=rank)) for token in batch} for rank in (0, 1)
+    ]
+    assert not parts[0] & parts[1]
+    assert len(parts[0]) == len(parts[1]) == 8
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_continues_in_the_middle_of_an_epoch(num_workers):
+    loader = make_loader(num_workers=num_workers)
+    loader.sampler.set_epoch(3)
+    iterator = iter(loader)
+    before = [next(iterator) for _ in range(4)]
+    state = loader.state_dict()
+    assert state == {"epoch": 3, "batches": 4}
+    rest = first_tokens(iterator)
+
+    resumed = make_loader(num_workers=num_workers)
+    resumed.load_state_dict(state)
+    resumed.sampler.set_epoch(3)
+    assert first_tokens(resumed) == rest
+    assert first_tokens(before) + rest == first_tokens(resumed)  # the next pass is whole again
+
+
+def test_a_state_of_an_earlier_epoch_starts_the_next_one_whole():
+    loader = make_loader()
+    loader.load_state_dict({"epoch": 0, "batches": 10})
+    loader.sampler.set_epoch(1)
+    assert len(list(loader)) == 10
+
+
+def test_too_little_text_for_one_step():
+    with pytest.raises(ValueError, match="less than one effective batch of 32"):
+        make_loader(batch_size=8, accumulation=4)

@@ -1,0 +1,123 @@
+import json
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from lightning_memfit.data import TextData
+from lightning_memfit.data import token_files as token_files_module
+
+DOCUMENTS = [f"document {i} " * (i % 7 + 1) for i in range(60)]
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return str(tmp_path / "cache")
+
+
+def write_folder(folder, kind):
+    folder.mkdir()
+    if kind == "txt":
+        for i, text in enumerate(DOCUMENTS):
+            (folder / f"{i:02}.txt").write_text(text)
+    elif kind == "jsonl":
+        (folder / "part.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    else:
+        Dataset.from_dict({"text": DOCUMENTS}).to_parquet(folder / "part.parquet")
+    return str(folder)
+
+
+def decode(tokens):
+    return bytes(tokens[tokens < 256].astype(np.uint8)).decode()
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+def test_every_kind_of_file_gives_the_same_documents(tmp_path, cache, kind):
+    data = TextData(write_folder(tmp_path / kind, kind), "bytes", cache_dir=cache, val_fraction=0.1)
+    train, val = data.load_tokens()
+    assert isinstance(train, np.memmap)
+    assert train.dtype == np.uint16
+    assert (train == 256).sum() == 54
+    assert (val == 256).sum() == 6
+    assert sorted(decode(train) + decode(val)) == sorted("".join(DOCUMENTS))
+
+
+def test_second_run_reads_the_cache(tmp_path, cache, monkeypatch):
+    folder = write_folder(tmp_path / "txt", "txt")
+    first = TextData(folder, "bytes", cache_dir=cache).load_tokens()
+    monkeypatch.setattr(token_files_module, "encode", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(token_files_module, "_fill", lambda *_: pytest.fail("written again"))
+    second = TextData(folder, "bytes", cache_dir=cache).load_tokens()
+    assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_changed_text_is_tokenized_again(tmp_path, cache):
+    folder = write_folder(tmp_path / "jsonl", "jsonl")
+    first = TextData(folder, "bytes", cache_dir=cache).load_tokens()
+    with (tmp_path / "jsonl" / "part.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "one more"}) + "\n")
+    second = TextData(folder, "bytes", cache_dir=cache).load_tokens()
+    assert sum(map(len, second)) == sum(map(len, first)) + len("one more") + 1
+
+
+def test_a_single_document_is_cut(tmp_path, cache):
+    file = tmp_path / "book.txt"
+    file.write_text("0123456789" * 100)
+    train, val = TextData(str(file), "bytes", cache_dir=cache, val_fraction=0.1).load_tokens()
+    assert len(train) + len(val) == 1001
+    assert len(val) == 100
+    assert decode(train)[:5] == "01234"
+
+
+def test_loaders(tmp_path, cache):
+    data = TextData(
+        write_folder(tmp_path / "txt", "txt"), "bytes", sequence_length=16, batch_size=2, cache_dir=cache, num_workers=1
+    )
+    data.prepare_data()
+    data.setup("fit")
+    assert next(iter(data.train_dataloader()))["input_ids"].shape == (2, 16)
+    assert next(iter(data.val_dataloader()))["input_ids"].shape == (2, 16)
+
+
+def test_missing_folder(cache):
+    with pytest.raises(ValueError, match=r"`dataset='./nowhere'` is a path, but there is no such file or folder"):
+        TextData("./nowhere", "bytes", cache_dir=cache).load_tokens()
+
+
+def test_folder_without_text(tmp_path, cache):
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(ValueError, match=r"has no text files. Wanted: .txt, .jsonl, .parquet"):
+        TextData(str(tmp_path / "notes"), "bytes", cache_dir=cache).load_tokens()
+
+
+def test_mixed_folder(tmp_path, cache):
+    folder = write_folder(tmp_path / "txt", "txt")
+    (tmp_path / "txt" / "more.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(ValueError, match=r"mixes .jsonl, .txt files"):
+        TextData(folder, "bytes", cache_dir=cache).load_tokens()
+
+
+def test_empty_file(tmp_path, cache):
+    folder = write_folder(tmp_path / "txt", "txt")
+    (tmp_path / "txt" / "nothing.txt").touch()
+    with pytest.raises(ValueError, match=r"nothing.txt' is empty"):
+        TextData(folder, "bytes", cache_dir=cache).load_tokens()
+
+
+def test_missing_column(tmp_path, cache):
+    folder = write_folder(tmp_path / "jsonl", "jsonl")
+    with pytest.raises(ValueError, match=r"`text_column='body'` is not in the data. Its columns: text"):
+        TextData(folder, "bytes", text_column="body", cache_dir=cache).load_tokens()
+
+
+def test_broken_file(tmp_path, cache):
+    (tmp_path / "broken.jsonl").write_text("{not json\n")
+    with pytest.raises(ValueError, match=r"cannot be read as json files"):
+        TextData(str(tmp_path / "broken.jsonl"), "bytes", cache_dir=cache).load_tokens()
+
+
+def test_hub_out_of_reach(cache, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"neither a local file or folder.*Give a local path"):
+        TextData("someone/some-data", "bytes", cache_dir=cache).load_tokens()

@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+
+from lightning_memfit.data.tokenization import (
+    byte_tokenizer,
+    encode,
+    is_byte_tokenizer,
+    load_tokenizer,
+    token_dtype,
+    tokenizer_fingerprint,
+)
+
+TEXT = "def naïve(x):\n\treturn '日本 <|endoftext|>'\n"
+
+
+def test_byte_ids_are_the_bytes():
+    tokenizer = byte_tokenizer()
+    assert len(tokenizer) == 258
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257)
+    plain = "".join(chr(code) for code in range(1, 0x500))
+    assert tokenizer(plain)["input_ids"] == list(plain.encode())
+    assert tokenizer.decode(list(plain.encode())) == plain
+
+
+def test_encode_takes_special_tokens_in_a_text_as_text():
+    [ids] = encode(byte_tokenizer(), [TEXT])
+    assert ids.dtype == np.uint16
+    assert ids.tolist() == [*TEXT.encode(), 256]
+
+
+def test_byte_tokenizer_is_saved_and_loaded_like_any_other(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert is_byte_tokenizer(loaded)
+    assert loaded("é")["input_ids"] == [0xC3, 0xA9]
+    assert tokenizer_fingerprint(loaded) == tokenizer_fingerprint(byte_tokenizer())
+
+
+def test_fingerprint_survives_use():
+    tokenizer = byte_tokenizer()
+    before = tokenizer_fingerprint(tokenizer)
+    tokenizer(["a", "bb"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_fingerprint(tokenizer) == before
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(258, np.uint16), (65536, np.uint16), (65537, np.int32)])
+def test_token_dtype(size, dtype):
+    assert token_dtype(size) == dtype
+
+
+def test_unknown_tokenizer(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"`tokenizer='no-such/tokenizer'` is neither a folder.*`tokenizer: bytes`"):
+        load_tokenizer("no-such/tokenizer")
+
+
+def test_folder_without_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match="is neither a folder with a tokenizer"):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,79 @@
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_memfit.models.architecture import build, max_positions, resolve_config
+
+TINY = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 64}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    GPT2LMHeadModel(GPT2Config(**{k: v for k, v in TINY.items() if k != "model_type"})).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def test_inline_architecture():
+    config = resolve_config(None, None, TINY)
+    assert (config.n_layer, config.hidden_size) == (2, 16)
+    assert max_positions(config) == 32
+
+
+def test_entries_change_a_named_architecture(folder):
+    config = resolve_config(None, folder, {"n_layer": 3, "max_position_embeddings": 8})
+    assert (config.n_layer, config.n_positions, config.vocab_size) == (3, 8, 64)
+
+
+def test_pretrained_weights_are_loaded(folder):
+    network = build(resolve_config(folder, None, {"attn_pdrop": 0.0}), folder, "sdpa")
+    reference = GPT2LMHeadModel.from_pretrained(folder)
+    assert torch.equal(network.transformer.wte.weight, reference.transformer.wte.weight)
+    assert network.config.attn_pdrop == 0.0
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_built_in_the_default_dtype(folder, pretrained):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        network = build(resolve_config(None, folder, None), folder if pretrained else None, "sdpa")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, None, None), "are all empty"),
+        ((None, None, {"n_layer": 2}), "lacks `model_type`"),
+        ((None, None, {"model_type": "gpt22"}), "`config.model_type='gpt22'` is unknown"),
+        ((None, None, {**TINY, "n_layers": 2}), r"`config.n_layers` is no entry of a 'gpt2'.*Closest: n_layer"),
+        (("a", "b", None), "name two models"),
+        (("./nowhere", None, None), r"`pretrained='./nowhere'` is a path, but there is no such folder"),
+        ((None, "/nowhere", None), r"`config_name='/nowhere'` is a path"),
+    ],
+)
+def test_mistakes(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_config(*arguments)
+
+
+def test_contradicting_type(folder):
+    with pytest.raises(ValueError, match=r"`config.model_type='llama'` contradicts"):
+        resolve_config(folder, None, {"model_type": "llama"})
+
+
+def test_hub_out_of_reach(offline):
+    with pytest.raises(ValueError, match=r"neither a local folder nor.*hub.*hf download.*`pretrained: FOLDER`"):
+        resolve_config("someone/some-model", None, None)
+
+
+def test_folder_without_weights(folder, tmp_path):
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="is not a complete Hugging Face model folder"):
+        build(resolve_config(folder, None, None), folder, "sdpa")

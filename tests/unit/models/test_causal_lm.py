@@ -1,0 +1,182 @@
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_memfit.data.packing import PackedBlocks
+from lightning_memfit.data.tokenization import byte_tokenizer
+from lightning_memfit.models import CausalLM
+
+TINY = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 16,
+    "n_head": 2,
+    "n_positions": 32,
+    "vocab_size": 258,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+}
+
+
+class Blocks(pl.LightningDataModule):
+    def __init__(self, sequence_length=16, vocab_size=258):
+        super().__init__()
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+
+    def train_dataloader(self):
+        tokens = torch.randint(258, (8 * self.sequence_length,), generator=torch.Generator().manual_seed(0))
+        return DataLoader(PackedBlocks(tokens.numpy(), self.sequence_length), batch_size=2)
+
+    val_dataloader = train_dataloader
+
+
+def make_trainer(tmp_path, **arguments):
+    arguments = {"max_steps": 2, **arguments}
+    return pl.Trainer(
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **arguments,
+    )
+
+
+def test_model_is_built_once_and_late():
+    module = CausalLM(config=TINY)
+    assert module.model is None
+    with pytest.raises(RuntimeError, match="configure_model"):
+        _ = module.network
+    module.configure_model()
+    network = module.network
+    module.configure_model()
+    assert module.network is network
+
+
+def test_labels_are_shifted_and_masked():
+    module = CausalLM(config=TINY)
+    module.configure_model()
+    module.eval()
+    ids = torch.randint(258, (2, 8))
+    labels = ids.clone()
+    labels[:, :5] = -100
+    loss = module(ids, labels=labels).loss
+    logits = module(ids).logits[:, 4:-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 5:].flatten())
+    torch.testing.assert_close(loss, expected)
+
+
+def test_no_cache_while_training():
+    module = CausalLM(config=TINY)
+    module.configure_model()
+    assert module(torch.randint(258, (1, 8))).past_key_values is None
+    assert module.network.config.use_cache  # as it was, for whoever generates later
+
+
+def test_fit_logs_loss_and_perplexity(tmp_path):
+    module = CausalLM(config=TINY, learning_rate=1e-3)
+    trainer = make_trainer(tmp_path, max_epochs=1, max_steps=-1)
+    trainer.fit(module, datamodule=Blocks())
+    metrics = trainer.callback_metrics
+    assert metrics["val_perplexity"] == pytest.approx(metrics["val_loss"].exp().item(), rel=1e-5)
+    assert "train_loss" in metrics
+
+
+def test_test_and_predict(tmp_path):
+    module, data = CausalLM(config=TINY), Blocks()
+    trainer = make_trainer(tmp_path)
+    [metrics] = trainer.test(module, data.val_dataloader(), verbose=False)
+    assert set(metrics) == {"test_loss", "test_perplexity"}
+    assert trainer.predict(module, data.val_dataloader())[0].shape == (2, 16)
+
+
+def test_schedule_counts_optimizer_steps(tmp_path):
+    module = CausalLM(config=TINY, learning_rate=1.0, warmup_steps=2, min_learning_rate_fraction=0.0)
+    rates = []
+    module.on_before_zero_grad = lambda optimizer: rates.append(optimizer.param_groups[0]["lr"])
+    make_trainer(tmp_path, max_epochs=3, max_steps=-1, accumulate_grad_batches=2).fit(module, datamodule=Blocks())
+    assert sorted(set(rates)) == pytest.approx(sorted({0.5, 1.0, 0.8535533906, 0.5, 0.1464466094}))
+
+
+def test_weight_decay_only_on_matrices(tmp_path):
+    module = CausalLM(config=TINY, weight_decay=0.3)
+    trainer = make_trainer(tmp_path)
+    trainer.fit(module, datamodule=Blocks())
+    [optimizer] = trainer.optimizers
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    network = module.network.transformer
+    assert decays[id(network.wte.weight)] == decays[id(network.h[0].attn.c_attn.weight)] == 0.3
+    assert decays[id(network.ln_f.weight)] == decays[id(network.h[0].attn.c_attn.bias)] == 0.0
+
+
+def test_bf16_true_has_no_other_copy(tmp_path):
+    module = CausalLM(config=TINY)
+    make_trainer(tmp_path, precision="bf16-true").fit(module, datamodule=Blocks())
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (Blocks(sequence_length=64), r"`sequence_length=64` is longer than the model's 32 positions"),
+        (Blocks(vocab_size=50257), r"The tokenizer has 50257 tokens, the model 258"),
+    ],
+)
+def test_unfitting_data_is_refused_before_the_model_is_built(tmp_path, data, message):
+    module = CausalLM(config=TINY)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path).fit(module, datamodule=data)
+    assert module.model is None
+
+
+def test_long_batches_from_any_loader_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="longer than the model's 32 positions"):
+        make_trainer(tmp_path).fit(CausalLM(config=TINY), Blocks(sequence_length=64).train_dataloader())
+
+
+def test_endless_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="set `max_steps` or `max_epochs`"):
+        make_trainer(tmp_path, max_epochs=-1, max_steps=-1).fit(CausalLM(config=TINY), datamodule=Blocks())
+
+
+def test_run_shorter_than_its_warmup_says_so(tmp_path):
+    with pytest.warns(UserWarning, match="it ends warming up"):
+        make_trainer(tmp_path).fit(CausalLM(config=TINY, warmup_steps=100), datamodule=Blocks())
+
+
+@pytest.mark.parametrize("argument", ["learning_rate", "warmup_steps", "weight_decay", "min_learning_rate_fraction"])
+def test_numbers_out_of_range(argument):
+    with pytest.raises(ValueError, match=f"`{argument}=-1`"):
+        CausalLM(config=TINY, **{argument: -1})
+
+
+def test_generate_is_repeatable_and_keeps_the_mode():
+    module = CausalLM(config=TINY)
+    module.configure_model()
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        texts.append(module.generate("ab", byte_tokenizer(), max_new_tokens=10))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("ab")
+    assert module.network.training
+
+
+def test_generate_beyond_the_positions():
+    module = CausalLM(config=TINY)
+    module.configure_model()
+    with pytest.raises(ValueError, match=r"Set `max_new_tokens` to at most 30"):
+        module.generate("ab", byte_tokenizer(), max_new_tokens=100)
+
+
+def test_export_refuses_a_used_folder(tmp_path):
+    module = CausalLM(config=TINY)
+    module.configure_model()
+    (tmp_path / "mine.txt").write_text("keep me")
+    with pytest.raises(ValueError, match="nothing is overwritten"):
+        module.export(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
