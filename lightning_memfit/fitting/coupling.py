@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_memfit.fitting.logs import StepLogs
 from lightning_memfit.fitting.loop import MicroBatchLoop, StepRequest
+from lightning_memfit.fitting.oom import is_out_of_memory, release
 from lightning_memfit.fitting.snapshot import RandomState, TrainingSnapshot
 from lightning_memfit.fitting.split import BatchSplitter
 from lightning_memfit.fitting.weights import LossWeight, batch_statistics, weigh
@@ -49,13 +50,26 @@ def check_coupling(
     """
     if num_samples < 3:
         return
+    hook_name = loop.module._current_fx_name
     pair, *_ = splitter.split(request.batch, [2, num_samples - 2])
     halves = splitter.split(pair, [1, 1])
     weights = weigh(pair, 2, shifted, loss_weight).of_parts(halves, [1, 1])
     if not all(weights):
         return
-    together, again, *apart = _losses(loop, request, [pair, pair, *halves])
-    if together is None or again is None or any(loss is None for loss in apart) or together != again:
+    try:
+        losses = _losses(loop, request, [pair, pair, *halves])
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    else:
+        failure = None
+    if failure is not None:  # two samples don't fit; no check, training will find its size
+        release(failure)
+        loop.settle_after_failure(hook_name)
+        return
+    together, again, *apart = losses
+    if together != again:
         return
     mean = sum(loss * weight for loss, weight in zip(apart, weights)) / sum(weights)
     if abs(together - mean) > _TOLERANCE * max(abs(together), abs(mean), 1e-6):
@@ -67,11 +81,11 @@ def check_coupling(
         )
 
 
-def _losses(loop: MicroBatchLoop, request: StepRequest, batches: list[Any]) -> list[float | None]:
+def _losses(loop: MicroBatchLoop, request: StepRequest, batches: list[Any]) -> list[float]:
     device = loop.trainer.strategy.root_device
     snapshot = TrainingSnapshot(loop.module, (), device, with_parameters=False)
     random = RandomState(device)
-    losses: list[float | None] = []
+    losses: list[float] = []
     try:
         loop.module.eval()
         with torch.no_grad(), StepLogs().capture(loop.results):
@@ -79,7 +93,7 @@ def _losses(loop: MicroBatchLoop, request: StepRequest, batches: list[Any]) -> l
                 if index != 1:  # the repetition draws other random numbers
                     random.restore()
                 loss = loop.forward(request, batch, 1.0).loss
-                losses.append(None if loss is None else float(loss))
+                losses.append(float("nan") if loss is None else float(loss))  # nan compares unequal: no verdict
     finally:
         snapshot.restore()
     return losses

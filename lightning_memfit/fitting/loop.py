@@ -133,14 +133,15 @@ class MicroBatchLoop(_AutomaticOptimization):
         """Run `training_step` on a part of the batch and divide its loss."""
         arguments = request.arguments.copy()
         arguments["batch"] = part
-        output = call._call_strategy_hook(self.trainer, "training_step", *arguments.values())
+        with self.unsynchronized():  # DistributedDataParallel decides in forward whether backward reduces
+            output = call._call_strategy_hook(self.trainer, "training_step", *arguments.values())
         self.trainer.strategy.post_training_step()
         if output is None and self.trainer.world_size > 1:
             raise RuntimeError(
                 "`training_step` returned None, which skips a batch. With several devices that is not possible: return a "
                 "loss of zero weight."
             )
-        return ClosureResult.from_training_step_output(output, divisor)
+        return ClosureResult.from_training_step_output(output, divisor)  # type: ignore[arg-type]
 
     def backward(self, request: StepRequest, loss: Tensor, announce: bool) -> None:
         """Run backward without synchronising ranks; `announce` calls `on_before_backward`, `on_after_backward` is left out.
@@ -180,7 +181,7 @@ class MicroBatchLoop(_AutomaticOptimization):
 
     def _uses_hooks(self) -> bool:
         if self._hooks_in_use is None:
-            owners = (self.module, *self.trainer.callbacks)
+            owners = (self.module, *_callbacks(self.trainer))
             self._hooks_in_use = any(is_overridden(hook, owner) for owner in owners for hook in _BACKWARD_HOOKS)
         return self._hooks_in_use
 
@@ -190,7 +191,7 @@ class MicroBatchLoop(_AutomaticOptimization):
             yield
             return
         owners = [
-            owner for owner in (self.module, *self.trainer.callbacks) if any(is_overridden(n, owner) for n in names)
+            owner for owner in (self.module, *_callbacks(self.trainer)) if any(is_overridden(n, owner) for n in names)
         ]
         hidden = [(owner, name, vars(owner).get(name)) for owner in owners for name in names]
         for owner, name, _ in hidden:
@@ -202,6 +203,10 @@ class MicroBatchLoop(_AutomaticOptimization):
                 object.__delattr__(owner, name)
                 if own is not None:
                     object.__setattr__(owner, name, own)
+
+
+def _callbacks(trainer: Trainer) -> list[Any]:
+    return list(getattr(trainer, "callbacks", ()))
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,12 +1,16 @@
 """Telling out-of-memory errors from all others, and letting go of what such an error holds."""
 
+import builtins
 import errno
 import gc
 import re
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 
 # What libraries write when memory runs out and the class of the error doesn't say so. Matched against RuntimeErrors only.
 _MESSAGES = re.compile(
@@ -53,7 +57,7 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
         waiting.append(one.__cause__)
         if not one.__suppress_context__:
             waiting.append(one.__context__)
-        waiting.extend(getattr(one, "exceptions", ()) if isinstance(one, _GROUPS) else ())
+        waiting.extend(one.exceptions if isinstance(one, _GROUP) else ())
 
 
 def release(error: BaseException) -> None:
@@ -78,9 +82,3 @@ def _says_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
-
-
-try:
-    _GROUPS: tuple[type, ...] = (BaseExceptionGroup,)
-except NameError:  # Python 3.10
-    _GROUPS = ()

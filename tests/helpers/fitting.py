@@ -1,0 +1,172 @@
+"""Small modules, data and runs for the tests of micro-batch fitting."""
+
+import logging
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+VOCABULARY = 11
+MASKED = -100
+
+
+class Sentences(Dataset):
+    """Token sequences of uneven length, padded on the right, some labels masked, one sample without any label."""
+
+    def __init__(self, num_samples: int = 48, length: int = 6) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(1, VOCABULARY, (num_samples, length), generator=generator)
+        self.sizes = torch.randint(2, length + 1, (num_samples,), generator=generator)
+        padding = torch.arange(length)[None] >= self.sizes[:, None]
+        self.ids[padding] = 0
+        self.labels = self.ids.masked_fill(padding | (torch.rand(self.ids.shape, generator=generator) < 0.2), MASKED)
+        self.labels[5] = MASKED  # a micro-batch of one has nothing to learn from
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.labels[index], "index": torch.tensor(index)}
+
+
+class Tagger(pl.LightningModule):
+    """Predicts each token's label from itself, by the mean over unmasked labels."""
+
+    def __init__(self, dropout: float = 0.0, batch_size: int = 16, num_samples: int = 48) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Embedding(VOCABULARY, 8), nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, VOCABULARY)
+        )
+        self.batch_size = batch_size
+        self.dataset = Sentences(num_samples)
+        self.seen: list[int] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self.net(batch["input_ids"]).transpose(1, 2), batch["labels"])
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.seen += batch["index"].tolist()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> DataLoader:
+        world_size = self.trainer.world_size
+        sampler = DistributedSampler(self.dataset, shuffle=False) if world_size > 1 else None
+        return DataLoader(self.dataset, self.batch_size, sampler=sampler)
+
+
+class KeepWeights(pl.Callback):
+    """Save the weights of every rank, which live in other processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        weights = [p.detach().clone() for p in pl_module.parameters()]
+        seen = getattr(pl_module, "seen", [])
+        torch.save((weights, seen), self.folder / f"{trainer.world_size}-{trainer.global_rank}.pt")
+
+
+def trainer_of(*callbacks: pl.Callback, devices: int = 1, **kwargs: Any) -> pl.Trainer:
+    """A quiet CPU trainer; two processes are forked and talk over gloo with a short timeout."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+    strategy: Any = "auto"
+    if devices > 1:
+        strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=timedelta(seconds=60))
+        kwargs.setdefault("use_distributed_sampler", False)
+    return pl.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, callbacks=list(callbacks), **{**quiet, "max_epochs": 2} | kwargs
+    )
+
+
+def fit(module: pl.LightningModule, *callbacks: pl.Callback, loader: Any = None, **kwargs: Any) -> pl.Trainer:
+    """Train a module."""
+    trainer = trainer_of(*callbacks, **kwargs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, loader)
+    return trainer
+
+
+def fit_on_two_ranks(
+    module: pl.LightningModule, folder: Path, *callbacks: pl.Callback, **kwargs: Any
+) -> list[tuple[list[Tensor], list[int]]]:
+    """Train on two ranks and return each rank's weights and the samples it saw."""
+    fit(module, *callbacks, KeepWeights(folder), devices=2, **kwargs)
+    return [torch.load(folder / f"2-{rank}.pt") for rank in range(2)]
+
+
+def difference(module: pl.LightningModule | list[Tensor], other: pl.LightningModule | list[Tensor]) -> float:
+    """The largest difference between two sets of weights."""
+    ours, theirs = ([*one.parameters()] if isinstance(one, pl.LightningModule) else one for one in (module, other))
+    return max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def out_of_memory() -> torch.OutOfMemoryError:
+    """The error a CUDA device raises."""
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB (injected).")
+
+
+class FailInBackward(torch.autograd.Function):
+    """Adds nothing to a loss and fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise out_of_memory()
+
+
+class Failing(Tagger):
+    """Runs out of memory where told to.
+
+    Args:
+        where: `forward`, `middle` (of forward, after logging), `backward` or `step`.
+        calls: At which calls of `training_step`, or of the optimizer step.
+        rank: On which rank.
+    """
+
+    def __init__(self, where: str, calls: Any, rank: int = 0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.where = where
+        self.calls = set(calls)
+        self.rank = rank
+        self.count = 0
+        self.failures = 0
+
+    def _is_due(self, where: str) -> bool:
+        due = self.where == where and self.global_rank == self.rank and self.count in self.calls
+        self.failures += due
+        return due
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.training and torch.is_grad_enabled() and self.where != "step":
+            self.count += 1
+        if self._is_due("forward"):
+            raise out_of_memory()
+        loss = super().training_step(batch, batch_idx)
+        if self._is_due("middle"):
+            raise out_of_memory()
+        return FailInBackward.apply(loss) if self._is_due("backward") else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+
+        def fail(*_: Any) -> None:
+            self.count += self.where == "step"
+            if self._is_due("step"):
+                raise out_of_memory()
+
+        optimizer.register_step_post_hook(fail)  # all weights are updated by then
+        return optimizer
