@@ -6,12 +6,13 @@ which must not run again when the block is recomputed) stay as they are.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_memfit.checkpointing.policies import CHOICES, Choice, kept_operators, selective_contexts
 
@@ -27,6 +28,7 @@ class CheckpointedForward:
     def __init__(self, block: nn.Module, choice: Choice) -> None:
         self.block = block
         self.choice = choice
+        self.has_statistics = any(isinstance(module, _BatchStatistics) for module in block.modules())
         self.shadowed = vars(block).get("forward")
         self.__wrapped__ = self.shadowed or type(block).forward  # for inspect.signature
 
@@ -35,7 +37,7 @@ class CheckpointedForward:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         _refuse_caches(self.block, (*args, *kwargs.values()))
-        return checkpoint(self.inner, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
+        return checkpoint(self.inner, *args, use_reentrant=False, **self.options(), **kwargs)
 
     def inner(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward."""
@@ -43,13 +45,16 @@ class CheckpointedForward:
             return self.shadowed(*args, **kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
 
-    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Contexts of the forward pass and of the recomputation."""
+    def options(self) -> dict[str, Any]:
+        """Options of `torch.utils.checkpoint`: contexts of the forward pass and the recomputation, where needed."""
         kept = kept_operators(self.choice)
-        forward, recompute = selective_contexts(kept)() if kept else (nullcontext(), nullcontext())
-        if any(isinstance(module, _BatchStatistics) for module in self.block.modules()):
-            recompute = _both(recompute, _frozen_statistics(self.block))
-        return forward, recompute
+        if self.has_statistics:
+            if torch.compiler.is_compiling():
+                # Compiled checkpointing counts a batch twice in running statistics. Raised while tracing, this makes
+                # the compiler leave the block to eager execution; with fullgraph=True it reaches the user.
+                raise NotImplementedError(f"{type(self.block).__name__} has running statistics: not compiled.")
+            return {"context_fn": partial(_with_frozen_statistics, kept, self.block)}
+        return {"context_fn": selective_contexts(kept)} if kept else {}
 
 
 class AppliedCheckpointing:
@@ -159,6 +164,11 @@ def _refuse_caches(block: nn.Module, values: tuple[Any, ...]) -> None:
                 f"{type(block).__name__} was called with a key/value cache ({type(value).__name__}) while gradients "
                 "are on; recomputing it would fill the cache twice. Call the model with `use_cache=False` in training."
             )
+
+
+def _with_frozen_statistics(kept: frozenset[Any], block: nn.Module) -> tuple[Any, Any]:
+    forward, recompute = selective_contexts(kept)() if kept else noop_context_fn()
+    return forward, _both(recompute, _frozen_statistics(block))
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class SegmentedForward(CheckpointedForward):
         children = list(self.block.children())
         for start in range(0, len(children), self.segment_size):
             segment = partial(_run, children[start : start + self.segment_size])
-            value = checkpoint(segment, value, use_reentrant=False, context_fn=self.contexts)
+            value = checkpoint(segment, value, use_reentrant=False, **self.options())
         return value
 
 

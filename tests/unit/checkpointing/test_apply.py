@@ -73,6 +73,36 @@ def test_autocast():
         assert_equal_runs(gradients(model, batch), plain)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["full", "keep_matmul"])
+def test_compiled(choice):
+    model, batch = make("gpt2")
+    model.eval()  # the compiler draws dropout in another order
+    loss = loss_of(model, batch)
+    loss.backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    apply_checkpointing(blocks_of(model), [choice] * 4)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(loss_of(compiled, batch), loss)
+    loss_of(compiled, batch).backward()
+    for ours, theirs in zip((p.grad for p in model.parameters()), plain, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.slow
+def test_compiled_with_running_statistics():
+    model, batch = make("resnet")
+    _, plain, buffers, _ = gradients(copy.deepcopy(model), batch)
+    blocks = blocks_of(model)
+    apply_checkpointing(blocks, ["full"] * len(blocks))
+    loss_of(torch.compile(model, backend="aot_eager"), batch).backward()
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, buffers[name])
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain[name])
+
+
 def kept_bytes(choice, fake=False, **config):
     """Bytes alive between forward and backward, parameters aside."""
     mode = FakeTensorMode() if fake else torch.enable_grad()
