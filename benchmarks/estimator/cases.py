@@ -122,7 +122,9 @@ _MODELS: dict[str, Callable[[str], nn.Module]] = {
         intermediate_size=1024,
         vocab_size=4000,
     ),
-    "t5-4x256": _language("t5", num_layers=4, d_model=256, d_kv=32, num_heads=8, d_ff=1024, vocab_size=4000),
+    "t5-4x256": _language(
+        "t5", num_layers=4, d_model=256, d_kv=32, num_heads=8, d_ff=1024, vocab_size=4000, decoder_start_token_id=0
+    ),
     "vit-8x192": _language(
         "vit",
         num_hidden_layers=8,
@@ -132,7 +134,9 @@ _MODELS: dict[str, Callable[[str], nn.Module]] = {
         image_size=64,
         patch_size=8,
     ),
-    "resnet": _language("resnet", depths=[2, 2, 2, 2], hidden_sizes=[32, 64, 128, 256], embedding_size=32),
+    "resnet": _language(
+        "resnet", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512], embedding_size=64, layer_type="basic"
+    ),
     "gpt2": _language("gpt2"),
     "gpt2-medium": _language("gpt2", n_layer=24, n_embd=1024, n_head=16),
     "gpt2-large": _language("gpt2", n_layer=36, n_embd=1280, n_head=20),

@@ -36,7 +36,9 @@ def estimate(case: Case, device: str, capability: tuple[int, int]) -> dict[str, 
     emulation = Emulation(device, capability, case.kernel or None)  # type: ignore[arg-type]
     started = time.perf_counter()
     module = build_module(case, "meta")
-    profile = profile_module(module, build_batch(case), options, emulation, build_callbacks(case), any_micro_batch=False)
+    profile = profile_module(
+        module, build_batch(case), options, emulation, build_callbacks(case), any_micro_batch=False
+    )
     runtime = runtime_memory(capability) if device == "cuda" else None
     result = estimate_step(profile, runtime=runtime)
     return {
@@ -117,7 +119,9 @@ def main() -> int:
         if time.perf_counter() - started > arguments.limit_seconds:
             break
         receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(send, case, arguments.device, capability, arguments.device == "cpu"))
+        process = context.Process(
+            target=_child, args=(send, case, arguments.device, capability, arguments.device == "cpu")
+        )
         process.start()
         row = receive.recv()
         process.join()

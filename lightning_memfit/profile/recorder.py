@@ -10,6 +10,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
+from lightning_memfit.profile.kernels import python_kernel
 
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 
@@ -21,10 +22,17 @@ class EventRecorder(StorageLedger):
         blocks: Repeated blocks in order; events in their forward and backward carry their number.
         host_scalars: Leave zero-dimensional optimizer states out, as they stay on the host (torch's non-capturable
             optimizers on CUDA keep `step` there).
+        python_kernels: Look inside CPU kernels that are Python programs of their own.
     """
 
-    def __init__(self, blocks: tuple[torch.nn.Module, ...] = (), host_scalars: bool = False) -> None:
+    def __init__(
+        self,
+        blocks: tuple[torch.nn.Module, ...] = (),
+        host_scalars: bool = False,
+        python_kernels: bool = False,
+    ) -> None:
         super().__init__()
+        self._python_kernels = python_kernels
         self.optimizers: list[str] = []
         self._events: list[int] = []
         self._event_blocks: list[int] = []
@@ -33,6 +41,7 @@ class EventRecorder(StorageLedger):
         self._sites: list[int] = []
         self._storage_blocks: list[int] = []
         self._allocations: list[int] = []
+        self._owners: dict[int, int] = {}
         self._site_index: dict[str, int] = {}
         self._phases: list[tuple[int, str]] = []
         self._number: dict[int, int] = {}
@@ -52,13 +61,10 @@ class EventRecorder(StorageLedger):
 
     def track_module(self, module: torch.nn.Module) -> None:
         """Enter the module's tensors and follow its submodules' calls."""
+        super().track_module(module)
         owner = _owning_blocks(module, self._blocks)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            self._pending_block = owner.get(name, OUTSIDE)
-            kind = Category.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Category.BUFFER
-            self.track(tensor, kind, name)
-        self._pending_block = None
-        super().track_module(module)
+            self._assign(tensor, owner.get(name, OUTSIDE))
         for name, child in module.named_modules():
             self._follow(name, child)
 
@@ -99,12 +105,16 @@ class EventRecorder(StorageLedger):
 
     def _see(self, func: Any, args: Any, tensor: torch.Tensor) -> None:
         if self._block == OUTSIDE and args:
-            self._pending_block = self._block_of_argument(args[0], tensor)
+            self._pending_block = self._block_of_argument(args[0])
         super()._see(func, args, tensor)
         self._pending_block = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator; a `_foreach_` result belongs to the block of the tensor at its own place in the list."""
+        kernel = python_kernel(func) if self._python_kernels else None
+        if kernel is not None:
+            with self:
+                return kernel(*args, **(kwargs or {}))
         result = func(*args, **kwargs) if kwargs else func(*args)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
@@ -123,7 +133,7 @@ class EventRecorder(StorageLedger):
                             self._see(func, args, inner)
         return result
 
-    def _block_of_argument(self, argument: Any, result: torch.Tensor) -> int:
+    def _block_of_argument(self, argument: Any) -> int:
         if not isinstance(argument, torch.Tensor) or torch.is_grad_enabled():
             return OUTSIDE
         entry = self._entries.get(argument.untyped_storage()._cdata)
@@ -177,8 +187,9 @@ class EventRecorder(StorageLedger):
                     self._forget(value)
 
     def _assign(self, tensor: torch.Tensor, block: int) -> None:
-        """Move a storage, with its allocation, to the block it serves."""
+        """Move a storage, with its allocation, to the block it serves; one that serves several belongs to none."""
         number = self._number[self._entries[tensor.untyped_storage()._cdata].identity]
+        block = block if self._owners.setdefault(number, block) == block else OUTSIDE
         self._storage_blocks[number] = block
         self._event_blocks[self._allocations[number]] = block
 

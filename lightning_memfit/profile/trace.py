@@ -147,7 +147,8 @@ def _trace(
                     clone.configure_model()  # type: ignore[operator]
                 table = parameter_table(clone)
                 fold = fold_blocks(clone, shorten)
-                recorder = EventRecorder(fold.blocks, host_scalars=emulation.device == "cuda")
+                cuda = emulation.device == "cuda"
+                recorder = EventRecorder(fold.blocks, host_scalars=cuda, python_kernels=not cuda)
                 run_step(recorder, clone, integers.fake_batch(batch), options, callbacks, make_optimizer)
     finally:
         torch.set_rng_state(generator)
