@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.optim.bitsandbytes_states import StateWidths, make_maps_fake
 
@@ -110,8 +110,6 @@ def to_bitsandbytes(
     Raises:
         ValueError: If the class, a hyper-parameter, a parameter's dtype or an existing state cannot be carried over.
     """
-    import bitsandbytes
-
     if bits not in (8, 32):
         raise ValueError(f"`bits={bits}` must be 8 or 32.")
     family = _family_of(optimizer)
@@ -120,10 +118,13 @@ def to_bitsandbytes(
         raise ValueError(
             f"`paged=True`: bitsandbytes has no paged {family.stem}. Use paged=False or AdamW, Adam or Lion."
         )
-    cls = getattr(bitsandbytes.optim, f"{'Paged' if paged else ''}{family.stem}{bits}bit")
     groups = [family.translate(group) for group in optimizer.param_groups]
     defaults = family.translate({**optimizer.param_groups[0], **optimizer.defaults, "params": None})
-    with unset_fake_temporarily():  # the quantization maps are computed in Python from tensor values
+    # The quantization maps, and what bitsandbytes makes when it is imported, are real tensors with values.
+    with _disable_current_modes():
+        import bitsandbytes
+
+        cls = getattr(bitsandbytes.optim, f"{'Paged' if paged else ''}{family.stem}{bits}bit")
         converted = cls(groups, min_8bit_size=min_8bit_size, **_constructor_arguments(family, optimizer))
     converted.defaults.update({name: defaults[name] for name in converted.defaults if name in defaults})
     make_maps_fake(converted)

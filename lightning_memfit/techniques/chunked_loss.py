@@ -15,23 +15,23 @@ from lightning_memfit.techniques.wrapping import wrap_method
 
 
 class ChunkedLoss(TechniqueCallback):
-    """Compute head and loss together in chunks of tokens, wherever a causal language model is called with `labels`.
+    """Compute head and loss together in chunks, wherever a causal language model is called with `labels`.
 
     The model's output is complete but for `logits`, which is None then; without labels nothing changes. Loss and
     gradients are exact up to the order of additions.
 
     Args:
-        chunk_size: Tokens whose logits exist at a time; by default a quarter of the model's width, at least 128.
+        num_chunks: Logits exist for one in this many parts of the sequence at a time.
 
     Raises:
-        ValueError: If `chunk_size` is less than 1.
+        ValueError: If `num_chunks` is less than 1.
     """
 
-    def __init__(self, chunk_size: int | None = None) -> None:
+    def __init__(self, num_chunks: int = 8) -> None:
         super().__init__()
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"`chunk_size={chunk_size}` must be at least 1.")
-        self.chunk_size = chunk_size
+        if num_chunks < 1:
+            raise ValueError(f"`num_chunks={num_chunks}` must be at least 1.")
+        self.num_chunks = num_chunks
 
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_model`, after which the model is complete."""
@@ -40,8 +40,8 @@ class ChunkedLoss(TechniqueCallback):
             inner()
             models = find_causal_models(pl_module)
             for model in models:
-                self.on_restore(chunk_loss(model, self.chunk_size))
-            self.announce(f"loss of {', '.join(type(model).__name__ for model in models)} computed in chunks of tokens")
+                self.on_restore(chunk_loss(model, self.num_chunks))
+            self.announce(f"loss of {', '.join(type(model).__name__ for model in models)} computed in chunks")
 
         self.on_restore(wrap_method(pl_module, "configure_model", configure))
 
@@ -68,13 +68,13 @@ def _is_causal(module: Any) -> bool:
     return getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
-def chunk_loss(model: Any, chunk_size: int | None = None) -> Callable[[], None]:
+def chunk_loss(model: Any, num_chunks: int = 8) -> Callable[[], None]:
     """Make a Hugging Face causal language model compute its loss in chunks, and return what makes it as it was.
 
     Its head hands on the hidden states, and its loss function takes them as they are. Were they changed in between
     (logits soft-capped or scaled), an error says so.
     """
-    chunked = _ChunkedModel(model, chunk_size)
+    chunked = _ChunkedModel(model, num_chunks)
     hooks = [
         model.register_forward_pre_hook(chunked.before, with_kwargs=True),
         model.register_forward_hook(chunked.after),
@@ -97,12 +97,12 @@ def chunk_loss(model: Any, chunk_size: int | None = None) -> Callable[[], None]:
 class _ChunkedModel:
     """What one model's hooks share during a call."""
 
-    def __init__(self, model: Any, chunk_size: int | None) -> None:
+    def __init__(self, model: Any, num_chunks: int) -> None:
         self.head: nn.Linear = model.get_output_embeddings()
         self.name = type(model).__name__
         self.whole_loss = model.loss_function
         self.signature = inspect.signature(type(model).forward)
-        self.chunk_size = chunk_size
+        self.num_chunks = num_chunks
         self.hidden: Tensor | None = None
         self.is_chunking = False
         self.is_done = False
@@ -137,7 +137,7 @@ class _ChunkedModel:
                 "cannot follow. Leave it out for this model."
             )
         self.is_done = True
-        return causal_loss(hidden, labels, self.head.weight, self.head.bias, self.chunk_size, **kwargs)
+        return causal_loss(hidden, labels, self.head.weight, self.head.bias, self.num_chunks, **kwargs)
 
     def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Take the hidden states out of the place of the logits."""
@@ -154,7 +154,7 @@ def causal_loss(
     labels: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    chunk_size: int | None = None,
+    num_chunks: int = 8,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
@@ -167,15 +167,15 @@ def causal_loss(
         labels: `(batch, length)`; position t is predicted from t-1.
         weight: Of the head, `(vocabulary, width)`.
         bias: Of the head.
-        chunk_size: See `linear_cross_entropy`.
+        num_chunks: See `linear_cross_entropy`.
         num_items_in_batch: Divide the sum by this instead of by the tokens that count.
         ignore_index: Labels that do not count.
         shift_labels: Labels that are shifted already, used instead of `labels`.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    target = shift_labels.reshape(-1).to(hidden.device)
-    total = linear_cross_entropy(hidden.reshape(-1, hidden.shape[-1]), weight, target, bias, ignore_index, chunk_size)
+    target = shift_labels.reshape(hidden.shape[:2]).to(hidden.device)
+    total = linear_cross_entropy(hidden, weight, target, bias, ignore_index, num_chunks)
     if num_items_in_batch is None:
         return total / (target != ignore_index).sum()
     if torch.is_tensor(num_items_in_batch):

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head, computed in chunks of tokens, so that the logits are never whole.
+"""Cross-entropy of a linear head, computed in chunks of positions, so that the logits are never whole.
 
 The gradients of a chunk are computed while its logits are there, in the forward pass (as in Liger Kernel, Hsu et al.,
 2024, arXiv 2410.10989): nothing is recomputed. `F.linear_cross_entropy` of torch 2.13 does the same, but is absent
@@ -18,7 +18,7 @@ def linear_cross_entropy(
     target: Tensor,
     bias: Tensor | None = None,
     ignore_index: int = -100,
-    chunk_size: int | None = None,
+    num_chunks: int = 8,
 ) -> Tensor:
     """Sum of `cross_entropy(linear(hidden, weight, bias).float(), target)` over the tokens that count.
 
@@ -26,31 +26,30 @@ def linear_cross_entropy(
     of `weight` is accumulated in the weight's dtype. One backward pass per call; no second derivatives.
 
     Args:
-        hidden: `(tokens, width)`.
+        hidden: `(batch, length, width)`.
         weight: `(classes, width)`.
-        target: `(tokens,)`, integers.
+        target: `(batch, length)`, integers.
         bias: `(classes,)`.
         ignore_index: Tokens with this target do not count.
-        chunk_size: Tokens whose logits exist at a time; by default a quarter of the width, at least 128, which keeps
-            logits of float32 well under the size of the weight's own gradient.
+        num_chunks: The length is cut into this many chunks, of which one has logits at a time. Cut along the length,
+            what a step allocates stays proportional to the batch.
 
     Returns:
         A float32 scalar.
 
     Raises:
-        ValueError: If a shape does not fit or `chunk_size` is less than 1.
+        ValueError: If a shape does not fit or `num_chunks` is less than 1.
     """
-    if hidden.ndim != 2 or target.shape != hidden.shape[:1] or weight.shape[1:] != hidden.shape[1:]:
+    if hidden.ndim != 3 or target.shape != hidden.shape[:2] or weight.shape[1:] != hidden.shape[2:]:
         raise ValueError(
             f"`hidden` {tuple(hidden.shape)}, `weight` {tuple(weight.shape)} and `target` {tuple(target.shape)} must "
-            "be (tokens, width), (classes, width) and (tokens,)."
+            "be (batch, length, width), (classes, width) and (batch, length)."
         )
-    if chunk_size is None:
-        chunk_size = max(128, hidden.shape[1] // 4)
-    if chunk_size < 1:
-        raise ValueError(f"`chunk_size={chunk_size}` must be at least 1.")
+    if num_chunks < 1:
+        raise ValueError(f"`num_chunks={num_chunks}` must be at least 1.")
+    chunk_length = -(-hidden.shape[1] // num_chunks)
     result: Tensor = _LinearCrossEntropy.apply(
-        hidden, weight, bias, target, ignore_index, chunk_size, torch.is_grad_enabled()
+        hidden, weight, bias, target, ignore_index, chunk_length, torch.is_grad_enabled()
     )
     return result
 
@@ -64,7 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         ignore_index: int,
-        chunk_size: int,
+        chunk_length: int,
         with_gradients: bool,
     ) -> Tensor:
         device = hidden.device.type
@@ -79,12 +78,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             head = weight.to(dtype)
             offset = None if bias is None else bias.to(dtype)
-            for start in range(0, hidden.shape[0], chunk_size):
-                rows = slice(start, start + chunk_size)
-                inputs = hidden[rows].to(dtype)
+            for start in range(0, hidden.shape[1], chunk_length):
+                columns = slice(start, start + chunk_length)
+                inputs = hidden[:, columns].reshape(-1, hidden.shape[2]).to(dtype)
                 logits = F.linear(inputs, head, offset).float()
-                total += _loss_to_gradient(logits, target[rows], ignore_index)
-                _accumulate(gradients, logits, inputs, head, rows)
+                total += _loss_to_gradient(logits, target[:, columns].reshape(-1), ignore_index)
+                _accumulate(gradients, logits, inputs, head, columns)
                 del logits  # or two chunks' logits would be alive at a time
         ctx.gradients = gradients
         return total
@@ -112,7 +111,7 @@ def _loss_to_gradient(logits: Tensor, target: Tensor, ignore_index: int) -> Tens
     return torch.where(counts, losses, 0.0).sum()
 
 
-def _accumulate(gradients: list[Tensor | None], slope: Tensor, inputs: Tensor, head: Tensor, rows: slice) -> None:
+def _accumulate(gradients: list[Tensor | None], slope: Tensor, inputs: Tensor, head: Tensor, columns: slice) -> None:
     """Add one chunk's gradients; for float16, which could overflow before the loss scale is known, in float32."""
     dtype = torch.float32 if inputs.dtype is torch.float16 else inputs.dtype
     of_hidden, of_weight, of_bias = gradients
@@ -120,7 +119,8 @@ def _accumulate(gradients: list[Tensor | None], slope: Tensor, inputs: Tensor, h
         of_bias += slope.sum(dim=0)
     slope, inputs = slope.to(dtype), inputs.to(dtype)
     if of_hidden is not None:
-        of_hidden[rows] = slope @ head.to(dtype)
+        part = of_hidden[:, columns]
+        part.copy_((slope @ head.to(dtype)).view_as(part))
     if of_weight is None:
         return
     if of_weight.dtype is dtype:

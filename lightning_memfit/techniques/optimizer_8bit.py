@@ -1,6 +1,7 @@
 """`Optimizer8bit`: the module's own optimizer with 8-bit states."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,6 +38,8 @@ class Optimizer8bit(TechniqueCallback):
         self, paged: bool = False, keep_32bit_embeddings: bool = True, min_8bit_size: int = 4096, bits: int = 8
     ) -> None:
         super().__init__()
+        if find_spec("bitsandbytes") is None:
+            raise ModuleNotFoundError("Optimizer8bit needs bitsandbytes: pip install 'bitsandbytes>=0.49,<0.51'")
         if bits not in (8, 32) or (bits == 32 and not paged):
             raise ValueError(f"`bits={bits}` with `paged={paged}`: choose bits=8, or bits=32 with paged=True.")
         if min_8bit_size < 0:

@@ -1,4 +1,6 @@
 import copy
+import subprocess
+import sys
 
 import lightning.pytorch as pl
 import pytest
@@ -142,3 +144,27 @@ def test_wrong_arguments():
         Optimizer8bit(bits=32)
     with pytest.raises(ValueError, match="min_8bit_size=-1"):
         Optimizer8bit(min_8bit_size=-1)
+
+
+def test_bitsandbytes_is_asked_for_when_it_is_needed(monkeypatch):
+    monkeypatch.setattr("lightning_memfit.techniques.optimizer_8bit.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install"):
+        Optimizer8bit()
+
+
+@pytest.mark.slow
+def test_first_import_under_fake_tensors_makes_no_fake_maps():
+    program = """
+import sys, torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from lightning_memfit.optim.eight_bit import to_bitsandbytes
+assert "bitsandbytes" not in sys.modules
+with FakeTensorMode():
+    to_bitsandbytes(torch.optim.AdamW([torch.nn.Parameter(torch.empty(64, 64))]))
+weight = torch.nn.Parameter(torch.ones(64, 64))
+optimizer = to_bitsandbytes(torch.optim.AdamW([weight], lr=0.1))
+weight.grad = torch.ones(64, 64)
+optimizer.step()
+assert 0.8 < weight.mean().item() < 0.95
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
