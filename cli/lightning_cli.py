@@ -12,8 +12,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from .explain import explain
 from .recipe_files import resolve_arguments
 
-# LightningCLI 2.6 makes these calls, which jsonargparse 4.5x announces to drop in 5.0 (pinned below that).
-_DEPRECATED_CALLS = ("By default only one", "``?instantiate_classes", "``?add_instantiator", "``?skip_none")
+# Lightning 2.6 makes these calls, which jsonargparse 4.5x (pinned below 5) and torch announce to drop.
+_DEPRECATED_CALLS = (
+    r"\s*By default only one JsonargparseDeprecationWarning",
+    r"\s*(``)?(ArgumentParser\.)?(instantiate_classes|add_instantiator|skip_none)",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+)
 
 
 class MemFitParser(LightningArgumentParser):
@@ -75,9 +79,9 @@ class MemFitCLI(LightningCLI):
 
 
 def silence_deprecated_calls() -> None:
-    """Hide the warnings about calls that only LightningCLI can change."""
+    """Hide the warnings about calls that only Lightning can change."""
     for message in _DEPRECATED_CALLS:
-        warnings.filterwarnings("ignore", rf"\s*{message}", DeprecationWarning)
+        warnings.filterwarnings("ignore", message)
 
 
 def main(argv: list[str]) -> int:

@@ -73,6 +73,7 @@ def build(config: PretrainedConfig, pretrained: str | None, attn_implementation:
         with _readable("pretrained", pretrained):
             folder = _local_or_hub("pretrained", pretrained)
             network = AutoModelForCausalLM.from_pretrained(folder, config=config, use_safetensors=True, **options)
+    network.config.use_cache = False  # keys and values of past tokens, which training never reads
     network.loss_type = "ForCausalLM"  # GPT-2's class is named otherwise, and transformers would warn
     return network
 

@@ -124,7 +124,7 @@ class CausalLM(pl.LightningModule):
 
     def forward(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
         """Call the Hugging Face model, without a key-value cache unless asked for."""
-        return self.network(input_ids=input_ids, **{"use_cache": False, **arguments})
+        return self.network(input_ids=input_ids, **arguments)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

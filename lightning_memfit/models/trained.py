@@ -62,7 +62,11 @@ def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTr
     target = Path(folder).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"`folder={str(folder)!r}` is not empty. Name a new folder: nothing is overwritten.")
-    network.save_pretrained(target)
+    was_cached, network.config.use_cache = network.config.use_cache, True  # off only for training
+    try:
+        network.save_pretrained(target)
+    finally:
+        network.config.use_cache = was_cached
     if tokenizer is not None:
         tokenizer.save_pretrained(target)
     return target

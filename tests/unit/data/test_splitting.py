@@ -27,7 +27,9 @@ def test_equal_documents_stay_together():
 
 
 def test_hash_is_the_same_on_every_machine():
-    assert content_hash("import os\n").to_bytes(8, "little").hex() == "56f310887826c0b0"  # printf 'import os\\n' | b2sum -l 64
+    assert (
+        content_hash("import os\n").to_bytes(8, "little").hex() == "56f310887826c0b0"
+    )  # printf 'import os\\n' | b2sum -l 64
 
 
 @pytest.mark.parametrize("texts", [[], ["same", "same"], ["one"]])

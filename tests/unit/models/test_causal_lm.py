@@ -1,3 +1,5 @@
+import json
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -74,7 +76,7 @@ def test_no_cache_while_training():
     module = CausalLM(config=TINY)
     module.configure_model()
     assert module(torch.randint(258, (1, 8))).past_key_values is None
-    assert module.network.config.use_cache  # as it was, for whoever generates later
+    assert not module.network.config.use_cache
 
 
 def test_fit_logs_loss_and_perplexity(tmp_path):
@@ -99,7 +101,7 @@ def test_schedule_counts_optimizer_steps(tmp_path):
     rates = []
     module.on_before_zero_grad = lambda optimizer: rates.append(optimizer.param_groups[0]["lr"])
     make_trainer(tmp_path, max_epochs=3, max_steps=-1, accumulate_grad_batches=2).fit(module, datamodule=Blocks())
-    assert sorted(set(rates)) == pytest.approx(sorted({0.5, 1.0, 0.8535533906, 0.5, 0.1464466094}))
+    assert sorted(set(rates)) == pytest.approx(sorted({0.5, 1.0, 0.8535533906, 0.1464466094}))
 
 
 def test_weight_decay_only_on_matrices(tmp_path):
@@ -171,6 +173,14 @@ def test_generate_beyond_the_positions():
     module.configure_model()
     with pytest.raises(ValueError, match=r"Set `max_new_tokens` to at most 30"):
         module.generate("ab", byte_tokenizer(), max_new_tokens=100)
+
+
+def test_export_has_the_cache_on_again(tmp_path):
+    module = CausalLM(config=TINY)
+    module.configure_model()
+    module.export(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["use_cache"] is True
+    assert not module.network.config.use_cache
 
 
 def test_export_refuses_a_used_folder(tmp_path):

@@ -1,0 +1,99 @@
+import pytest
+import yaml
+
+from cli.lightning_cli import MemFitCLI
+from cli.main import main
+
+MODEL = {
+    "class_path": "lightning_memfit.models.CausalLM",
+    "init_args": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 258}},
+}
+DATA = {"class_path": "lightning_memfit.data.StandardLibraryText", "init_args": {"max_files": 10}}
+CHECKPOINT = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"monitr": "x"}}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(name="a.yaml", **content):
+        (tmp_path / name).write_text(yaml.safe_dump({"model": MODEL, "data": DATA, **content}))
+        return str(tmp_path / name)
+
+    return write_file
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"trainer": {"max_stepz": 3}}, "no option `trainer.max_stepz`. Closest: trainer.max_steps"),
+        ({"trainerr": {"max_steps": 3}}, "no option `trainerr.max_steps`. Closest: trainer."),
+        (
+            {"model": {**MODEL, "init_args": {"learning_rat": 1}}},
+            "`model`: CausalLM has no argument `learning_rat`. Closest: learning_rate",
+        ),
+        (
+            {"data": {**DATA, "init_args": {"sequence_lenght": 1}}},
+            "`data`: StandardLibraryText has no argument `sequence_lenght`. Closest: sequence_length",
+        ),
+        (
+            {"trainer": {"callbacks": [CHECKPOINT]}},
+            "`trainer.callbacks`: ModelCheckpoint has no argument `monitr`. Closest: monitor",
+        ),
+        (
+            {"model": {"class_path": "lightning_memfit.models.CausallM"}},
+            "`model`: there is no class `lightning_memfit.models.CausallM`. Closest: lightning_memfit.models.causal_lm.",
+        ),
+        (
+            {"trainer": {"callbacks": [{"class_path": "ModelCheckpointt"}]}},
+            "`trainer.callbacks`: there is no class `ModelCheckpointt`. Closest: lightning.pytorch.callbacks.",
+        ),
+        ({"trainer": {"max_steps": "many"}}, "Expected a <class 'int'>. Got value: many"),
+    ],
+)
+def test_mistakes_in_a_file_name_the_closest(write, capsys, content, message):
+    assert main(["fit", "--config", write(**content)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("memfit: error: ")
+    assert message in error
+    assert len(error.splitlines()) <= 2
+
+
+def test_mistake_on_the_command_line(write, capsys):
+    assert main(["fit", "--config", write(), "--trainer.max_stepz=3"]) == 2
+    assert "Closest: trainer.max_steps" in capsys.readouterr().err
+
+
+def test_wrong_value_in_a_constructor(write, capsys):
+    assert main(["fit", "--config", write(), "--model.learning_rate=-1"]) == 2
+    assert "memfit: error: `learning_rate=-1.0` must be" in capsys.readouterr().err
+
+
+def test_print_config_composes_files_and_appends_callbacks(write, tmp_path, capsys):
+    first = write(trainer={"max_steps": 3, "callbacks": [{"class_path": "LearningRateMonitor"}]})
+    (tmp_path / "b.yaml").write_text(
+        yaml.safe_dump({"trainer": {"max_steps": 5, "callbacks+": [{"class_path": "RichProgressBar"}]}})
+    )
+    arguments = ["fit", "--config", first, "--config", str(tmp_path / "b.yaml"), "--config", "fragments/memory_limit"]
+    assert main([*arguments, "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["trainer"]["max_steps"] == 5
+    names = [callback["class_path"].rpartition(".")[2] for callback in printed["trainer"]["callbacks"]]
+    assert names == ["LearningRateMonitor", "RichProgressBar", "MemoryLimit"]
+
+
+def test_help_is_short_at_the_top(capsys):
+    assert main(["fit", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: memfit fit [--config RECIPE ...] [--KEY VALUE ...]")
+
+
+def test_without_running(write):
+    cli = MemFitCLI(["--seed_everything=1", "--config", write(trainer={"max_steps": 3})], run=False)
+    assert cli.trainer.max_steps == 3
+    assert type(cli.model).__name__ == "CausalLM"
+    assert type(cli.datamodule).__name__ == "StandardLibraryText"
+    assert cli.model.model is None
+
+
+def test_no_deprecation_warning_of_the_parser(write, recwarn, monkeypatch):
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "all")
+    MemFitCLI(["--seed_everything=1", "--config", write()], run=False)
+    assert not [warning for warning in recwarn if "jsonargparse" in str(warning.category).lower()]

@@ -1,0 +1,66 @@
+import subprocess
+import sys
+
+import pytest
+
+from cli.errors import readable_errors
+from cli.main import COMMANDS, main
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    output = capsys.readouterr().out
+    assert all(name in output for name in COMMANDS)
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from cli.main import main; main(['--help']); "
+        "sys.exit(bool({'torch', 'lightning'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+def test_no_command_and_unknown_command(capsys):
+    assert main([]) == 2
+    assert main(["fti"]) == 2
+    assert "there is no command 'fti'. Closest: fit" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_user_mistake_is_one_message(capsys, monkeypatch):
+    monkeypatch.delenv("MEMFIT_DEBUG", raising=False)
+    assert main(["recipes", "copy", "quikstart"]) == 2
+    error = capsys.readouterr().err
+    assert "Closest recipes: quickstart" in error
+    assert "Traceback" not in error
+
+
+def test_debug_variable_keeps_the_traceback(monkeypatch):
+    monkeypatch.setenv("MEMFIT_DEBUG", "1")
+    with pytest.raises(ValueError, match="neither a file nor a recipe"):
+        main(["recipes", "copy", "quikstart"])
+
+
+def test_our_own_mistakes_keep_their_traceback():
+    with pytest.raises(ValueError, match="invalid literal"), readable_errors():
+        int("x")
+
+
+def test_causes_are_looked_at(capsys):
+    def wrapped():
+        from lightning_memfit.memory import parse_bytes
+
+        try:
+            parse_bytes("abc", "limit")
+        except ValueError as error:
+            raise RuntimeError("somewhere in the parser") from error
+
+    with readable_errors() as outcome:
+        wrapped()
+    assert outcome.code == 2
+    assert capsys.readouterr().err.startswith("memfit: error: `limit='abc'` is not a size.")
