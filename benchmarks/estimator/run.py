@@ -55,11 +55,15 @@ def estimate(case: Case, device: str, capability: tuple[int, int]) -> dict[str, 
     }
 
 
-def run_case(case: Case, device: str, capability: tuple[int, int], with_tracker: bool) -> dict[str, Any]:
-    """Estimate, measure, and MemTracker's figure for one case."""
+def run_case(case: Case, device: str) -> dict[str, Any]:
+    """Estimate, measure, and on the CPU MemTracker's figure for one case."""
     from benchmarks.estimator import measure
 
     row: dict[str, Any] = {"name": case.name, "case": case.to_dict()}
+    capability = (8, 0)
+    if device == "cuda":
+        capability = torch.cuda.get_device_capability()
+        row["gpu"] = torch.cuda.get_device_name()
     row["predicted"] = estimate(case, device, capability)
     started = time.perf_counter()
     row["measured"] = (measure.measure_cuda if device == "cuda" else measure.measure_cpu)(case)
@@ -67,7 +71,7 @@ def run_case(case: Case, device: str, capability: tuple[int, int], with_tracker:
     for key in ("allocated_bytes", "reserved_bytes"):
         if key in row["measured"]:
             row[f"error_{key.removesuffix('_bytes')}"] = row["predicted"][key] / row["measured"][key] - 1
-    if with_tracker and case.optimizer != "adamw_8bit" and case.precision != "16-mixed":
+    if device == "cpu" and case.optimizer != "adamw_8bit" and case.precision != "16-mixed":
         started = time.perf_counter()
         try:
             peak = measure.mem_tracker(case)
@@ -105,13 +109,11 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run cases whose name contains this")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--limit-seconds", type=float, default=float("inf"))
-    parser.add_argument("--capability", default="9.0", help="CUDA compute capability")
     arguments = parser.parse_args()
     out = arguments.out or RESULTS / f"estimator_{arguments.device}.json"
     document = json.loads(out.read_text()) if out.exists() else {"rows": []}
     document |= {"command": f"python -m benchmarks.estimator.run --device {arguments.device}", "versions": versions()}
     done = {row["name"] for row in document["rows"] if "failed" not in row}
-    capability = tuple(int(part) for part in arguments.capability.split("."))
     context, started = multiprocessing.get_context("fork"), time.perf_counter()
     for case in cuda_cases() if arguments.device == "cuda" else cpu_cases():
         if case.name in done or arguments.only not in case.name:
@@ -119,15 +121,11 @@ def main() -> int:
         if time.perf_counter() - started > arguments.limit_seconds:
             break
         receive, send = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_child, args=(send, case, arguments.device, capability, arguments.device == "cpu")
-        )
+        process = context.Process(target=_child, args=(send, case, arguments.device))
         process.start()
         row = receive.recv()
         process.join()
         document["rows"] = [*(r for r in document["rows"] if r["name"] != case.name), row]
-        if arguments.device == "cuda" and "name" not in document["versions"]:
-            document["versions"]["gpu"] = row.get("gpu", "")
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(document, indent=1) + "\n")
         print(_line(row), flush=True)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
-from lightning_memfit.profile.kernels import python_kernel
+from lightning_memfit.profile.kernels import kernel_scratch_bytes, python_kernel
 
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 
@@ -131,7 +131,16 @@ class EventRecorder(StorageLedger):
                     for inner in value:
                         if isinstance(inner, torch.Tensor):
                             self._see(func, args, inner)
+        if self._python_kernels:
+            self._record_scratch(kernel_scratch_bytes(func, args))
         return result
+
+    def _record_scratch(self, size_bytes: int) -> None:
+        if size_bytes:
+            identity = self._next_identity
+            self._next_identity += 1
+            self.on_allocate(identity, size_bytes, Category.TEMPORARY, "kernel scratch")
+            self.on_free(identity, size_bytes, Category.TEMPORARY)
 
     def _block_of_argument(self, argument: Any) -> int:
         if not isinstance(argument, torch.Tensor) or torch.is_grad_enabled():

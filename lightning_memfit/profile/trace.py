@@ -19,6 +19,7 @@ from lightning_memfit.profile.fake import (
     transformers_not_tracing,
 )
 from lightning_memfit.profile.fold import fold_blocks
+from lightning_memfit.profile.foreach import foreach_defaults
 from lightning_memfit.profile.integers import AssumedValues, RealIntegers, UnknownSizeError
 from lightning_memfit.profile.parameters import parameter_table
 from lightning_memfit.profile.record import ParameterInfo
@@ -182,6 +183,7 @@ def _enter_modes(
         dispatch = stack.enter_context(CudaDispatch(emulation.capability, emulation.attention))
         if options.precision in AUTOCAST_DTYPES:
             stack.enter_context(cuda_autocast_lists())
+    stack.enter_context(foreach_defaults(emulation.device == "cuda"))
     stack.enter_context(transformers_not_tracing())
     stack.enter_context(copyable_fakes())
     stack.enter_context(fake_pretrained_weights())
