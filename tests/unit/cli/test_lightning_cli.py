@@ -40,7 +40,7 @@ def write(tmp_path):
         ),
         (
             {"model": {"class_path": "lightning_memfit.models.CausallM"}},
-            "`model`: there is no class `lightning_memfit.models.CausallM`. Closest: lightning_memfit.models.causal_lm.",
+            "`model`: there is no class `lightning_memfit.models.CausallM`. Closest: lightning_memfit.models.",
         ),
         (
             {"trainer": {"callbacks": [{"class_path": "ModelCheckpointt"}]}},
