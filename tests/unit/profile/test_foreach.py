@@ -42,8 +42,8 @@ def test_adamw_on_cuda_needs_scratch_memory_of_all_weights(foreach):
 
 
 def test_foreach_off_and_cpu_step_one_parameter_at_a_time():
-    assert scratch_in_step("cuda", False) < 0.5 * WEIGHTS
-    assert scratch_in_step("cpu") < 0.5 * WEIGHTS
+    assert scratch_in_step("cuda", False) < 0.6 * WEIGHTS
+    assert scratch_in_step("cpu") < 0.6 * WEIGHTS
 
 
 def test_upstream_is_left_as_it_was():
