@@ -224,7 +224,7 @@ def cpu_cases() -> Iterator[Case]:
 
 def cuda_cases() -> Iterator[Case]:
     """At least forty runs on one large card."""
-    for kernel in ("", "flash", "efficient", "math"):
+    for kernel in ("", "flash", "efficient", "math", "cudnn"):
         yield Case("gpt2", 8, 1024, "bf16-mixed", kernel=kernel)
         yield Case("gpt2", 8, 1024, "bf16-true", optimizer="adamw_fused", kernel=kernel)
     yield Case("gpt2", 8, 1024, "bf16-mixed", attention="eager")

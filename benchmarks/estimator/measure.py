@@ -1,4 +1,4 @@
-"""What a case really needs: allocator events of torch's profiler on the CPU, the caching allocator's counters on CUDA."""
+"""What a case really needs: allocator events of torch's profiler on the CPU, allocator counters on CUDA."""
 
 import gc
 import warnings

@@ -19,6 +19,9 @@ AttentionBackend = Literal["flash", "efficient", "cudnn", "math"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
+_PREFERS_CUDNN = ((9, 0), (10, 0))
+"""Data-centre Hopper and Blackwell, where torch 2.10 and later ask cuDNN first (`check_prefer_cudnn_attention`)."""
+
 
 def choose_attention(
     query: torch.Tensor,
@@ -34,6 +37,8 @@ def choose_attention(
         return "math"
     half, head = query.dtype in _HALF, query.size(-1)
     same_head = head == value.size(-1)
+    if capability in _PREFERS_CUDNN and half and same_head and head % 8 == 0 and head <= 128:
+        return "cudnn"
     narrow_card = capability[0] == 8 and capability[1] in (6, 9)
     if mask is None and half and capability >= (8, 0) and head <= 256 and same_head:
         backward_too_large = narrow_card and head > 192 and dropout > 0
@@ -102,7 +107,9 @@ class CudaDispatch:
         with torch.autocast("cpu", enabled=False):
             if chosen == "flash":
                 return _flash(query, key, value, dropout_p, is_causal, scale)
-            if chosen in ("efficient", "cudnn"):
+            if chosen == "cudnn":
+                return _cudnn(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            if chosen == "efficient":
                 return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
             return aten._scaled_dot_product_attention_math(
                 query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
@@ -119,6 +126,30 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, ca
     return out[..., :head] if padding else out
 
 
+def _additive(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """A mask as the kernels take it: added to the scores, one per head."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, float("-inf")).to(q.dtype)
+    return mask.expand(q.size(0), q.size(1), q.size(2), k.size(2))
+
+
+def _cudnn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> Any:
+    keeps_statistics = q.requires_grad or k.requires_grad or v.requires_grad
+    return aten._scaled_dot_product_cudnn_attention(
+        q, k, v, _additive(mask, q, k), keeps_statistics, dropout, causal, False, scale=scale
+    )[0]
+
+
 def _efficient(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -128,10 +159,7 @@ def _efficient(
     causal: bool,
     scale: float | None,
 ) -> Any:
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            mask = torch.where(mask, 0.0, float("-inf")).to(q.dtype)
-        mask = mask.expand(q.size(0), q.size(1), q.size(2), k.size(2))
+    mask = _additive(mask, q, k)
     keeps_statistics = q.requires_grad or k.requires_grad or v.requires_grad
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, keeps_statistics, dropout, causal, scale=scale)[
         0
