@@ -93,6 +93,7 @@ def _closest_class(name: str) -> str:
 
 
 def _subclasses(base: type) -> Iterator[type]:
+    cls: type
     for cls in base.__subclasses__():
         if not cls.__name__.startswith("_"):
             yield cls

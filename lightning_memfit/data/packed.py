@@ -93,7 +93,7 @@ class PackedText(pl.LightningDataModule):
         """Shuffled whole effective batches; continues exactly where a checkpoint was written."""
         accumulation, processes, rank = self._placement()
         blocks = _ready(self._train)
-        if self.trainer is not None and self.trainer.overfit_batches:
+        if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
             return self._in_order(blocks)
         sampler = EffectiveBatchSampler(blocks, self.batch_size, accumulation, processes, rank, self.seed)
         return ResumableLoader(blocks, sampler, **self._worker_arguments())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -94,7 +94,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of what decides the ids, equal in every process."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        state = tokenizer.get_vocab()
+        state: dict[str, Any] = tokenizer.get_vocab()
     else:  # padding and truncation are what the last call asked for, which `encode` overrides
         state = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
     identity = json.dumps([type(tokenizer).__name__, state, tokenizer.eos_token_id], sort_keys=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
@@ -68,7 +70,7 @@ class CausalLM(pl.LightningModule):
         _check_range("warmup_steps", warmup_steps, 0)
         _check_range("weight_decay", weight_decay, 0.0)
         self.save_hyperparameters()
-        self._optimizer_class = optimizer_class(optimizer)
+        self._optimizer_class: Callable[..., torch.optim.Optimizer] = optimizer_class(optimizer)
         self._optimizer_options = checked_options(optimizer_options)
         self.model: PreTrainedModel | None = None
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
@@ -163,7 +165,7 @@ class CausalLM(pl.LightningModule):
 
     # --- optimization -----------------------------------------------------------------------------------------------
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer over decayed and undecayed parameters, with a cosine schedule stepped at every optimizer step."""
         groups = weight_decay_groups(self, self.hparams["weight_decay"])
         optimizer = self._optimizer_class(groups, lr=self.hparams["learning_rate"], **self._optimizer_options)

@@ -47,7 +47,8 @@ def continue_text(
     was_training = network.training
     network.eval()
     try:
-        output = network.generate(
+        generate: Any = network.generate  # typed as a tensor by torch's `Module.__getattr__`
+        output = generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=max_new_tokens,
@@ -58,4 +59,4 @@ def continue_text(
         )
     finally:
         network.train(was_training)
-    return tokenizer.decode(output[0], skip_special_tokens=True)
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))
