@@ -138,6 +138,8 @@ class _Unroller:
                 self.numbers[place] = len(self.origins)
                 self.origins.append(storage)
                 self.events.append(len(self.origins))
-            else:
+            elif place in self.numbers:
                 self.events.append(-(self.numbers.pop(place) + 1))
+            else:
+                raise AlignmentError(f"block {image} frees memory that block {owner} doesn't make")
             self.event_blocks.append(image)
