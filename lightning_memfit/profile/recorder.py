@@ -183,6 +183,18 @@ class EventRecorder(StorageLedger):
         """Keep the last label of a storage."""
         self._categories[self._number[identity]] = _INDEX[category]
 
+    def _label_gradient(self, parameter: torch.Tensor) -> None:
+        super()._label_gradient(parameter)
+        if parameter.grad is not None:
+            self._name_after(parameter, parameter.grad)
+
+    def _name_after(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Give a gradient or a state the site of its parameter: which operator made it says little."""
+        owner = self._entries.get(parameter.untyped_storage()._cdata)
+        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        if owner is not None and entry is not None:
+            self._sites[self._number[entry.identity]] = self._sites[self._number[owner.identity]]
+
     def _label_states(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter, state in optimizer.state.items():
             entry = self._entries.get(parameter.untyped_storage()._cdata)
@@ -192,6 +204,7 @@ class EventRecorder(StorageLedger):
                     continue
                 self.track(value, Category.OPTIMIZER_STATE)
                 self._assign(value, block)
+                self._name_after(parameter, value)
                 if self._host_scalars and value.dim() == 0:
                     self._forget(value)
 
