@@ -1,0 +1,117 @@
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from lightning_memfit.checkpointing.knapsack import BlockOption, CheckpointingProblem, PlanFrontier
+from lightning_memfit.checkpointing.policies import CHOICES
+
+
+def equal_blocks(num_blocks):
+    """Figures in the proportions of GPT-2, bytes in units of a hidden state."""
+    rows = [
+        ("none", 34_000, 50_000, 0.0),
+        ("keep_matmul_attention", 12_000, 52_000, 0.6e-3),
+        ("keep_matmul", 10_000, 53_000, 0.9e-3),
+        ("keep_attention", 3_000, 54_000, 2.0e-3),
+        ("full", 2_000, 55_000, 2.7e-3),
+    ]
+    options = tuple(BlockOption(*row) for row in rows)
+    return CheckpointingProblem((options,) * num_blocks, head_bytes=80_000, floor_bytes=60_000)
+
+
+def random_blocks(num_blocks, seed, num_choices=len(CHOICES)):
+    generator = np.random.default_rng(seed)
+    blocks = []
+    for _ in range(num_blocks):
+        size = int(generator.integers(10**7, 10**9))
+        shares = [1.0, *generator.uniform(0.03, 0.6, num_choices - 1)]
+        seconds = [0.0, *generator.uniform(1e-4, 5e-3, num_choices - 1)]
+        peaks = generator.uniform(1.0, 1.6, num_choices)
+        rows = zip(CHOICES, shares, peaks, seconds, strict=False)
+        blocks.append(tuple(BlockOption(c, int(k * size), int(p * size), s) for c, k, p, s in rows))
+    return CheckpointingProblem(tuple(blocks), head_bytes=int(3e8), floor_bytes=int(4e8))
+
+
+def ten_budgets(frontier):
+    return np.linspace(frontier.minimum_bytes, frontier.maximum_bytes, 10).astype(int).tolist()
+
+
+def milp_seconds(problem, budget):
+    """The same problem as a mixed-integer program."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    num_blocks, width = len(problem.blocks), len(problem.blocks[0])
+    kept = np.array([[o.kept_bytes for o in options] for options in problem.blocks]) / 1e6
+    peaks = np.array([[o.peak_bytes for o in options] for options in problem.blocks]) / 1e6
+    seconds = np.array([[o.seconds for o in options] for options in problem.blocks]) * 1e3
+    one_each = np.kron(np.eye(num_blocks), np.ones(width))
+    rows = np.zeros((num_blocks + 1, num_blocks, width))
+    for block in range(num_blocks + 1):
+        rows[block, :block] = kept[:block]
+        if block < num_blocks:
+            rows[block, block] = peaks[block]
+    rows = rows.reshape(num_blocks + 1, -1)
+    limits = np.full(num_blocks + 1, budget / 1e6)
+    limits[-1] -= problem.head_bytes / 1e6
+    result = milp(
+        seconds.ravel(),
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(rows, -np.inf, limits + 1e-9)],
+        integrality=np.ones(num_blocks * width),
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 1e-4, "time_limit": 20},
+    )
+    return result.mip_dual_bound / 1e3  # no solution can be faster than this
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equals_exhaustive_search(seed):
+    problem = random_blocks(4, seed, num_choices=4)
+    plans = list(itertools.product(CHOICES[:4], repeat=4))
+    frontier = PlanFrontier(problem)
+    assert frontier.minimum_bytes == min(problem.peak_bytes(plan) for plan in plans)
+    for budget in ten_budgets(frontier):
+        best = min(problem.seconds(plan) for plan in plans if problem.peak_bytes(plan) <= budget)
+        assert frontier.plan_for(budget).seconds == pytest.approx(best)
+
+
+@pytest.mark.parametrize("problem", [equal_blocks(48), random_blocks(24, 1)], ids=["equal", "random"])
+def test_at_most_two_percent_above_the_mixed_integer_program(problem):
+    pytest.importorskip("scipy")
+    frontier = PlanFrontier(problem)
+    for budget in ten_budgets(frontier):
+        plan = frontier.plan_for(budget)
+        assert plan.peak_bytes <= budget
+        assert plan.seconds <= 1.02 * milp_seconds(problem, budget) + 1e-9
+
+
+@pytest.mark.parametrize("problem", [equal_blocks(96), random_blocks(48, 2), random_blocks(96, 3)])
+def test_fast_within_the_budget_and_monotonic(problem):
+    started = time.process_time()
+    frontier = PlanFrontier(problem)
+    assert time.process_time() - started < 1.0
+    budgets = np.linspace(frontier.minimum_bytes, 1.05 * frontier.maximum_bytes, 500).astype(int).tolist()
+    plans = [frontier.plan_for(budget) for budget in budgets]
+    assert all(plan.peak_bytes <= budget for plan, budget in zip(plans, budgets, strict=True))
+    assert all(b.seconds <= a.seconds + 1e-9 for a, b in itertools.pairwise(plans))
+    assert plans[-1].choices == ("none",) * len(problem.blocks)
+    assert plans == [PlanFrontier(problem).plan_for(budget) for budget in budgets[:1]] + plans[1:]
+
+
+def test_early_blocks_bear_what_late_blocks_need():
+    """Only while the last block runs is memory short, so what is recomputed lies before it."""
+    plain = BlockOption("none", 10, 20, 0.0)
+    blocks = (plain, BlockOption("full", 1, 25, 1.0)), (BlockOption("none", 10, 40, 0.0),)
+    plan = PlanFrontier(CheckpointingProblem(blocks)).plan_for(41)
+    assert plan.choices == ("full", "none")
+    assert plan.peak_bytes == 41
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="least peak"):
+        PlanFrontier(equal_blocks(4)).plan_for(10)
+    with pytest.raises(ValueError, match="at least one block"):
+        CheckpointingProblem(())
+    with pytest.raises(ValueError, match="negative"):
+        CheckpointingProblem(((BlockOption("full", 1, 1, -1.0),),))
