@@ -64,7 +64,7 @@ def run_step(
     _track_batch(recorder, batch)
     try:
         if make_optimizer is None:
-            _run_lightning(recorder, module, batch, options, copy.deepcopy(callbacks), steps)
+            _run_lightning(recorder, module, batch, options, tuple(map(_unused_copy, callbacks)), steps)
         else:
             recorder.track_module(module)
             with recorder:
@@ -142,6 +142,14 @@ def _run_lightning(
         with recorder:
             trainer.fit(module, _Repeated(batch, steps * count))
     recorder.phase("end")
+
+
+def _unused_copy(callback: Any) -> Any:
+    """A copy without the `log` functions that a running trainer binds to its callbacks, and to its module with them."""
+    plain = copy.copy(callback)
+    for name in ("log", "log_dict"):
+        vars(plain).pop(name, None)
+    return copy.deepcopy(plain)
 
 
 class _Repeated:

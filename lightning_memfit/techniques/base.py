@@ -1,7 +1,8 @@
 """`TechniqueCallback`: base of the callbacks that change what a training step allocates."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,6 +50,17 @@ class TechniqueCallback(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Restore the module: Lightning calls no `teardown` hook after an exception."""
         self.restore()
+
+    @contextmanager
+    def taken_off(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
+        """Have the module without this technique for a while; only before the model is configured."""
+        applied = bool(self._undo)
+        self.restore()
+        try:
+            yield
+        finally:
+            if applied:
+                self.apply(trainer, pl_module)
 
     def announce(self, message: str) -> None:
         """Say in one line, on rank zero, what was done."""

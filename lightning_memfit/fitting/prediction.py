@@ -1,0 +1,125 @@
+"""Predicting a run's memory from inside its Trainer, before anything is allocated for it.
+
+Reads `trainer.fit_loop._data_source` (Lightning 2.6), for which there is no public name:
+`tests/unit/fitting/test_prediction.py` fails when it moves.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
+
+from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
+from lightning_memfit.estimate.estimate import Estimate, estimate_step
+from lightning_memfit.measure.monitor import MemoryMonitor
+from lightning_memfit.memory import format_bytes
+from lightning_memfit.profile.build import profile_module
+from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import Emulation, TraceError
+from lightning_memfit.techniques.base import TechniqueCallback
+
+
+def profile_fit(trainer: Trainer, module: LightningModule, batch: Any, any_micro_batch: bool = False) -> ModelProfile:
+    """Profile the training step that a Trainer is about to run.
+
+    Call it in a callback's `setup`, when the model is not configured yet. Techniques that were applied already are
+    taken off meanwhile, for what wraps the module's methods would lead a copy of it back to the original.
+
+    Args:
+        trainer: About to fit.
+        module: Its module; not changed.
+        batch: A real batch of the size of interest.
+        any_micro_batch: Profile a second size, so that every other can be had by arithmetic.
+
+    Raises:
+        TraceError: If the step can't be traced.
+    """
+    techniques = tuple(c for c in trainer.callbacks if isinstance(c, TechniqueCallback))  # type: ignore[attr-defined]
+    options = StepOptions(
+        trainer.precision,  # type: ignore[arg-type]
+        trainer.accumulate_grad_batches,
+        trainer.gradient_clip_val,  # type: ignore[arg-type]
+        trainer.gradient_clip_algorithm,
+    )
+    with ExitStack() as stack:
+        for technique in techniques:
+            stack.enter_context(technique.taken_off(trainer, module))
+        return profile_module(
+            module,
+            batch,
+            options,
+            emulation_of(trainer),
+            techniques,
+            any_micro_batch=any_micro_batch,
+            cache=ProfileCache(),
+        )
+
+
+def emulation_of(trainer: Trainer) -> Emulation:
+    """The device whose operators a trace must issue for this trainer."""
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        return Emulation("cuda", torch.cuda.get_device_capability(device))
+    return Emulation("cpu")
+
+
+def runtime_of(trainer: Trainer) -> RuntimeMemory | None:
+    """What lies outside a trace on the trainer's device; nothing on the CPU."""
+    device = trainer.strategy.root_device
+    return runtime_memory(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+
+
+def first_batch(trainer: Trainer) -> Any:
+    """One batch of the training data, read apart from the loader that will train; the random state stays as it was.
+
+    Raises:
+        ValueError: If the training data is not one DataLoader.
+    """
+    with isolate_rng():
+        loader = trainer.fit_loop._data_source.dataloader()
+        if not isinstance(loader, DataLoader):
+            raise ValueError(f"the training data is a {type(loader).__name__}, not one DataLoader")
+        single = DataLoader(
+            loader.dataset,
+            batch_sampler=loader.batch_sampler if loader.batch_size is not None or loader.batch_sampler else None,
+            collate_fn=loader.collate_fn,
+        )
+        return next(iter(single))
+
+
+class MemoryPrediction(Callback):
+    """Predict the peak memory of a run before it starts, for the report at its end.
+
+    Gives its figure to every `MemoryMonitor` of the trainer. Where the step can't be traced it says why, and the run
+    goes on without a prediction.
+
+    Attributes:
+        estimate: The prediction, None before `fit` and where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.estimate: Estimate | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Predict on the fake clone of the module."""
+        if stage != "fit" or trainer.world_size > 1:
+            return
+        try:
+            profile = profile_fit(trainer, pl_module, first_batch(trainer))
+        except (TraceError, ValueError) as error:
+            rank_zero_warn(f"MemoryPrediction: no prediction for this run. {error}")
+            return
+        self.estimate = estimate_step(profile, runtime=runtime_of(trainer))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, MemoryMonitor):
+                callback.predicted = self.estimate.breakdown
+        rank_zero_info(
+            f"MemoryPrediction: peak {format_bytes(self.estimate.allocated_bytes)} in {self.estimate.phase} at "
+            f"micro-batch {self.estimate.micro_batch_size}, predicted in {profile.seconds:.1f} s"
+        )

@@ -1,0 +1,102 @@
+"""Stable texts for modules, settings and batches, from which cache keys are made."""
+
+import hashlib
+import inspect
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_MAX_DEPTH = 8
+"""Deeper nesting is named by its class only."""
+
+_MAX_PATH = 1000
+
+_NOT_STATE = {"_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_compiler_ctx", "_jit_is_scripting"} | {
+    "log",  # Lightning binds these to the module while it runs
+    "log_dict",
+}
+
+_COVERED_BY_VERSION = ("torch", "lightning", "pytorch_lightning")
+
+
+def describe_module(module: Any) -> object:
+    """Classes with the hashes of their source files, simple attributes, and the shapes of all tensors."""
+    parts: list[object] = []
+    sources: dict[str, str] = {}
+    for name, child in module.named_modules():
+        for kind in type(child).__mro__:
+            path = _source_file(kind)
+            if path is not None:
+                sources[path] = _file_hash(path)
+        attributes = [(key, describe(value)) for key, value in vars(child).items() if key not in _NOT_STATE]
+        parts.append((name, type(child).__qualname__, attributes))
+    for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
+        parts.append((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad))
+    return parts, sorted(sources.values())
+
+
+def describe(value: Any, values: bool = False, _depth: int = 0) -> object:
+    """A stable description of a value; tensors by shape and dtype, with `values` also by integer contents."""
+    if value is None or isinstance(value, (bool, int, float, complex, bytes)):
+        return value
+    if isinstance(value, str):
+        return _describe_text(value)
+    if hasattr(value, "untyped_storage"):
+        return _describe_tensor(value, values)
+    if _depth >= _MAX_DEPTH or hasattr(value, "named_modules"):
+        return type(value).__qualname__
+
+    def inner(item: Any) -> object:
+        return describe(item, values, _depth + 1)
+
+    if hasattr(value, "items"):
+        return [(str(key), inner(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [inner(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(repr(inner(item)) for item in value)
+    if hasattr(value, "__code__"):
+        closure = [inner(cell.cell_contents) for cell in value.__closure__ or ()]
+        return value.__qualname__, _code_hash(value.__code__), closure, inner(value.__defaults__)
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        state = ((key, item) for key, item in vars(value).items() if key not in _NOT_STATE)
+        return type(value).__qualname__, [(key, inner(item)) for key, item in state]
+    text = repr(value)
+    return text if " at 0x" not in text else type(value).__qualname__
+
+
+def _describe_text(text: str) -> object:
+    """A text; one that names a model folder stands for its configuration, too."""
+    if 0 < len(text) < _MAX_PATH and "\n" not in text:
+        config = Path(text, "config.json")
+        if config.is_file():
+            return text, _file_hash(str(config))
+    return text
+
+
+def _describe_tensor(tensor: Any, values: bool) -> object:
+    contents = ""
+    if values and not tensor.is_floating_point() and tensor.device.type != "meta":
+        contents = hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+    return tuple(tensor.shape), str(tensor.dtype), contents
+
+
+def _source_file(kind: type) -> str | None:
+    path = getattr(inspect.getmodule(kind), "__file__", None)
+    if path is None or any(f"{os.sep}{name}{os.sep}" in path for name in _COVERED_BY_VERSION):
+        return None
+    return path
+
+
+def _code_hash(code: Any) -> str:
+    constants = [item for item in code.co_consts if not hasattr(item, "co_code")]
+    return hashlib.sha256(code.co_code + repr((constants, code.co_names)).encode()).hexdigest()
+
+
+@cache
+def _file_hash(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return path
