@@ -9,9 +9,25 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "ActivationCheckpointing": "lightning_memfit.techniques.activation_checkpointing",
+    "CausalLM": "lightning_memfit.models",
+    "ChunkedLoss": "lightning_memfit.techniques.chunked_loss",
+    "GradientRelease": "lightning_memfit.techniques.gradient_release",
     "MemoryBreakdown": "lightning_memfit.memory",
+    "MemoryLimit": "lightning_memfit.device.limit",
+    "MemoryMonitor": "lightning_memfit.measure.monitor",
+    "MemoryPrediction": "lightning_memfit.fitting.prediction",
+    "MicroBatching": "lightning_memfit.fitting.callback",
+    "Optimizer8bit": "lightning_memfit.techniques.optimizer_8bit",
+    "SimulatedDevice": "lightning_memfit.device.simulated",
+    "StandardLibraryText": "lightning_memfit.data",
+    "TextData": "lightning_memfit.data",
+    "estimate_step": "lightning_memfit.estimate.estimate",
+    "find_device": "lightning_memfit.device.catalogue",
     "format_bytes": "lightning_memfit.memory",
+    "measure_step": "lightning_memfit.profile.measured",
     "parse_bytes": "lightning_memfit.memory",
+    "profile_module": "lightning_memfit.profile.build",
 }
 
 __all__ = ["__version__", *_PUBLIC]

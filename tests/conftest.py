@@ -1,0 +1,36 @@
+"""Settings every test runs under: offline, quiet, and with caches that leave nothing behind."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def memfit_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Profiles are cached in a folder of this session, not in the home of whoever runs the tests."""
+    folder = tmp_path_factory.mktemp("memfit-cache")
+    before = os.environ.get("MEMFIT_CACHE")
+    os.environ["MEMFIT_CACHE"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["MEMFIT_CACHE"]
+    else:
+        os.environ["MEMFIT_CACHE"] = before
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a CUDA device where there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

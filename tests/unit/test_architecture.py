@@ -1,0 +1,76 @@
+"""Imports go one way, and importing the package costs nothing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "lightning_memfit"
+
+# What each folder may import beside itself: the table of docs/architecture.md.
+ALLOWED = {
+    "memory": set(),
+    "device": {"memory"},
+    "optim": {"memory"},
+    "checkpointing": {"memory"},
+    "profile": {"memory", "device", "checkpointing"},
+    "estimate": {"memory", "device", "profile", "checkpointing"},
+    "measure": {"memory"},
+    "techniques": {"memory", "device", "profile", "estimate", "optim", "checkpointing"},
+    "fitting": {"memory", "device", "profile", "estimate", "techniques", "measure"},
+    "models": {"memory", "optim"},
+    "data": {"memory"},
+}
+
+
+def imported_folders(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "cli" or parts[:2] == ["lightning_memfit", "cli"]:
+                found.add("cli")
+            elif parts[0] == "lightning_memfit" and len(parts) > 1 and (PACKAGE / parts[1]).is_dir():
+                found.add(parts[1])
+    return found
+
+
+@pytest.mark.parametrize("folder", sorted(ALLOWED))
+def test_folder_imports_only_what_lies_below_it(folder: str) -> None:
+    for path in (PACKAGE / folder).rglob("*.py"):
+        forbidden = imported_folders(path) - ALLOWED[folder] - {folder}
+        assert not forbidden, f"{path.relative_to(ROOT)} imports {', '.join(sorted(forbidden))}"
+
+
+def test_every_folder_has_a_place_in_the_map() -> None:
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert folders == set(ALLOWED)
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert [folder for folder in folders if f"`{folder}/`" not in text] == []
+
+
+def test_importing_the_package_touches_nothing() -> None:
+    code = (
+        "import sys, lightning_memfit\n"
+        "heavy = {'torch', 'lightning', 'transformers', 'deepspeed', 'wandb', 'bitsandbytes', 'datasets', 'numpy'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert output.stdout.strip() == "[]"
+
+
+def test_public_names_can_be_imported() -> None:
+    import lightning_memfit
+
+    for name in lightning_memfit.__all__:
+        assert getattr(lightning_memfit, name) is not None
+    with pytest.raises(AttributeError, match="Public names"):
+        _ = lightning_memfit.NoSuchName
