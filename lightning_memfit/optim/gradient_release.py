@@ -84,7 +84,7 @@ class GradientRelease:
 
 def refuse_coupled(optimizer: Optimizer) -> None:
     """Raise a `ValueError` unless it is known that the optimizer steps each parameter independently of the others."""
-    cls = type(optimizer)
+    cls = type(getattr(optimizer, "wrapped", optimizer))  # below `Float32Step`, which steps whatever has a gradient
     known = cls.__module__.startswith(_SINGLE_PARAMETER) or cls.__name__ in _KNOWN_ELSEWHERE
     if not known or cls.__name__ in _WHOLE_MODEL:
         raise ValueError(

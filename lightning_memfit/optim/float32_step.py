@@ -1,0 +1,219 @@
+"""`Float32Step`: any optimizer steps bfloat16 weights in float32, a bounded number of elements at a time.
+
+Written for torch 2.9-2.13 (`step.__wrapped__` below the hooks, `__setstate__`, `_optimizer_step_pre_hooks`) and
+bitsandbytes 0.49-0.50 (`init_state`); `tests/unit/optim/test_float32_step.py` fails when these move.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_memfit.optim.gradient_release import refuse_coupled
+from lightning_memfit.optim.pieces import Piece, can_be_cut, pieces_of
+from lightning_memfit.optim.rounding import Rounding, generator_for
+
+_KEY = "float32_step"
+
+
+class Float32Step(Optimizer):
+    """Stands for an optimizer and steps its bfloat16 weights through float32 stand-ins.
+
+    A step takes some of the weights, or a part of a large one, makes float32 stand-ins of weights and gradients, has the
+    optimizer step these, and rounds the result into the weights. A float32 copy of the weights never exists as a whole:
+    beside the optimizer's own scratch memory (none for fused kernels and bitsandbytes, 8 bytes for batched ones) a step
+    needs 9 bytes for each of `chunk_elements`. What the optimizer keeps is float32, or 8 bits wide, as it would be for
+    float32 weights.
+
+    Elementwise optimizers (`pieces.can_be_cut`) step parts of a weight; others step a weight as a whole, so that the
+    largest weight counts where it exceeds `chunk_elements`. Weights of other dtypes are stepped as they are.
+    Groups, states, defaults and hooks are the wrapped optimizer's own.
+
+    Args:
+        optimizer: Must step each parameter independently of the others and not have stepped yet.
+        rounding: `Stochastic()` or `Kahan()`.
+        chunk_elements: Most elements that have stand-ins at a time.
+        seed: Of the random bits, the same on all ranks, whose replicas would drift apart otherwise. The global random
+            state is neither used nor changed.
+
+    Raises:
+        ValueError: If there is no bfloat16 weight, or the optimizer cannot step stand-ins.
+    """
+
+    def __init__(self, optimizer: Optimizer, rounding: Rounding, chunk_elements: int = 1 << 24, seed: int = 0) -> None:
+        _refuse(optimizer, chunk_elements)
+        self.wrapped = optimizer
+        self.rounding = rounding
+        self.chunk_elements = chunk_elements
+        self.seed = seed
+        self.num_steps = 0
+        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+        self.__setstate__({})  # instead of the constructor, which would make groups
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":
+            raise AttributeError(name)  # not constructed yet
+        return getattr(self.wrapped, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Groups of the wrapped optimizer."""
+        return self.wrapped.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.wrapped.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """States of the wrapped optimizer, keyed by the weights."""
+        return self.wrapped.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.wrapped.state = state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step every weight that has a gradient once."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            generators: dict[torch.device, torch.Generator] = {}
+            for chunk in self._chunks():
+                device = chunk[0].parameter.device
+                if device not in generators:
+                    generators[device] = generator_for(device, self.seed, self.num_steps)
+                self._step_stand_ins(chunk, generators[device])
+            self._step_others()
+        self.num_steps += 1
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """States of the wrapped optimizer and where the random bits go on."""
+        own = {"rounding": self.rounding.name, "seed": self.seed, "num_steps": self.num_steps}
+        return {**self.wrapped.state_dict(), _KEY: own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned.
+
+        Raises:
+            ValueError: If the states were written without this class or with another rounding.
+        """
+        own = state_dict.get(_KEY)
+        found = own["rounding"] if own else "none"
+        if own is None or found != self.rounding.name:
+            raise ValueError(
+                f"The optimizer states were written with rounding {found!r}, this run has {self.rounding.name!r}. "
+                "Resume with the settings the checkpoint was written with, or start from its weights only."
+            )
+        self.wrapped.load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
+        self._undo_casts(state_dict)
+        self.seed, self.num_steps = own["seed"], own["num_steps"]
+
+    def _undo_casts(self, state_dict: dict[str, Any]) -> None:
+        """Torch casts loaded states to the dtype of the weight; these have their own."""
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for key, saved in state_dict["state"].get(number, {}).items():
+                if isinstance(saved, Tensor) and saved.dtype is not self.state[parameter][key].dtype:
+                    device = self.state[parameter][key].device
+                    self.state[parameter][key] = saved.detach().to(device, copy=True)
+
+    def _chunks(self) -> Iterator[list[Piece]]:
+        """Pieces of the bfloat16 weights, as many at a time as fit, all of a chunk on one device."""
+        chunk: list[Piece] = []
+        for index, group in enumerate(self.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter.grad is None or parameter.dtype is not torch.bfloat16:
+                    continue
+                self._make_states(group, parameter, index, place)
+                limit = self.chunk_elements if can_be_cut(self.wrapped, parameter) else parameter.numel()
+                for piece in pieces_of(parameter, index, self.state[parameter], limit):
+                    filled = sum(other.num_elements for other in chunk)
+                    if chunk and (
+                        filled + piece.num_elements > self.chunk_elements
+                        or chunk[0].parameter.device != parameter.device
+                    ):
+                        yield chunk
+                        chunk = []
+                    chunk.append(piece)
+        if chunk:
+            yield chunk
+
+    def _make_states(self, group: dict[str, Any], parameter: Tensor, index: int, place: int) -> None:
+        """Let bitsandbytes choose the width of states by the weight itself, which a stand-in would not tell."""
+        if hasattr(self.wrapped, "init_state") and not self.state[parameter]:
+            self.wrapped.init_state(group, parameter, index, place)
+
+    def _step_stand_ins(self, chunk: list[Piece], generator: torch.Generator) -> None:
+        states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        members: dict[int, list[Tensor]] = defaultdict(list)
+        stand_ins = []
+        for piece in chunk:
+            weight, state = piece.weight(), piece.state()
+            stand_in = torch.nn.Parameter(self.rounding.load(weight, state))
+            stand_in.grad = piece.gradient().float()
+            members[piece.group].append(stand_in)
+            if state:
+                states[stand_in] = state
+            stand_ins.append((piece, stand_in))
+        groups = [{**self.param_groups[index], "params": params} for index, params in members.items()]
+        self._step_wrapped(groups, states)
+        for piece, stand_in in stand_ins:
+            stand_in.grad = None
+        for piece, stand_in in stand_ins:
+            state = states[stand_in]
+            self.rounding.store(stand_in.detach(), piece.weight(), state, generator)
+            piece.keep(state, self.state[piece.parameter])
+
+    def _step_others(self) -> None:
+        groups = []
+        for group in self.param_groups:
+            others = [p for p in group["params"] if p.dtype is not torch.bfloat16 and p.grad is not None]
+            if others:
+                groups.append({**group, "params": others})
+        if groups:
+            self._step_wrapped(groups, self.state)
+
+    def _step_wrapped(self, groups: list[dict[str, Any]], states: Any) -> None:
+        """Run the optimizer's step below its hooks, which belong to the step as a whole."""
+        before = self.wrapped.param_groups, self.wrapped.state
+        self.wrapped.param_groups, self.wrapped.state = groups, states
+        try:
+            type(self.wrapped).step.__wrapped__(self.wrapped)  # type: ignore[attr-defined]
+        finally:
+            self.wrapped.param_groups, self.wrapped.state = before
+
+
+def _refuse(optimizer: Optimizer, chunk_elements: int) -> None:
+    name = type(optimizer).__name__
+    if chunk_elements < 4096:
+        raise ValueError(f"`chunk_elements={chunk_elements}` must be at least 4096.")
+    refuse_coupled(optimizer)
+    if optimizer.state:
+        raise ValueError(
+            f"`optimizer` ({name}) has states already, of the weights' dtype. Wrap it before it steps or is loaded; one "
+            "that makes its states when it is constructed, as Adagrad does, can't be wrapped."
+        )
+    if optimizer.defaults.get("differentiable") or optimizer.defaults.get("capturable"):
+        raise ValueError(f"{name}: `differentiable` and `capturable` need the weights themselves. Leave them False.")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p.dtype is torch.bfloat16 for p in parameters):
+        found = ", ".join(sorted({str(p.dtype) for p in parameters}))
+        raise ValueError(
+            f"`optimizer` ({name}) has weights of {found} and none of bfloat16. Use precision='bf16-true'."
+        )
+    for p in parameters:
+        if p.dtype is torch.float16 or hasattr(p, "__tensor_flatten__"):
+            raise ValueError(
+                f"`optimizer` ({name}) has a weight of {type(p).__name__}, {p.dtype}. Plain bfloat16 and float32 weights "
+                "can be stepped, float16 and sharded or quantized ones can't."
+            )

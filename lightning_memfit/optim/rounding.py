@@ -1,0 +1,100 @@
+"""Two ways to put float32 values into bfloat16 weights without losing updates smaller than half a unit in last place.
+
+Rounding to nearest drops such updates every time, so that training stands still once the learning rate is small.
+"""
+
+from collections.abc import MutableMapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+COMPENSATION = "compensation"
+_DISCARDED_BITS = 16  # float32 has 16 more mantissa bits than bfloat16
+_WORD = (1 << 64) - 1
+
+
+class Rounding(Protocol):
+    """How weights are read into float32 and written back."""
+
+    name: str
+
+    def load(self, weight: Tensor, state: MutableMapping[str, Any]) -> Tensor:
+        """Return a new float32 tensor with the weight's value."""
+
+    def store(
+        self, values: Tensor, weight: Tensor, state: MutableMapping[str, Any], generator: torch.Generator
+    ) -> None:
+        """Write float32 values, which may be overwritten, into the bfloat16 weight."""
+
+
+class Stochastic:
+    """Round up or down at random, so that the expectation is the float32 value. Nothing is stored beside the weight."""
+
+    name = "stochastic"
+
+    def load(self, weight: Tensor, state: MutableMapping[str, Any]) -> Tensor:
+        """Return the weight in float32."""
+        return weight.float()
+
+    def store(
+        self, values: Tensor, weight: Tensor, state: MutableMapping[str, Any], generator: torch.Generator
+    ) -> None:
+        """Round the values and write them."""
+        weight.copy_(round_stochastically_(values, generator))
+
+
+class Kahan:
+    """Keep what rounding to nearest drops, in bfloat16 as well: 2 bytes per weight, 16 bits of precision, no randomness.
+
+    This is the compensation of Kahan's summation (Zamirai et al., 2020, arXiv 2010.06192, algorithm 3).
+    """
+
+    name = "kahan"
+
+    def load(self, weight: Tensor, state: MutableMapping[str, Any]) -> Tensor:
+        """Return the weight and what was dropped last time, in float32."""
+        values = weight.float()
+        compensation = state.get(COMPENSATION)
+        return values if compensation is None else values.add_(compensation)
+
+    def store(
+        self, values: Tensor, weight: Tensor, state: MutableMapping[str, Any], generator: torch.Generator
+    ) -> None:
+        """Write the nearest weight, and what it lacks into the state."""
+        weight.copy_(values)
+        dropped = values.sub_(weight)
+        if COMPENSATION in state:
+            state[COMPENSATION].copy_(dropped)
+        else:
+            state[COMPENSATION] = dropped.to(weight.dtype)
+
+
+def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Round float32 values to values that bfloat16 holds exactly, in place: up with a probability equal to the remainder.
+
+    Random bits are added to the 16 that bfloat16 lacks, and these are cut off. Needs 5 bytes of scratch memory per
+    element. Infinities and NaN stay; a value beyond bfloat16's largest may become infinite, as in rounding to nearest.
+
+    Args:
+        values: Contiguous, float32.
+        generator: Lies on the device of `values`.
+
+    Returns:
+        `values`.
+    """
+    noise = torch.empty_like(values, dtype=torch.int32).random_(0, 1 << _DISCARDED_BITS, generator=generator)
+    noise.masked_fill_(values.isnan(), 0)  # or CUDA's NaN, all ones, would overflow into minus zero
+    values.view(torch.int32).add_(noise).bitwise_and_(-1 << _DISCARDED_BITS)
+    return values
+
+
+def generator_for(device: torch.device, seed: int, num_steps: int) -> torch.Generator:
+    """Make the generator of one step, so that a step's random bits depend on the seed and the number of steps alone.
+
+    The two are mixed by SplitMix64 (Steele et al., 2014), since neighbouring seeds are no guarantee of unrelated bits.
+    """
+    mixed = (seed + 0x9E3779B97F4A7C15 * (num_steps + 1)) & _WORD
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
+    return torch.Generator(device).manual_seed((mixed ^ (mixed >> 31)) >> 1)

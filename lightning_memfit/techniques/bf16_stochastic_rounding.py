@@ -1,0 +1,86 @@
+"""`StochasticRounding`: bfloat16 weights alone, stepped in float32 and rounded so that small updates count."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.optim import Optimizer
+
+from lightning_memfit.optim.float32_step import Float32Step
+from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.optim.rounding import Kahan, Stochastic
+from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from lightning_memfit.techniques.wrapping import wrap_method
+
+_ROUNDINGS = {"stochastic": Stochastic, "kahan": Kahan}
+
+
+class StochasticRounding(TechniqueCallback):
+    """Make `precision="bf16-true"` learn from updates smaller than half a unit in last place, without a float32 copy.
+
+    Weights and gradients take 2 bytes each; optimizer states stay float32 (or 8-bit, with `Optimizer8bit` before this
+    callback). A step makes float32 stand-ins of a few weights at a time (`optim.float32_step`). Works with accumulation,
+    clipping, schedulers, `GradientRelease` and DDP. A checkpoint of such a run resumes bitwise.
+
+    It is a callback beside `precision="bf16-true"` and no precision plugin, because it changes how optimizers step and
+    nothing about the forward pass, and Lightning takes one plugin per run, of a class that each strategy chooses.
+
+    Args:
+        rounding: `stochastic`, or `kahan` for a compensation term of 2 more bytes per weight and no randomness.
+        chunk_elements: Most weights that have float32 stand-ins at a time, of 9 to 16 bytes each.
+        seed: Of the random bits; the global random state is left alone.
+
+    Raises:
+        ValueError: If an argument has another value.
+    """
+
+    def __init__(
+        self, rounding: Literal["stochastic", "kahan"] = "stochastic", chunk_elements: int = 1 << 24, seed: int = 0
+    ) -> None:
+        super().__init__()
+        if rounding not in _ROUNDINGS:
+            raise ValueError(f"`rounding={rounding!r}` must be one of {', '.join(_ROUNDINGS)}.")
+        if chunk_elements < 4096:
+            raise ValueError(f"`chunk_elements={chunk_elements}` must be at least 4096.")
+        self.rounding = rounding
+        self.chunk_elements = chunk_elements
+        self.seed = seed
+
+    @property
+    def depends_on_depth(self) -> bool:
+        """A chunk may hold weights of several blocks."""
+        return True
+
+    def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse what cannot work and wrap `configure_optimizers`."""
+        reason = unsupported(trainer, self)
+        if reason is not None:
+            raise ValueError(f"StochasticRounding: {reason}")
+
+        def configure(inner: Callable[[], Any]) -> Any:
+            return replace_optimizers(inner(), self._convert)
+
+        self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
+
+    def _convert(self, optimizer: Optimizer) -> Optimizer:
+        rounding = _ROUNDINGS[self.rounding]()
+        converted = Float32Step(optimizer, rounding, self.chunk_elements, self.seed)
+        self.announce(f"{type(optimizer).__name__} steps bfloat16 weights in float32, {self.rounding} rounding")
+        return converted
+
+
+def unsupported(trainer: Any, callback: pl.Callback) -> str | None:
+    """Reason and fix, or None where weights can be rounded."""
+    if trainer.precision != "bf16-true":
+        return f"`precision={trainer.precision!r}` keeps other than bfloat16 weights. Set precision='bf16-true'."
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        return (
+            f"{type(trainer.strategy).__name__} shards weights or keeps float32 ones itself. Use one device or DDP, or "
+            "leave StochasticRounding out."
+        )
+    callbacks = trainer.callbacks
+    if any(isinstance(other, Optimizer8bit) for other in callbacks[callbacks.index(callback) + 1 :]):
+        return "Optimizer8bit stands after it and would find no optimizer to convert. List Optimizer8bit first."
+    return None

@@ -1,0 +1,65 @@
+import pytest
+import torch
+
+from lightning_memfit.optim.rounding import Kahan, Stochastic, generator_for, round_stochastically_
+
+
+def generator(seed=0, num_steps=0):
+    return generator_for(torch.device("cpu"), seed, num_steps)
+
+
+@pytest.mark.parametrize("value", [1.0, -1.0, 3.1415927, 1e-20, -2.7e30, 1e-40])
+def test_mean_is_the_value_and_only_neighbours_come_out(value):
+    exact = torch.tensor(value).to(torch.float64)
+    rounded = round_stochastically_(torch.full((1 << 20,), value), generator())
+    assert torch.equal(rounded, rounded.to(torch.bfloat16).float())
+    neighbours = rounded.unique().double()
+    spacing = (neighbours.max() - neighbours.min()).item()
+    assert len(neighbours) <= 2
+    assert neighbours.min() <= exact <= neighbours.max()
+    assert abs(rounded.double().mean() - exact) <= 5 * 0.5 * spacing / 2**10  # five standard errors
+
+
+def test_what_bfloat16_holds_stays():
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).float()
+    values[:4] = torch.tensor([0.0, -0.0, float("inf"), -float("inf")])
+    assert torch.equal(round_stochastically_(values.clone(), generator()), values)
+    assert round_stochastically_(values.clone(), generator())[1].signbit()
+
+
+def test_every_nan_stays_one():
+    patterns = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, -0x3FFFFF], dtype=torch.int32)
+    values = patterns.view(torch.float32).repeat(1000)
+    assert values.isnan().all()
+    assert round_stochastically_(values, generator()).isnan().all()
+
+
+def test_bits_depend_on_seed_and_step_alone():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    draws = {
+        pair: torch.empty(64).random_(1 << 16, generator=generator(*pair)) for pair in [(0, 0), (0, 1), (1, 0), (-1, 7)]
+    }
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(draws[0, 1], torch.empty(64).random_(1 << 16, generator=generator(0, 1)))
+    assert len({tuple(draw.tolist()) for draw in draws.values()}) == 4
+
+
+def test_compensation_holds_what_the_weight_lacks():
+    weight, state, kahan = torch.ones(3, dtype=torch.bfloat16), {}, Kahan()
+    for _ in range(100):
+        kahan.store(kahan.load(weight, state) - 1e-4, weight, state, generator())
+    torch.testing.assert_close(kahan.load(weight, state), torch.full((3,), 0.99), rtol=0, atol=2e-4)
+    assert state["compensation"].dtype is torch.bfloat16
+    plain = torch.ones(3, dtype=torch.bfloat16)
+    for _ in range(100):
+        plain.copy_(plain.float() - 1e-4)
+    assert torch.equal(plain, torch.ones(3, dtype=torch.bfloat16))
+
+
+def test_stochastic_needs_no_state():
+    weight, state = torch.ones(4096, dtype=torch.bfloat16), {}
+    for step in range(100):
+        Stochastic().store(Stochastic().load(weight, state) - 1e-5, weight, state, generator(0, step))
+    assert not state
+    assert weight.double().mean().item() == pytest.approx(0.999, abs=2e-4)
