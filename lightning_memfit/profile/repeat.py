@@ -1,8 +1,9 @@
 """Repeated blocks: trace five of them, and unroll the events to as many as the module has (numpy only).
 
-The events of a block are written relative to their neighbours (this block, the one before, the one after). If the three
-middle blocks are the same in that notation, the middle one can be copied: the result is the trace of the whole module,
-event for event.
+Work passes through the blocks in sweeps: upwards in forward and in the optimizer, downwards in backward. What happens
+between a sweep's first event of one block and its first of the next is that block's period; it may hold the end of its
+neighbour's work. Where the periods of neighbouring middle blocks are the same, relative to their block, the middle one
+can be repeated: the result is the trace of the whole module, event for event.
 """
 
 from collections import defaultdict
@@ -20,8 +21,8 @@ _MIDDLE = 2
 Place = tuple[int, int]
 """A storage by `(block, how many storages that block made before it)`."""
 
-Event = tuple[bool, int, int, int, int]
-"""Allocation?, offset of the block that made the storage, number there, bytes, category."""
+Event = tuple[bool, int, int, int, int, int]
+"""Allocation?, offsets of the event's block and of the block that made the storage, number there, bytes, category."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,33 @@ class _Runs:
                 made[block] += 1
         return cls(trace, places)
 
-    def pattern(self, block: int) -> list[Event]:
-        """Events of a block relative to it."""
+    def pattern(self, block: int, start: int = 0, stop: int | None = None) -> list[Event]:
+        """Events of a period relative to its block; without `start` and `stop` all events of the block alone."""
         trace, pattern = self.trace, []
-        for index in np.flatnonzero(trace.event_blocks == block).tolist():
-            event = int(trace.events[index])
+        indices = np.flatnonzero(trace.event_blocks == block).tolist() if stop is None else range(start, stop)
+        for index in indices:
+            event, at = int(trace.events[index]), int(trace.event_blocks[index])
             storage = abs(event) - 1
             owner, position = self.places[storage]
-            if owner == OUTSIDE or abs(owner - block) > 1:
-                raise AlignmentError(f"block {block} frees memory that block {owner} made")
+            if OUTSIDE in (owner, at) or abs(owner - block) > 1:
+                raise AlignmentError(
+                    f"between the events of block {block}, others happen that belong to no block alone"
+                )
             size, category = int(trace.sizes[storage]), int(trace.categories[storage])
-            pattern.append((event > 0, owner - block, position, size, category))
+            pattern.append((event > 0, at - block, owner - block, position, size, category))
         return pattern
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """A pass through the blocks, with the middle block's period in it if it has one."""
+
+    start: int
+    stop: int
+    ascending: bool
+    period: tuple[int, int] | None
+    neighbour: tuple[int, int] | None
+    """Period of the block after the middle one."""
 
 
 def unroll(trace: EventList, num_blocks: int) -> EventList:
@@ -62,23 +78,66 @@ def unroll(trace: EventList, num_blocks: int) -> EventList:
         AlignmentError: If the middle blocks are not alike, so that unrolling would be a guess.
     """
     runs = _Runs.of(canonical(trace))
-    # The first and last block may number their storages differently, so what refers to them isn't compared.
-    before, middle, after = (runs.pattern(block) for block in (_MIDDLE - 1, _MIDDLE, _MIDDLE + 1))
-    if _without(before, -1) != _without(middle, -1) or _without(after, 1) != _without(middle, 1):
+    middle = runs.pattern(_MIDDLE)
+    if not all(_alike(middle, runs.pattern(_MIDDLE + step), step) for step in (-1, 1)):
         raise AlignmentError("the blocks don't allocate alike")
-    return _Unroller(runs, num_blocks - TRACED_BLOCKS).run()
+    sweeps = _sweeps(runs.trace)
+    for sweep in sweeps:
+        if sweep.period is None or sweep.neighbour is None:
+            continue
+        step = 1 if sweep.ascending else -1
+        if not _alike(runs.pattern(_MIDDLE, *sweep.period), runs.pattern(_MIDDLE + step, *sweep.neighbour), step):
+            raise AlignmentError("the blocks don't allocate in the same order")
+    return _Unroller(runs, num_blocks - TRACED_BLOCKS).run(sweeps)
 
 
-def _without(pattern: list[Event], neighbour: int) -> list[Event]:
-    """A pattern with the storage numbers of one neighbour blanked."""
-    return [
-        (made, offset, -1 if offset == neighbour else position, size, category)
-        for made, offset, position, size, category in pattern
-    ]
+def _alike(middle: list[Event], neighbour: list[Event], step: int) -> bool:
+    """Whether two patterns agree; the first and last block, `step` further on, may number their storages otherwise."""
+
+    def blanked(pattern: list[Event]) -> list[Event]:
+        return [(*event[:3], -1, *event[4:]) if event[2] == step else event for event in pattern]
+
+    return blanked(middle) == blanked(neighbour)
+
+
+def _sweeps(trace: EventList) -> list[_Sweep]:
+    """Cut a trace into sweeps, none of which reaches beyond a phase."""
+    blocks = trace.event_blocks.tolist()
+    cuts = {at for at, _ in trace.phases}
+    sweeps: list[_Sweep] = []
+    start, front, previous, ascending = 0, OUTSIDE, OUTSIDE, True
+    first: dict[int, int] = {}
+    for index, block in enumerate(blocks):
+        if index in cuts:
+            sweeps.append(_sweep(blocks, start, index, ascending, first))
+            start, front, first = index, OUTSIDE, {}
+        if block == OUTSIDE:
+            continue
+        if front == OUTSIDE or abs(block - front) > 1:
+            if front != OUTSIDE:
+                sweeps.append(_sweep(blocks, start, index, ascending, first))
+                start, first = index, {}
+            ascending = block == 0 or (block != TRACED_BLOCKS - 1 and previous < block)
+        if front == OUTSIDE or not first or block == front + (1 if ascending else -1):
+            front = block
+            first[block] = index
+        previous = block
+    sweeps.append(_sweep(blocks, start, len(blocks), ascending, first))
+    return sweeps
+
+
+def _sweep(blocks: list[int], start: int, stop: int, ascending: bool, first: dict[int, int]) -> _Sweep:
+    if _MIDDLE not in blocks[start:stop]:
+        return _Sweep(start, stop, ascending, None, None)
+    order = (_MIDDLE, _MIDDLE + 1, _MIDDLE + 2) if ascending else (_MIDDLE, _MIDDLE - 1, _MIDDLE - 2)
+    if not all(block in first for block in order):
+        raise AlignmentError("the step doesn't pass through the blocks in order")
+    here, after, end = (first[block] for block in order)
+    return _Sweep(start, stop, ascending, (here, after), (after, end))
 
 
 class _Unroller:
-    """Write the events anew with the middle block standing `extra + 1` times."""
+    """Write the events anew with the middle block's periods standing `extra + 1` times."""
 
     def __init__(self, runs: _Runs, extra: int) -> None:
         self.runs = runs
@@ -87,29 +146,19 @@ class _Unroller:
         self.origins: list[int] = []
         self.events: list[int] = []
         self.event_blocks: list[int] = []
+        self.written_at: dict[int, int] = {}
 
-    def run(self) -> EventList:
+    def run(self, sweeps: list[_Sweep]) -> EventList:
         trace = self.runs.trace
-        blocks = trace.event_blocks
-        edges = np.flatnonzero(np.diff(blocks)) + 1
-        starts, stops = [0, *edges.tolist()], [*edges.tolist(), len(blocks)]
-        first_events: list[int] = []
-        before = 0
-        for start, stop in zip(starts, stops, strict=True):
-            first_events.append(len(self.events))
-            block = int(blocks[start])
-            if block == _MIDDLE:
-                shifts = range(self.extra + 1)
-                for shift in shifts if before < _MIDDLE else reversed(shifts):
-                    self._copy(start, stop, block + shift)
-            else:
-                self._copy(start, stop, self._image(block))
-            before = block if block != OUTSIDE else before
-        runs_of_phases = [int(np.searchsorted(starts, at, side="right")) - 1 for at, _ in trace.phases]
-        phases = tuple(
-            (first_events[run] + at - starts[run], name)
-            for run, (at, name) in zip(runs_of_phases, trace.phases, strict=True)
-        )
+        for sweep in sweeps:
+            self.written_at[sweep.start] = len(self.events)
+            start, stop = sweep.period or (sweep.stop, sweep.stop)
+            shifts = range(self.extra + 1) if sweep.ascending else range(self.extra, -1, -1)
+            self._copy(sweep.start, start, shifts[0])
+            for shift in shifts if start < stop else ():
+                self._copy(start, stop, shift, whole=True)
+            self._copy(stop, sweep.stop, shifts[-1])
+        self.written_at[len(trace.events)] = len(self.events)
         origins = np.array(self.origins, dtype=np.int64)
         return EventList(
             events=np.array(self.events, dtype=np.int64),
@@ -118,21 +167,21 @@ class _Unroller:
             categories=trace.categories[origins],
             sites=trace.sites[origins],
             site_names=trace.site_names,
-            phases=phases,
+            phases=tuple((self.written_at[at], name) for at, name in trace.phases),
         )
 
-    def _image(self, block: int) -> int:
-        return block + self.extra if block > _MIDDLE else block
-
-    def _copy(self, start: int, stop: int, image: int) -> None:
+    def _copy(self, start: int, stop: int, shift: int, whole: bool = False) -> None:
+        """Write events with the middle block and those above it moved up by `shift`; with `whole` every block."""
         trace = self.runs.trace
-        for event in trace.events[start:stop].tolist():
+        for index in range(start, stop):
+            event, block = int(trace.events[index]), int(trace.event_blocks[index])
             storage = abs(event) - 1
             owner, position = self.runs.places[storage]
+            image = self._image(block, shift, whole)
             if owner != OUTSIDE and image != OUTSIDE:
-                owner = image + owner - int(trace.event_blocks[start])
+                owner += image - block
             elif owner != OUTSIDE:
-                owner = self._image(owner)
+                owner = self._image(owner, shift, whole)
             place = (owner, position)
             if event > 0:
                 self.numbers[place] = len(self.origins)
@@ -143,3 +192,10 @@ class _Unroller:
             else:
                 raise AlignmentError(f"block {image} frees memory that block {owner} doesn't make")
             self.event_blocks.append(image)
+
+    def _image(self, block: int, shift: int, whole: bool) -> int:
+        if whole:
+            return block + shift
+        if block > _MIDDLE:
+            return block + self.extra
+        return block + shift if block == _MIDDLE else block
