@@ -9,14 +9,18 @@ Arithmetic rates are dense (no sparsity) and accumulate in fp32, which GeForce c
 theoretical maxima; the host link counts one direction of PCIe x16 unless said otherwise.
 """
 
+from __future__ import annotations
+
 import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from lightning_memfit.memory import GIB, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 _PCIE3, _PCIE4, _PCIE5 = 15.75e9, 31.5e9, 63.0e9
 _NOISE = {"nvidia", "geforce", "amd", "instinct", "tesla", "quadro", "gpu", "rtx", "gtx", "radeon", "generation"}

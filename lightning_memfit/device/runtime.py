@@ -8,8 +8,6 @@ differs by driver, card and the kernels that get loaded: `measure_runtime` repla
 import os
 from dataclasses import dataclass
 
-import torch
-
 from lightning_memfit.memory import MIB
 
 _ENVIRONMENT = "CUBLAS_WORKSPACE_CONFIG"
@@ -70,6 +68,8 @@ def measure_runtime(index: int = 0) -> RuntimeMemory:
 
     The context is read as everything in use on the device that torch did not reserve, so nothing else should run there.
     """
+    import torch
+
     device = torch.device("cuda", index)
     torch._C._cuda_clearCublasWorkspaces()
     cleared = torch.cuda.memory_allocated(device)

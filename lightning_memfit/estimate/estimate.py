@@ -131,6 +131,15 @@ def predict_peak_bytes(profile: ModelProfile, micro_batch_size: int, runtime: Ru
     return int(live[_first_step(events) :].max()) + (runtime.allocated_bytes if runtime is not None else 0)
 
 
+def predict_total_bytes(profile: ModelProfile, micro_batch_size: int, runtime: RuntimeMemory | None = None) -> int:
+    """What the device must have: `Estimate.total_bytes` alone."""
+    if profile.device != "cuda":
+        return predict_peak_bytes(profile, micro_batch_size, runtime) + (runtime.context_bytes if runtime else 0)
+    events = profile.events_at(micro_batch_size)
+    workspace, context = (runtime.allocated_bytes, runtime.context_bytes) if runtime is not None else (0, 0)
+    return _reserved(events, _first_step(events), workspace) + context
+
+
 def _first_step(events: EventList) -> int:
     """First event after setup: what building the module needs is not part of a step."""
     return min(events.phases[0][0] if events.phases else 0, max(len(events) - 1, 0))

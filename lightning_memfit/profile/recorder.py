@@ -59,6 +59,14 @@ class EventRecorder(StorageLedger):
         if not self._phases or self._phases[-1][1] != name:
             self._phases.append((len(self._events), name))
 
+    def track(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
+        """Enter a tensor; one that was made under the mode (in `configure_model`) takes the name that it has now."""
+        super().track(tensor, category, name)
+        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        if name and entry is not None:
+            site = self._site_index.setdefault(name, len(self._site_index))
+            self._sites[self._number[entry.identity]] = site
+
     def track_module(self, module: torch.nn.Module) -> None:
         """Enter the module's tensors and follow its submodules' calls."""
         super().track_module(module)

@@ -1,0 +1,41 @@
+"""The calculator behind `memfit estimate --model NAME`: a configuration, no weights, no Lightning."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from lightning_memfit.estimate.named import NamedRun, profile_named
+from lightning_memfit.estimate.report import EstimateReport, build_report
+from lightning_memfit.estimate.target import live_target, named_target, unnamed_target
+from lightning_memfit.profile.cache import ProfileCache
+
+from .estimate import NAMED_OPTIONS
+
+_NO_DEVICE = (
+    'No device was named and there is no GPU here, so there is no verdict. Pass for example `--device "RTX 3060"`, '
+    "`--device 12GiB` or `--device cpu`."
+)
+
+
+def estimate_named(arguments: argparse.Namespace, overrides: list[str]) -> EstimateReport:
+    """Estimate a named model on the device that was asked for, or the one that is here."""
+    target = named_target(arguments.device) if arguments.device else live_target() or unnamed_target()
+    if arguments.measure:
+        raise ValueError("`--measure` needs a recipe (`--config`): a model that is only named has no weights to train.")
+    given = {name: getattr(arguments, name) for name in NAMED_OPTIONS if getattr(arguments, name) is not None}
+    run = NamedRun(
+        arguments.model,
+        micro_batch_size=arguments.micro_batch_size or 1,
+        device=target.kind,
+        capability=target.capability,
+        **given,
+    )
+    cache, shorten = None if arguments.no_cache else ProfileCache(), not arguments.no_shorten
+    profile = profile_named(run, cache, shorten)
+    scaling = None
+    if profile.slopes is None and run.micro_batch_size == 1 and target.usable_bytes is not None:
+        # A batch of one is laid out in memory its own way; every other size follows from two.
+        scaling = profile_named(replace(run, micro_batch_size=2), cache, shorten)
+    notes = (_NO_DEVICE,) if target.capacity_bytes is None else ()
+    return build_report(profile, target, None, scaling, notes)

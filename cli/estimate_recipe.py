@@ -1,0 +1,141 @@
+"""Behind `memfit estimate --config RECIPE`: the recipe's own model, data, precision and techniques, on fake tensors."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.estimate.report import EstimateReport, build_report
+from lightning_memfit.estimate.target import Target, host_target, live_target, named_target, unnamed_target
+from lightning_memfit.memory import format_bytes
+from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
+from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.measured import measure_step
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import Emulation, TraceError
+from lightning_memfit.techniques.base import TechniqueCallback
+
+from .errors import user_mistake
+from .estimate import NAMED_OPTIONS
+from .recipe_run import RecipeRun, load_recipe
+
+_NO_DEVICE = (
+    "The recipe asks for a GPU, none was named and there is none here, so there is no verdict. Pass for example "
+    '`--device "RTX 3060"`, `--device 12GiB` or `--device cpu`.'
+)
+
+
+def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> EstimateReport | None:
+    """Estimate a recipe; None where its step can't be traced, after saying why."""
+    for name in NAMED_OPTIONS:
+        if getattr(arguments, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"`{option}` is for `--model NAME`. A recipe states it: override `trainer`, `model` or `data`.")
+    with _quiet():
+        run = load_recipe(overrides)
+        target = _target(arguments.device, run)
+        try:
+            profile, scaling = _profiles(run, target, arguments)
+        except TraceError as error:
+            mistake = user_mistake(error)  # of the recipe: no measurement would get around it
+            if mistake is not None:
+                raise mistake from None
+            if not arguments.measure:
+                print(f"memfit: cannot tell: {error} On the command line that is `--measure`.", file=sys.stderr)
+                return None
+            profile, scaling = _measure(run), None
+    notes = (*run.notes, *((_NO_DEVICE,) if target.capacity_bytes is None else ()))
+    return build_report(profile, target, arguments.micro_batch_size, scaling, notes)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep banners away, and off stdout, which is the report's, whatever the user's code prints."""
+    names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric", "bitsandbytes")
+    loggers = [logging.getLogger(name) for name in (*names, "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*(worker|Paged optimizers)", UserWarning)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _target(name: str | None, run: RecipeRun) -> Target:
+    """The named device; else the GPU that is here; else this CPU, unless the recipe insists on a GPU."""
+    if name is not None:
+        return named_target(name)
+    if run.accelerator in ("auto", "gpu", "cuda"):
+        live = live_target()
+        if live is not None:
+            return live
+        if run.accelerator != "auto":
+            return unnamed_target()
+    elif run.accelerator != "cpu":
+        raise ValueError(f"`trainer.accelerator={run.accelerator!r}`: estimates are for CUDA and the CPU. Pass `--device`.")
+    limits = [callback.limit_bytes for callback in run.callbacks if isinstance(callback, MemoryLimit)]
+    return host_target(min(limits) if limits else None)
+
+
+def _profiles(
+    run: RecipeRun, target: Target, arguments: argparse.Namespace
+) -> tuple[ModelProfile, ModelProfile | None]:
+    """The step's profile, and one that knows every micro-batch size where the first doesn't."""
+
+    def profile(batch: Any) -> ModelProfile:
+        return profile_module(
+            run.module,
+            batch,
+            run.options,
+            Emulation(target.kind, target.capability),
+            _techniques(run),
+            shorten=not arguments.no_shorten,
+            cache=None if arguments.no_cache else ProfileCache(),
+        )
+
+    first, size = profile(run.batch), batch_size(run.batch)
+    wanted = arguments.micro_batch_size or size
+    if first.slopes is not None or (wanted == size and size > 1):
+        return first, None
+    if wanted > 1 or target.usable_bytes is not None:
+        # A batch of one is laid out in memory its own way; every other size follows from two.
+        return first, profile(resize_batch(run.batch, size, max(2, wanted)))
+    return first, None
+
+
+def _techniques(run: RecipeRun) -> tuple[TechniqueCallback, ...]:
+    return tuple(copy.deepcopy(c) for c in run.callbacks if isinstance(c, TechniqueCallback))
+
+
+def _measure(run: RecipeRun) -> ModelProfile:
+    """Run two real steps where host memory is enough for them.
+
+    Raises:
+        ValueError: If it isn't.
+    """
+    with torch.device("meta"):
+        shape = copy.deepcopy(run.module)
+        shape.configure_model()
+    weights = sum(p.numel() * p.element_size() for p in shape.parameters())
+    # The module, its copy, gradients and two fp32 states; what the activations need isn't known before.
+    needed, available = 5 * weights, host_target().usable_bytes or 0
+    if needed > available:
+        raise ValueError(
+            f"`--measure` needs about {format_bytes(needed)} for the states alone, {format_bytes(available)} of RAM is "
+            "free. Measure a smaller configuration of the model."
+        )
+    return measure_step(run.module, run.batch, run.options, _techniques(run))

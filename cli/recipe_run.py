@@ -1,0 +1,160 @@
+"""`load_recipe`: a recipe's model, one real batch and settings, without a GPU, a logger or anything on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
+
+from lightning_memfit.models import CausalLM
+from lightning_memfit.profile.step import Precision, StepOptions
+
+from .lightning_cli import MemFitCLI
+
+_PRECISIONS: dict[str, Precision] = {
+    "32": "32-true",
+    "32-true": "32-true",
+    "bf16": "bf16-mixed",
+    "bf16-mixed": "bf16-mixed",
+    "16": "16-mixed",
+    "16-mixed": "16-mixed",
+    "bf16-true": "bf16-true",
+    "16-true": "16-true",
+}
+
+# What estimates stand for: one process on fake tensors. The recipe's own values are kept beside them.
+_STAND_IN = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": "32-true"}
+
+_COPIES_OF_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
+
+
+@dataclass(frozen=True)
+class RecipeRun:
+    """What a recipe would train, and how."""
+
+    module: pl.LightningModule
+    batch: Any
+    """One real batch of the recipe's own loader, on the host."""
+    options: StepOptions
+    callbacks: tuple[pl.Callback, ...]
+    accelerator: str
+    notes: tuple[str, ...]
+    """What of the recipe the estimate leaves out."""
+
+
+class _RecipeCLI(MemFitCLI):
+    """Instantiate everything, with a trainer that runs anywhere and writes nothing."""
+
+    def before_instantiate_classes(self) -> None:
+        """Note what the recipe says of hardware, precision and loggers, and put stand-ins in their place."""
+        trainer = self.config.trainer
+        self.recipe = {name: trainer[name] for name in _STAND_IN}
+        for name, value in _STAND_IN.items():
+            trainer[name] = value
+        trainer.logger = False
+        trainer.enable_progress_bar = False
+
+
+def load_recipe(arguments: list[str]) -> RecipeRun:
+    """Instantiate a recipe and fetch a batch.
+
+    Args:
+        arguments: As for `memfit fit`.
+
+    Raises:
+        ValueError: If the recipe has no training data, or a precision that estimates don't know.
+    """
+    cli = _RecipeCLI(arguments, run=False, save_config_callback=None)
+    trainer, recipe = cli.trainer, cli.recipe
+    if isinstance(cli.model, CausalLM):
+        _ = cli.model.architecture  # read it once here, not in every trace of a copy
+    options = StepOptions(
+        _precision(recipe["precision"]),
+        trainer.accumulate_grad_batches,
+        trainer.gradient_clip_val,
+        trainer.gradient_clip_algorithm,
+    )
+    processes = _num_processes(recipe["devices"]) * recipe["num_nodes"]
+    with isolate_rng():
+        batch = _first_batch(cli, processes)
+    callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
+    notes = tuple(_left_out(recipe, processes, callbacks))
+    return RecipeRun(cli.model, batch, options, callbacks, str(recipe["accelerator"]), notes)
+
+
+def _precision(value: Any) -> Precision:
+    if value is None:
+        return "32-true"
+    if str(value) not in _PRECISIONS:
+        raise ValueError(f"`trainer.precision={value!r}` can't be estimated. Known: {', '.join(_PRECISIONS)}.")
+    return _PRECISIONS[str(value)]
+
+
+def _num_processes(devices: Any) -> int:
+    """Processes on one node; `auto` counts as one."""
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    text = str(devices)
+    return max(1, int(text)) if text.lstrip("-").isdecimal() else 1
+
+
+def _left_out(recipe: dict[str, Any], processes: int, callbacks: tuple[pl.Callback, ...]) -> Iterator[str]:
+    strategy = recipe["strategy"]
+    if strategy != "auto":
+        name = strategy if isinstance(strategy, str) else strategy.get("class_path", "").rpartition(".")[2]
+        yield f"`trainer.strategy={name}` is not in the figures: they are those of one device that holds everything."
+    elif processes > 1:
+        yield f"Figures are per device; DDP's buckets over {processes} devices (up to one more copy of the gradients) are not in them."
+    for callback in callbacks:
+        kind = type(callback)
+        if kind.__name__ in _COPIES_OF_WEIGHTS or not kind.__module__.startswith(("lightning", "pytorch_lightning")):
+            yield f"What the callback {kind.__name__} may allocate is not in the figures."
+
+
+# --- data ---------------------------------------------------------------------------------------------------------------
+
+
+class _PlannedTrainer:
+    """The stand-in trainer as data modules see it, with the number of processes that the recipe plans."""
+
+    def __init__(self, trainer: pl.Trainer, world_size: int) -> None:
+        self._trainer = trainer
+        self.world_size = world_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+def _first_batch(cli: MemFitCLI, processes: int) -> Any:
+    """The first training batch, after the data module's own hooks, fetched in this process."""
+    data = cli.datamodule
+    owner: Any = data if data is not None else cli.model
+    owner.trainer = _PlannedTrainer(cli.trainer, processes) if data is not None else cli.trainer
+    if data is None and not is_overridden("train_dataloader", cli.model):
+        raise ValueError("The recipe has neither `data` nor a model with `train_dataloader`, so there is no batch.")
+    owner.prepare_data()
+    owner.setup("fit")
+    loaders = owner.train_dataloader()
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    for loader in combined.flattened:
+        _in_this_process(loader)
+    try:
+        batch, _, _ = next(iter(combined))
+    except StopIteration:
+        raise ValueError("The recipe's training loader gives no batch: it is empty.") from None
+    if data is not None:
+        batch = data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
+    return batch
+
+
+def _in_this_process(loader: Any) -> None:
+    """Starting workers for a single batch would take longer than the estimate."""
+    if isinstance(loader, DataLoader):
+        loader.num_workers = 0
+        loader.timeout = 0

@@ -1,0 +1,145 @@
+"""`profile_named`: the profile of a model that only a name or a configuration is known of.
+
+What is in the disk cache comes back without torch; otherwise `named_model` builds the model without memory and traces it.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_memfit.estimate.architectures import Architecture, Kind, find_architecture
+from lightning_memfit.profile.cache import ProfileCache, text_key
+from lightning_memfit.profile.record import ModelProfile
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+
+OPTIMIZERS = (
+    "adamw",
+    "adamw_fused",
+    "adam",
+    "sgd",
+    "sgd_momentum",
+    "rmsprop",
+    "adafactor",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "lion",
+    "lion_8bit",
+)
+"""Optimizers of torch, and those of bitsandbytes for Lion and 8 bits."""
+
+_ENDINGS: dict[str, Kind] = {
+    "LMHeadModel": "causal",
+    "ForCausalLM": "causal",
+    "ForConditionalGeneration": "encoder-decoder",
+    "ForSequenceClassification": "text classification",
+    "ForMaskedLM": "masked",
+    "ForImageClassification": "image classification",
+}
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A training run of a named model."""
+
+    model: str
+    """Name in `ARCHITECTURES`, a folder with a `config.json`, or such a file."""
+    micro_batch_size: int = 1
+    sequence_length: int | None = None
+    """Tokens per sample; the architecture's usual length by default."""
+    precision: str = "32-true"
+    optimizer: str = "adamw"
+    checkpointing: Literal["none", "full"] = "none"
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    accumulate_grad_batches: int = 1
+    device: Literal["cuda", "cpu"] = "cuda"
+    capability: tuple[int, int] = (8, 0)
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("micro_batch_size", self.micro_batch_size),
+            ("sequence_length", 1 if self.sequence_length is None else self.sequence_length),
+            ("accumulate_grad_batches", self.accumulate_grad_batches),
+        ):
+            if value < 1:
+                raise ValueError(f"`{name}={value}` must be at least 1.")
+        for name, choice, choices in (
+            ("precision", self.precision, PRECISIONS),
+            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("checkpointing", self.checkpointing, ("none", "full")),
+            ("attention", self.attention, ("sdpa", "eager")),
+        ):
+            if choice not in choices:
+                raise ValueError(f"`{name}={choice!r}` is unknown. Choose from: {', '.join(choices)}.")
+
+
+def architecture_of(model: str) -> Architecture:
+    """The architecture of a name, a folder or a file.
+
+    Raises:
+        ValueError: If there is none, or its class isn't one that a batch is known for.
+    """
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    return _read(path) if path.suffix == ".json" or path.is_file() else find_architecture(model)
+
+
+def _read(path: Path) -> Architecture:
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`--model {path}` is no readable Hugging Face configuration: {error}.") from error
+    names = config.get("architectures") or []
+    ending = next((key for key in _ENDINGS if names and names[0].endswith(key)), None)
+    if ending is None or "model_type" not in config:
+        raise ValueError(
+            f"`--model {path}` must have a `model_type` and name its class in `architectures`, ending in one of "
+            f"{', '.join(_ENDINGS)} (found {names})."
+        )
+    kind = _ENDINGS[ending]
+    longest = config.get("max_position_embeddings", config.get("n_positions"))
+    usual = None if kind == "image classification" else min(longest or 512, 2048)
+    return Architecture(str(path), names[0], "", config, kind, 0, usual, longest, str(path))
+
+
+def profile_named(run: NamedRun, cache: ProfileCache | None = None, shorten: bool = True) -> ModelProfile:
+    """Profile a named model without weights.
+
+    Args:
+        run: What is trained, and how.
+        cache: Where profiles are kept between runs; none by default.
+        shorten: Trace five repeated blocks and unroll where they are proved alike.
+
+    Raises:
+        ValueError: If the model is unknown, or can't take that sequence length.
+    """
+    architecture = architecture_of(run.model)
+    _check_length(run, architecture)
+    key = _key(run, architecture, shorten) if cache is not None else ""
+    known = cache.load(key) if cache is not None else None
+    if known is not None:
+        return known
+    from lightning_memfit.estimate.named_model import trace_named
+
+    profile = trace_named(run, architecture, shorten)
+    if cache is not None:
+        cache.save(key, profile)
+    return profile
+
+
+def _check_length(run: NamedRun, architecture: Architecture) -> None:
+    wanted, longest = run.sequence_length, architecture.max_sequence_length
+    if wanted is None:
+        return
+    if architecture.sequence_length is None:
+        raise ValueError(f"`sequence_length={wanted}`: {architecture.name} takes images, which have none. Leave it out.")
+    if longest is not None and wanted > longest:
+        raise ValueError(f"`sequence_length={wanted}` is longer than the {longest} positions of {architecture.name}.")
+
+
+def _key(run: NamedRun, architecture: Architecture, shorten: bool) -> str:
+    own = [Path(__file__), Path(__file__).with_name("named_model.py")]
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in own)).hexdigest()
+    return text_key("named", asdict(run), asdict(architecture), shorten, code)

@@ -1,0 +1,126 @@
+"""Build a named model on the meta device and trace its training step. Imports torch; the cache doesn't need it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_memfit.estimate.architectures import Architecture
+from lightning_memfit.estimate.named import NamedRun
+from lightning_memfit.profile.build import profile_module
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.step import OptimizerFactory, StepOptions
+from lightning_memfit.profile.trace import Emulation
+
+_LEARNING_RATE = 1e-4  # no memory depends on it
+
+
+def trace_named(run: NamedRun, architecture: Architecture, shorten: bool = True) -> ModelProfile:
+    """Trace a named run.
+
+    Raises:
+        TraceError: If the step can't be traced.
+    """
+    model = build_model(architecture, run.attention)
+    length = run.sequence_length or architecture.sequence_length
+    if run.checkpointing == "full":
+        _checkpoint(model)
+    profile = profile_module(
+        model,
+        make_batch(architecture, model.config, run.micro_batch_size, length),
+        StepOptions(run.precision, run.accumulate_grad_batches),  # type: ignore[arg-type]
+        Emulation(run.device, run.capability),
+        make_optimizer=optimizer_factory(run.optimizer),
+        shorten=shorten,
+    )
+    return replace(profile, name=architecture.name)
+
+
+def build_model(architecture: Architecture, attention: str) -> Any:
+    """The model in training mode, without memory.
+
+    Raises:
+        ValueError: If transformers doesn't know it.
+    """
+    import transformers
+
+    if not hasattr(transformers, architecture.model_class):
+        raise ValueError(f"transformers {transformers.__version__} has no class `{architecture.model_class}`.")
+    config = _config(architecture)
+    config.use_cache = False
+    config._attn_implementation = attention
+    model_class = getattr(transformers, architecture.model_class)
+    with torch.device("meta"):
+        model = model_class._from_config(config).train()
+    if architecture.kind == "causal":
+        model.loss_type = "ForCausalLM"  # GPT-2's class is named otherwise, and transformers would warn
+    return model
+
+
+def _config(architecture: Architecture) -> Any:
+    import transformers
+
+    if architecture.config_class:
+        return getattr(transformers, architecture.config_class)(**architecture.config)
+    from transformers import AutoConfig
+
+    entries = {key: value for key, value in architecture.config.items() if key not in ("dtype", "torch_dtype")}
+    try:
+        return AutoConfig.for_model(**entries)
+    except ValueError as error:
+        raise ValueError(f"`--model {architecture.name}`: transformers knows no such model: {error}") from error
+
+
+def make_batch(architecture: Architecture, config: Any, size: int, length: int | None) -> dict[str, torch.Tensor]:
+    """A batch of the shapes and dtypes that training has, without padding."""
+    classes = torch.zeros(size, dtype=torch.long)
+    if architecture.kind == "image classification":
+        side = config.image_size
+        return {"pixel_values": torch.zeros(size, config.num_channels, side, side), "labels": classes}
+    assert length is not None
+    tokens = 3 + torch.arange(size * length).view(size, length) % (min(config.vocab_size, 1000) - 3)
+    return {"input_ids": tokens, "labels": classes if architecture.kind == "text classification" else tokens}
+
+
+def _checkpoint(model: torch.nn.Module) -> None:
+    from lightning_memfit.checkpointing.apply import apply_checkpointing
+    from lightning_memfit.checkpointing.blocks import find_blocks
+
+    blocks = [block for group in find_blocks(model) for block in group.modules]
+    if not blocks:
+        raise ValueError(f"`checkpointing='full'`: {type(model).__name__} has no repeated blocks.")
+    apply_checkpointing(blocks, ["full"] * len(blocks))
+
+
+def optimizer_factory(name: str) -> OptimizerFactory:
+    """What builds one of `OPTIMIZERS` over a module's parameters."""
+    if name in ("adamw_8bit", "paged_adamw_8bit", "lion", "lion_8bit"):
+        return _bitsandbytes(name)
+    made: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "adamw": lambda parameters: torch.optim.AdamW(parameters, _LEARNING_RATE),
+        "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, _LEARNING_RATE, fused=True),
+        "adam": lambda parameters: torch.optim.Adam(parameters, _LEARNING_RATE),
+        "sgd": lambda parameters: torch.optim.SGD(parameters, _LEARNING_RATE),
+        "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, _LEARNING_RATE, momentum=0.9),
+        "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, _LEARNING_RATE),
+        "adafactor": lambda parameters: torch.optim.Adafactor(parameters, _LEARNING_RATE),
+    }
+    return lambda module: made[name](module.parameters())
+
+
+def _bitsandbytes(name: str) -> OptimizerFactory:
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ModuleNotFoundError(f"`optimizer={name!r}` needs bitsandbytes: pip install bitsandbytes") from error
+    classes = {
+        "adamw_8bit": "AdamW8bit",
+        "paged_adamw_8bit": "PagedAdamW8bit",
+        "lion": "Lion",
+        "lion_8bit": "Lion8bit",
+    }
+    made = getattr(bitsandbytes.optim, classes[name])
+    return lambda module: made(module.parameters(), lr=_LEARNING_RATE)

@@ -1,0 +1,130 @@
+"""`Target`: the device an estimate is made for, and what may be used of it. Needs no torch unless a GPU is probed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_memfit.device.catalogue import find_device
+from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory, safety_margin_bytes
+from lightning_memfit.memory import format_bytes
+
+DEFAULT_CAPABILITY = (8, 0)
+"""CUDA capability of a device that is not named; it decides the attention kernel."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device, and how many bytes a run may use there."""
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    capacity_bytes: int | None
+    """What a run may take, context included; None where no device is known."""
+    margin_bytes: int = 0
+    """Left free of it."""
+    capability: tuple[int, int] = DEFAULT_CAPABILITY
+    runtime: RuntimeMemory | None = None
+    """What lies outside the tensors on a CUDA device."""
+    source: str = ""
+    """Where the capacity comes from."""
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """Capacity less the margin."""
+        return None if self.capacity_bytes is None else max(0, self.capacity_bytes - self.margin_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain figures, ready for JSON."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "capacity_bytes": self.capacity_bytes,
+            "margin_bytes": self.margin_bytes,
+            "capability": list(self.capability) if self.kind == "cuda" else None,
+            "source": self.source,
+        }
+
+
+def named_target(name: str) -> Target:
+    """A device of the catalogue, a size such as `12GiB`, or `cpu` for this machine's memory.
+
+    Raises:
+        ValueError: If the name is unknown, or of a device whose runtime isn't CUDA.
+    """
+    if name.strip().lower() == "cpu":
+        return host_target()
+    spec = find_device(name)
+    runtime = runtime_memory(spec.compute_capability)
+    return Target(
+        name=spec.name,
+        kind="cuda",
+        capacity_bytes=spec.memory_bytes,
+        margin_bytes=safety_margin_bytes(spec.memory_bytes),
+        capability=spec.compute_capability or DEFAULT_CAPABILITY,
+        runtime=runtime,
+        source=f"catalogue, {format_bytes(spec.memory_bytes)} in all" if spec.aliases or spec.flops else spec.source,
+    )
+
+
+def unnamed_target() -> Target:
+    """Some CUDA device of unknown size: figures without a verdict."""
+    return Target("a CUDA device", "cuda", None, runtime=runtime_memory(DEFAULT_CAPABILITY), source="none was named")
+
+
+def host_target(limit_bytes: int | None = None) -> Target:
+    """The CPU this runs on.
+
+    Args:
+        limit_bytes: Limit of live tensor bytes that the run keeps (`MemoryLimit`), instead of the available RAM.
+    """
+    if limit_bytes is not None:
+        return Target("this CPU under the recipe's MemoryLimit", "cpu", limit_bytes, source="`limit` of MemoryLimit")
+    from lightning_memfit.device.probe import probe_host
+
+    available = probe_host().available_bytes
+    return Target(
+        name="this CPU",
+        kind="cpu",
+        capacity_bytes=available,
+        margin_bytes=safety_margin_bytes(available),
+        source="RAM that is available now, cgroup limits considered",
+    )
+
+
+def live_target(index: int = 0) -> Target | None:
+    """The CUDA device of this machine with what is free on it now; None without one."""
+    if not _driver_sees_gpu():
+        return None
+    import torch
+
+    from lightning_memfit.device.probe import probe_device
+
+    if not torch.cuda.is_available():
+        return None
+    state = probe_device(index)
+    runtime = runtime_memory(state.compute_capability)
+    # Our own context, which the probe made, stands for that of the run.
+    capacity = min(state.total_bytes, state.free_bytes + runtime.context_bytes)
+    return Target(
+        name=state.name,
+        kind="cuda",
+        capacity_bytes=capacity,
+        margin_bytes=safety_margin_bytes(state.total_bytes),
+        capability=state.compute_capability,
+        runtime=runtime,
+        source=f"free now of {format_bytes(state.total_bytes)}",
+    )
+
+
+def _driver_sees_gpu() -> bool:
+    """Ask NVML, which takes milliseconds where importing torch takes seconds; without it torch decides."""
+    try:
+        import pynvml
+    except ImportError:
+        return True
+    try:
+        pynvml.nvmlInit()
+        return bool(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return False
