@@ -1,0 +1,96 @@
+"""Write `docs/accuracy.md` from the committed results: `python -m benchmarks.estimator.table`."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from lightning_memfit.memory import MIB
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "accuracy.md"
+
+_HEAD = """# How accurate the estimates are
+This page is generated from `benchmarks/results/estimator_*.json` by `python -m benchmarks.estimator.table`.
+
+An estimate is made from a module without weights; a measurement runs three optimizer steps of the real module with
+Lightning's Trainer in a process of its own. On the CPU the oracle is the list of allocation events of torch's profiler,
+which sees the scratch memory of kernels, too; on CUDA it is `torch.cuda.max_memory_allocated` and
+`max_memory_reserved`. MemTracker is torch's own tracker (`torch.distributed._tools.mem_tracker`), given the same
+module, batch and order of operations on fake tensors; it can't follow bitsandbytes' optimizers or a loss scaler.
+"""
+
+
+def summary(errors: list[float]) -> dict[str, float]:
+    """Median and largest absolute error, and the largest underestimate, as fractions."""
+    absolute = sorted(abs(error) for error in errors)
+    return {
+        "runs": len(errors),
+        "median": statistics.median(absolute),
+        "p95": absolute[min(len(absolute) - 1, int(0.95 * len(absolute)))],
+        "max": absolute[-1],
+        "under": -min(0.0, *errors) if len(errors) > 1 else max(0.0, -errors[0]),
+    }
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:+.3f} %"
+
+
+def _summary_line(name: str, errors: list[float]) -> str:
+    s = summary(errors)
+    return (
+        f"| {name} | {s['runs']} | {100 * s['median']:.4f} % | {100 * s['p95']:.3f} % | {100 * s['max']:.3f} % | "
+        f"{100 * s['under']:.3f} % |"
+    )
+
+
+def render(document: dict[str, Any], device: str) -> str:
+    """One section of the page."""
+    rows = [row for row in document["rows"] if "failed" not in row]
+    versions = ", ".join(f"{name} {value}" for name, value in document["versions"].items())
+    lines = [f"\n## {device.upper()}", f"`{document['command']}` ({versions})\n"]
+    lines += ["| figure | runs | median error | 95th percentile | largest | most under |", "|---|---|---|---|---|---|"]
+    lines.append(_summary_line("allocated", [row["error_allocated"] for row in rows]))
+    if any("error_reserved" in row for row in rows):
+        lines.append(_summary_line("reserved", [row["error_reserved"] for row in rows]))
+    tracked = [row["mem_tracker"]["error"] for row in rows if "error" in row.get("mem_tracker", {})]
+    if tracked:
+        lines.append(_summary_line("MemTracker, allocated", tracked))
+    reserved = any("error_reserved" in row for row in rows)
+    lines += [
+        "",
+        "| run | measured MiB | predicted MiB | error |" + (" reserved |" if reserved else " MemTracker |") + " s |",
+    ]
+    lines.append("|---|---|---|---|---|---|")
+    for row in sorted(rows, key=lambda r: r["name"]):
+        last = row["error_reserved"] if reserved else row.get("mem_tracker", {}).get("error")
+        lines.append(
+            f"| {row['name']} | {row['measured']['allocated_bytes'] / MIB:.1f} | "
+            f"{row['predicted']['allocated_bytes'] / MIB:.1f} | {_percent(row['error_allocated'])} | "
+            f"{_percent(last) if last is not None else '-'} | {row['predicted']['seconds']:.1f} |"
+        )
+    failed = [row for row in document["rows"] if "failed" in row]
+    lines += [f"\nFailed: {row['name']}: {row['failed']}" for row in failed]
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The whole page."""
+    text = _HEAD
+    for device in ("cpu", "cuda"):
+        path = RESULTS / f"estimator_{device}.json"
+        if path.exists():
+            text += render(json.loads(path.read_text()), device)
+        else:
+            text += (
+                f"\n## {device.upper()}\nNot measured yet. On a machine with a GPU: "
+                f"`python -m benchmarks.estimator.run --device {device}`, then this page's command.\n"
+            )
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.relative_to(ROOT)}")
