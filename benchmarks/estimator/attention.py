@@ -1,4 +1,4 @@
-"""Which attention kernel this CUDA device takes, and which one the emulation says; for where the rules may have moved."""
+"""Which attention kernel this CUDA device takes, and which one the emulation says."""
 
 import torch
 import torch.nn.functional as F
