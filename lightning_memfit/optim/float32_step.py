@@ -23,10 +23,10 @@ _KEY = "float32_step"
 class Float32Step(Optimizer):
     """Stands for an optimizer and steps its bfloat16 weights through float32 stand-ins.
 
-    A step takes some of the weights, or a part of a large one, makes float32 stand-ins of weights and gradients, has the
-    optimizer step these, and rounds the result into the weights. A float32 copy of the weights never exists as a whole:
-    beside the optimizer's own scratch memory (none for fused kernels and bitsandbytes, 8 bytes for batched ones) a step
-    needs 9 bytes for each of `chunk_elements`. What the optimizer keeps is float32, or 8 bits wide, as it would be for
+    A step takes some of the weights, or a part of a large one, makes float32 stand-ins of weights and gradients, has
+    the optimizer step these, and rounds the result into the weights. A float32 copy of the weights never exists as a
+    whole: a step needs 9 bytes for each of `chunk_elements`, or 8 and the optimizer's own scratch memory where that is
+    more (none for fused kernels and bitsandbytes, 8 bytes for batched ones). What the optimizer keeps is float32, or 8 bits wide, as it would be for
     float32 weights.
 
     Elementwise optimizers (`pieces.can_be_cut`) step parts of a weight; others step a weight as a whole, so that the
@@ -61,7 +61,7 @@ class Float32Step(Optimizer):
         return getattr(self.wrapped, name)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """Groups of the wrapped optimizer."""
         return self.wrapped.param_groups
 
@@ -70,7 +70,7 @@ class Float32Step(Optimizer):
         self.wrapped.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """States of the wrapped optimizer, keyed by the weights."""
         return self.wrapped.state
 
@@ -78,7 +78,7 @@ class Float32Step(Optimizer):
     def state(self, state: Any) -> None:
         self.wrapped.state = state
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every weight that has a gradient once."""
         loss = None
         if closure is not None:
@@ -137,16 +137,17 @@ class Float32Step(Optimizer):
                 self._make_states(group, parameter, index, place)
                 limit = self.chunk_elements if can_be_cut(self.wrapped, parameter) else parameter.numel()
                 for piece in pieces_of(parameter, index, self.state[parameter], limit):
-                    filled = sum(other.num_elements for other in chunk)
-                    if chunk and (
-                        filled + piece.num_elements > self.chunk_elements
-                        or chunk[0].parameter.device != parameter.device
-                    ):
+                    if chunk and not self._fits(chunk, piece):
                         yield chunk
                         chunk = []
                     chunk.append(piece)
         if chunk:
             yield chunk
+
+    def _fits(self, chunk: list[Piece], piece: Piece) -> bool:
+        filled = sum(other.num_elements for other in chunk)
+        same_device = chunk[0].parameter.device == piece.parameter.device
+        return same_device and filled + piece.num_elements <= self.chunk_elements
 
     def _make_states(self, group: dict[str, Any], parameter: Tensor, index: int, place: int) -> None:
         """Let bitsandbytes choose the width of states by the weight itself, which a stand-in would not tell."""
@@ -167,7 +168,7 @@ class Float32Step(Optimizer):
             stand_ins.append((piece, stand_in))
         groups = [{**self.param_groups[index], "params": params} for index, params in members.items()]
         self._step_wrapped(groups, states)
-        for piece, stand_in in stand_ins:
+        for _, stand_in in stand_ins:
             stand_in.grad = None
         for piece, stand_in in stand_ins:
             state = states[stand_in]
@@ -200,8 +201,8 @@ def _refuse(optimizer: Optimizer, chunk_elements: int) -> None:
     refuse_coupled(optimizer)
     if optimizer.state:
         raise ValueError(
-            f"`optimizer` ({name}) has states already, of the weights' dtype. Wrap it before it steps or is loaded; one "
-            "that makes its states when it is constructed, as Adagrad does, can't be wrapped."
+            f"`optimizer` ({name}) has states already, of the weights' dtype. Wrap it before it steps or is loaded; "
+            "one that makes its states when it is constructed, as Adagrad does, can't be wrapped."
         )
     if optimizer.defaults.get("differentiable") or optimizer.defaults.get("capturable"):
         raise ValueError(f"{name}: `differentiable` and `capturable` need the weights themselves. Leave them False.")
@@ -214,6 +215,6 @@ def _refuse(optimizer: Optimizer, chunk_elements: int) -> None:
     for p in parameters:
         if p.dtype is torch.float16 or hasattr(p, "__tensor_flatten__"):
             raise ValueError(
-                f"`optimizer` ({name}) has a weight of {type(p).__name__}, {p.dtype}. Plain bfloat16 and float32 weights "
+                f"`optimizer` ({name}) has a weight of {type(p).__name__}, {p.dtype}. Plain bfloat16 and float32 ones "
                 "can be stepped, float16 and sharded or quantized ones can't."
             )

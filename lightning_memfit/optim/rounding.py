@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+State = MutableMapping[str, Any]
 COMPENSATION = "compensation"
 _DISCARDED_BITS = 16  # float32 has 16 more mantissa bits than bfloat16
 _WORD = (1 << 64) - 1
@@ -19,12 +20,10 @@ class Rounding(Protocol):
 
     name: str
 
-    def load(self, weight: Tensor, state: MutableMapping[str, Any]) -> Tensor:
+    def load(self, weight: Tensor, state: State) -> Tensor:
         """Return a new float32 tensor with the weight's value."""
 
-    def store(
-        self, values: Tensor, weight: Tensor, state: MutableMapping[str, Any], generator: torch.Generator
-    ) -> None:
+    def store(self, values: Tensor, weight: Tensor, state: State, generator: torch.Generator) -> None:
         """Write float32 values, which may be overwritten, into the bfloat16 weight."""
 
 
@@ -33,34 +32,30 @@ class Stochastic:
 
     name = "stochastic"
 
-    def load(self, weight: Tensor, state: MutableMapping[str, Any]) -> Tensor:
+    def load(self, weight: Tensor, state: State) -> Tensor:
         """Return the weight in float32."""
         return weight.float()
 
-    def store(
-        self, values: Tensor, weight: Tensor, state: MutableMapping[str, Any], generator: torch.Generator
-    ) -> None:
+    def store(self, values: Tensor, weight: Tensor, state: State, generator: torch.Generator) -> None:
         """Round the values and write them."""
         weight.copy_(round_stochastically_(values, generator))
 
 
 class Kahan:
-    """Keep what rounding to nearest drops, in bfloat16 as well: 2 bytes per weight, 16 bits of precision, no randomness.
+    """Keep what rounding to nearest drops, in bfloat16 as well: 2 bytes per weight, 16 bits of precision, nothing random.
 
-    This is the compensation of Kahan's summation (Zamirai et al., 2020, arXiv 2010.06192, algorithm 3).
+    This is the compensation of Kahan's summation (Zamirai et al., 2020, arXiv 2010.06192).
     """
 
     name = "kahan"
 
-    def load(self, weight: Tensor, state: MutableMapping[str, Any]) -> Tensor:
+    def load(self, weight: Tensor, state: State) -> Tensor:
         """Return the weight and what was dropped last time, in float32."""
         values = weight.float()
         compensation = state.get(COMPENSATION)
         return values if compensation is None else values.add_(compensation)
 
-    def store(
-        self, values: Tensor, weight: Tensor, state: MutableMapping[str, Any], generator: torch.Generator
-    ) -> None:
+    def store(self, values: Tensor, weight: Tensor, state: State, generator: torch.Generator) -> None:
         """Write the nearest weight, and what it lacks into the state."""
         weight.copy_(values)
         dropped = values.sub_(weight)
@@ -71,7 +66,7 @@ class Kahan:
 
 
 def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round float32 values to values that bfloat16 holds exactly, in place: up with a probability equal to the remainder.
+    """Round float32 values, in place, up or down to ones that bfloat16 holds, with expectations equal to the values.
 
     Random bits are added to the 16 that bfloat16 lacks, and these are cut off. Needs 5 bytes of scratch memory per
     element. Infinities and NaN stay; a value beyond bfloat16's largest may become infinite, as in rounding to nearest.

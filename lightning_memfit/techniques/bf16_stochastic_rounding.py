@@ -9,20 +9,20 @@ from torch.optim import Optimizer
 
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.replace import replace_optimizers
-from lightning_memfit.optim.rounding import Kahan, Stochastic
+from lightning_memfit.optim.rounding import Kahan, Rounding, Stochastic
 from lightning_memfit.techniques.base import TechniqueCallback
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from lightning_memfit.techniques.wrapping import wrap_method
 
-_ROUNDINGS = {"stochastic": Stochastic, "kahan": Kahan}
+_ROUNDINGS: dict[str, type[Rounding]] = {"stochastic": Stochastic, "kahan": Kahan}
 
 
 class StochasticRounding(TechniqueCallback):
     """Make `precision="bf16-true"` learn from updates smaller than half a unit in last place, without a float32 copy.
 
     Weights and gradients take 2 bytes each; optimizer states stay float32 (or 8-bit, with `Optimizer8bit` before this
-    callback). A step makes float32 stand-ins of a few weights at a time (`optim.float32_step`). Works with accumulation,
-    clipping, schedulers, `GradientRelease` and DDP. A checkpoint of such a run resumes bitwise.
+    callback). A step makes float32 stand-ins of a few weights at a time (`optim.float32_step`). Works with
+    accumulation, clipping, schedulers, `GradientRelease` and DDP. A checkpoint of such a run resumes bitwise.
 
     It is a callback beside `precision="bf16-true"` and no precision plugin, because it changes how optimizers step and
     nothing about the forward pass, and Lightning takes one plugin per run, of a class that each strategy chooses.
