@@ -22,6 +22,13 @@ types: $(STAMP)
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu"
 
+# On a machine with a CUDA device and an environment of its own: PYTHON names its interpreter.
+gpu:
+	$(PYTHON) -m pytest -m gpu -p no:cacheprovider
+	$(PYTHON) -m benchmarks.estimator.attention
+	$(PYTHON) -m benchmarks.estimator.run --device cuda
+	$(PYTHON) -m benchmarks.estimator.table
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
