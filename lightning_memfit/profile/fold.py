@@ -1,6 +1,11 @@
 """Shorten a fake clone to `TRACED_BLOCKS` of its repeated blocks."""
 
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -33,8 +38,8 @@ class Fold:
 def fold_blocks(module: torch.nn.Module, shorten: bool = True) -> Fold:
     """Find the largest group of repeated blocks and, in place, keep the first four and the last of it.
 
-    A group is shortened only where its inner blocks agree in class, parameters and settings, so that tracing some of
-    them tells about all.
+    A group is shortened only where its inner blocks agree in class, parameters and settings and no code above them
+    counts its blocks, so that tracing some of them tells about all.
 
     Args:
         module: Fake clone; never a user's module.
@@ -48,6 +53,8 @@ def fold_blocks(module: torch.nn.Module, shorten: bool = True) -> Fold:
     container = module.get_submodule(group.container)
     alike = len({_signature(block, index) for index, block in enumerate(group.modules) if index}) == 1
     if not shorten or len(group.modules) < _MIN_BLOCKS or len(container._modules) != len(group.modules) or not alike:
+        return whole
+    if any(_counts(type(above)) for above in _modules_above(module, group.container)):
         return whole
     kept = (*group.modules[: TRACED_BLOCKS - 1], group.modules[-1])
     container._modules.clear()
@@ -70,3 +77,34 @@ def _signature(block: torch.nn.Module, index: int) -> _Signature:
     for name, tensor in (*block.named_parameters(), *block.named_buffers()):
         parts.append((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad))
     return tuple(parts)
+
+
+def _modules_above(module: torch.nn.Module, path: str) -> Iterator[torch.nn.Module]:
+    names = path.split(".") if path else []
+    return (module.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1))
+
+
+_TRUSTED = ("torch", "lightning", "transformers", "lightning_memfit")
+"""Packages whose models treat a block by its number only where the block's settings say so."""
+_COUNTING = {"enumerate", "range", "zip", "len"}
+
+
+@cache
+def _counts(kind: type) -> bool:
+    """Whether a class numbers things in a method that may run in training, and could treat one block by its place.
+
+    `if index == 7` would never be seen in a trace of five blocks.
+    """
+    for base in kind.__mro__:
+        if base is object or base.__module__.partition(".")[0] in _TRUSTED:
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            return True
+        for method in ast.walk(tree):
+            if isinstance(method, ast.FunctionDef) and method.name not in ("__init__", "configure_optimizers"):
+                calls = (node.func for node in ast.walk(method) if isinstance(node, ast.Call))
+                if any(isinstance(called, ast.Name) and called.id in _COUNTING for called in calls):
+                    return True
+    return False
