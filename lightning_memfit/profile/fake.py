@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 
@@ -57,6 +58,8 @@ def fake_clone(value: T, fake_mode: FakeTensorMode, dtype: torch.dtype | None = 
     trainer = getattr(value, "_trainer", None)
     if trainer is not None:
         memo[id(trainer)] = None  # a fitted module points at its trainer, which is not part of it
+    for generator in _generators(value):
+        memo[id(generator)] = generator.clone_state()
     with _FakeCopy(fake_mode, dtype):
         clone = copy.deepcopy(value, memo)
     if isinstance(clone, torch.nn.Module):
@@ -64,6 +67,12 @@ def fake_clone(value: T, fake_mode: FakeTensorMode, dtype: torch.dtype | None = 
             # `.to()`, `.half()` and `.cpu()` would swap real data pointers, which fakes don't have.
             object.__setattr__(child, "_apply", _return_unchanged(child))
     return clone
+
+
+def _generators(value: Any) -> Iterator[torch.Generator]:
+    """Random generators among a module's attributes, whose state must not be copied as a fake."""
+    for child in value.modules() if isinstance(value, torch.nn.Module) else ():
+        yield from (leaf for leaf in tree_leaves(dict(vars(child))) if isinstance(leaf, torch.Generator))
 
 
 def _return_unchanged(module: torch.nn.Module) -> Any:
