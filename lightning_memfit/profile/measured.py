@@ -9,6 +9,7 @@ import torch
 from lightning_memfit.profile.build import batch_size, sequence_length
 from lightning_memfit.profile.cache import package_versions
 from lightning_memfit.profile.parameters import parameter_table
+from lightning_memfit.profile.random_state import kept_random_state
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.step import OptimizerFactory, StepOptions, run_step
@@ -36,7 +37,7 @@ def measure_step(
     started = time.perf_counter()
     trainer = getattr(module, "_trainer", None)
     clone = copy.deepcopy(module, {id(trainer): None} if trainer is not None else {})
-    with torch.random.fork_rng(devices=[]):
+    with kept_random_state():
         recorder = EventRecorder()
         run_step(recorder, clone, copy.deepcopy(batch), options, callbacks, make_optimizer)
     total, per_block = recorder.flops()

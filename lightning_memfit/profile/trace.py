@@ -22,8 +22,10 @@ from lightning_memfit.profile.fold import fold_blocks
 from lightning_memfit.profile.foreach import foreach_defaults
 from lightning_memfit.profile.integers import AssumedValues, RealIntegers, UnknownSizeError
 from lightning_memfit.profile.parameters import parameter_table
+from lightning_memfit.profile.random_state import kept_random_state
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
+from lightning_memfit.profile.recurrent import OneDnnWorkspaces, UnknownKernelError, refuse_fused_recurrence
 from lightning_memfit.profile.repeat import unroll
 from lightning_memfit.profile.step import (
     AUTOCAST_DTYPES,
@@ -136,23 +138,19 @@ def _trace(
     shorten: bool,
     assumed: AssumedValues,
 ) -> Trace:
-    generator = torch.get_rng_state()
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     integers = RealIntegers(fake_mode, assumed)
-    clone = fake_clone(module, fake_mode, TRUE_DTYPES.get(options.precision))
-    try:
+    with kept_random_state(), _explained(module):
+        clone = fake_clone(module, fake_mode, TRUE_DTYPES.get(options.precision))
         with contextlib.ExitStack() as stack:
             dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
-            with _explained(module):
-                if make_optimizer is None and hasattr(clone, "configure_model"):
-                    clone.configure_model()  # type: ignore[operator]
-                table = parameter_table(clone)
-                fold = fold_blocks(clone, shorten)
-                cuda = emulation.device == "cuda"
-                recorder = EventRecorder(fold.blocks, host_scalars=cuda, python_kernels=not cuda)
-                run_step(recorder, clone, integers.fake_batch(batch), options, callbacks, make_optimizer)
-    finally:
-        torch.set_rng_state(generator)
+            if make_optimizer is None and hasattr(clone, "configure_model"):
+                clone.configure_model()  # type: ignore[operator]
+            table = parameter_table(clone)
+            fold = fold_blocks(clone, shorten)
+            cuda = emulation.device == "cuda"
+            recorder = EventRecorder(fold.blocks, host_scalars=cuda, python_kernels=not cuda)
+            run_step(recorder, clone, integers.fake_batch(batch), options, callbacks, make_optimizer)
     events = recorder.result()
     total, per_block = recorder.flops()
     extra = fold.num_blocks - len(fold.blocks)
@@ -183,6 +181,9 @@ def _enter_modes(
         dispatch = stack.enter_context(CudaDispatch(emulation.capability, emulation.attention))
         if options.precision in AUTOCAST_DTYPES:
             stack.enter_context(cuda_autocast_lists())
+        stack.enter_context(refuse_fused_recurrence())
+    else:
+        stack.enter_context(OneDnnWorkspaces(fake_mode))
     stack.enter_context(foreach_defaults(emulation.device == "cuda"))
     stack.enter_context(transformers_not_tracing())
     stack.enter_context(copyable_fakes())
@@ -204,6 +205,8 @@ def _explained(module: torch.nn.Module) -> Iterator[None]:
         raise TraceError(
             f"The training step of {name} depends on values of tensors, which a trace doesn't have: {error}. {_WAY_OUT}"
         ) from error
+    except UnknownKernelError as error:
+        raise TraceError(f"The training step of {name} can't be traced for CUDA: {error}.") from error
     except Exception as error:
         raise TraceError(
             f"The training step of {name} can't be traced: {type(error).__name__}: {error}. {_WAY_OUT}"
