@@ -14,23 +14,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from lightning_memfit.checkpointing.forward import ReplacedForward
+from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
 from lightning_memfit.checkpointing.policies import CHOICES, Choice, kept_operators, selective_contexts
 
 _BatchStatistics = (nn.modules.batchnorm._NormBase,)
 
 
-class CheckpointedForward:
-    """Stands in for the `forward` of one block.
-
-    An object and not a closure, so that a deep copy of the block calls the copy.
-    """
+class CheckpointedForward(ReplacedForward):
+    """Stands in for the `forward` of one block that is recomputed."""
 
     def __init__(self, block: nn.Module, choice: Choice) -> None:
-        self.block = block
+        super().__init__(block)
         self.choice = choice
         self.has_statistics = any(isinstance(module, _BatchStatistics) for module in block.modules())
-        self.shadowed = vars(block).get("forward")
-        self.__wrapped__ = self.shadowed or type(block).forward  # for inspect.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block; with gradients on, without keeping what the choice does not keep."""
@@ -38,12 +35,6 @@ class CheckpointedForward:
             return self.inner(*args, **kwargs)
         _refuse_caches(self.block, (*args, *kwargs.values()))
         return checkpoint(self.inner, *args, use_reentrant=False, **self.options(), **kwargs)
-
-    def inner(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's own forward."""
-        if self.shadowed is not None:
-            return self.shadowed(*args, **kwargs)
-        return type(self.block).forward(self.block, *args, **kwargs)
 
     def options(self) -> dict[str, Any]:
         """Options of `torch.utils.checkpoint`: contexts of the forward pass and the recomputation, where needed."""
@@ -60,8 +51,8 @@ class CheckpointedForward:
 class AppliedCheckpointing:
     """Checkpointing in effect on some blocks; `remove` puts every block back as it was."""
 
-    def __init__(self, forwards: list[CheckpointedForward]) -> None:
-        self._forwards = forwards
+    def __init__(self, forwards: Sequence[ReplacedForward]) -> None:
+        self._forwards = list(forwards)
 
     @property
     def num_blocks(self) -> int:
@@ -88,7 +79,7 @@ def apply_checkpointing(blocks: Sequence[nn.Module], choices: Sequence[Choice]) 
 
     Args:
         blocks: For example the modules of `find_blocks`.
-        choices: One per block: `none`, `full`, `keep_attention`, `keep_matmul` or `keep_matmul_attention`.
+        choices: One per block: `none`, `full`, `keep_attention`, `keep_matmul`, `keep_matmul_attention` or `offload`.
 
     Raises:
         ValueError: If the lengths differ, a choice is unknown, a block is listed twice, or something checkpoints
@@ -103,8 +94,11 @@ def apply_checkpointing(blocks: Sequence[nn.Module], choices: Sequence[Choice]) 
         raise ValueError("`blocks` lists a module twice; list it once (each of its calls is checkpointed).")
     for block in blocks:
         refuse_checkpointed(block)
-    forwards = [
-        CheckpointedForward(block, choice) for block, choice in zip(blocks, choices, strict=True) if choice != "none"
+    pool = OffloadPool()
+    forwards: list[ReplacedForward] = [
+        OffloadedForward(block, pool) if choice == "offload" else CheckpointedForward(block, choice)
+        for block, choice in zip(blocks, choices, strict=True)
+        if choice != "none"
     ]
     for wrapper in forwards:
         wrapper.block.forward = wrapper
@@ -121,7 +115,7 @@ def refuse_checkpointed(module: nn.Module) -> None:
                 "`model.gradient_checkpointing_disable()` "
                 "(and leave `gradient_checkpointing_enable` out), or leave this checkpointing out."
             )
-        if type(child).__name__ == "CheckpointWrapper" or isinstance(vars(child).get("forward"), CheckpointedForward):
+        if type(child).__name__ == "CheckpointWrapper" or isinstance(vars(child).get("forward"), ReplacedForward):
             raise ValueError(f"{where} is checkpointed already. Remove one of the two.")
 
 

@@ -7,12 +7,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-Choice = Literal["none", "full", "keep_attention", "keep_matmul", "keep_matmul_attention"]
-"""`none` keeps all activations of a block, `full` only its inputs, the others its inputs and the outputs they name."""
+Choice = Literal["none", "full", "keep_attention", "keep_matmul", "keep_matmul_attention", "offload"]
+"""`none` keeps all activations of a block, `full` only its inputs, `keep_...` its inputs and the outputs they name;
+`offload` keeps them all, in host memory."""
 
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
-Mode = Literal["none", "full", "every", "sqrt", "selective"]
+Mode = Literal["none", "full", "every", "sqrt", "selective", "offload"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 _aten = torch.ops.aten
@@ -46,7 +47,7 @@ def choices_for(
     """Spell a mode out as one choice per block. `sqrt` works on segments of blocks and is none of these.
 
     Args:
-        mode: `none`, `full`, `every` (one block in `every`, beginning with the first) or `selective`.
+        mode: `none`, `full`, `offload`, `every` (one block in `every`, beginning with the first) or `selective`.
         num_blocks: How many blocks there are.
         every: Needed by `every`, at least 1.
         keep: Needed by `selective`: `attention`, `matmul` or both.

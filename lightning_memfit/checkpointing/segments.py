@@ -45,7 +45,7 @@ def apply_segments(module: nn.Module, groups: Sequence[BlockGroup]) -> AppliedCh
     containers = [_container(module, group) for group in groups]
     for container in containers:
         refuse_checkpointed(container)
-    forwards: list[CheckpointedForward] = [SegmentedForward(container) for container in containers]
+    forwards = [SegmentedForward(container) for container in containers]
     for wrapper in forwards:
         wrapper.block.forward = wrapper
     return AppliedCheckpointing(forwards)

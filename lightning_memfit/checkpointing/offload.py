@@ -1,0 +1,238 @@
+"""Keep a block's saved tensors in host memory between its forward and backward pass.
+
+On CUDA copies run on a stream of their own. Leaving: a tensor's copy begins when autograd saves it, and its device
+memory is given up when the next offloaded block has run its forward pass; the last one's stay, as their backward comes
+next. Coming back: when the backward pass reaches an offloaded block, the tensors of the one before it are asked for. So
+little more than one block's tensors are on their way at a time. On the CPU the same code makes plain copies. On fake
+tensors, which a trace runs on, the host side takes no memory, as it takes none of a device's.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_memfit.checkpointing.forward import ReplacedForward
+
+MIN_OFFLOAD_BYTES = 1 << 16
+"""Smaller storages stay: a copy's latency would cost more than their memory is worth."""
+
+
+class OffloadPool:
+    """What the offloaded blocks of a module share: the order in which they ran, what they copied, and the streams."""
+
+    def __init__(self, min_bytes: int = MIN_OFFLOAD_BYTES) -> None:
+        self.min_bytes = min_bytes
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._latest: weakref.ref[_BlockRun] | None = None
+        self._copies: weakref.WeakValueDictionary[tuple[int, torch.dtype], _HostCopy] = weakref.WeakValueDictionary()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadPool":
+        return OffloadPool(self.min_bytes)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The copy stream of a device."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def begin(self, block: nn.Module) -> "_BlockRun":
+        """Note that a block runs forward."""
+        previous = None if self._latest is None else self._latest()
+        run = _BlockRun(self, block, previous)
+        self._latest = weakref.ref(run)
+        return run
+
+    def copy_of(self, tensor: torch.Tensor) -> "_HostCopy":
+        """The copy of a tensor's storage, which several blocks may save (position embeddings, masks)."""
+        key = (tensor.untyped_storage()._cdata, tensor.dtype)
+        copy = self._copies.get(key)
+        if copy is None or not copy.is_of(tensor):
+            stream = self.stream(tensor.device) if tensor.is_cuda else None
+            copy = self._copies[key] = _HostCopy(tensor, stream)
+        return copy
+
+
+class OffloadedForward(ReplacedForward):
+    """Stands in for the `forward` of one block whose saved tensors go to the host."""
+
+    def __init__(self, block: nn.Module, pool: OffloadPool) -> None:
+        super().__init__(block)
+        self.pool = pool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block; with gradients on, through hooks that move what autograd saves."""
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            # The compiler leaves the block to eager execution; with fullgraph=True this reaches the user.
+            raise NotImplementedError(f"{type(self.block).__name__} is offloaded: not compiled.")
+        run = self.pool.begin(self.block)
+        with torch.autograd.graph.saved_tensors_hooks(run.pack, _unpack):
+            output = self.inner(*args, **kwargs)
+        run.end_forward()
+        return output
+
+
+class _BlockRun:
+    """One forward pass of an offloaded block. Lives as long as autograd holds something of it."""
+
+    def __init__(self, pool: OffloadPool, block: nn.Module, previous: "_BlockRun | None") -> None:
+        self._pool = pool
+        self._previous = None if previous is None else weakref.ref(previous)
+        tensors = (*block.parameters(), *block.buffers())
+        self._staying = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._copies: dict[int, _HostCopy] = {}
+        self._reached = False
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd keeps in place of a tensor."""
+        if not self._is_worth_moving(tensor):
+            return tensor
+        copy = self._pool.copy_of(tensor)
+        self._copies[id(copy)] = copy
+        return _Saved(self, copy, tensor)
+
+    def end_forward(self) -> None:
+        """The block before this one has had a whole block's time to leave the device."""
+        if self._before is not None:
+            for copy in self._before._copies.values():
+                copy.leave()
+
+    def reach(self) -> None:
+        """The backward pass is here: have this block's tensors on the device, and ask for those of the one before."""
+        if not self._reached:
+            self._reached = True
+            self._request()
+            if self._before is not None:
+                self._before._request()
+
+    @property
+    def _before(self) -> "_BlockRun | None":
+        """The offloaded block that ran before, while anything of it is alive."""
+        return None if self._previous is None else self._previous()
+
+    def _request(self) -> None:
+        for copy in self._copies.values():
+            copy.request()
+
+    def _is_worth_moving(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return False
+        if isinstance(tensor._base, nn.Parameter):
+            return False
+        storage = tensor.untyped_storage()
+        is_small = storage.nbytes() < self._pool.min_bytes
+        return not is_small and storage._cdata not in self._staying and storage.nbytes() % tensor.itemsize == 0
+
+
+class _Saved:
+    """One saved tensor: a view of a storage that was moved."""
+
+    def __init__(self, run: _BlockRun, copy: "_HostCopy", tensor: torch.Tensor) -> None:
+        self.run = run
+        self.copy = copy
+        self.layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        copy.add_view()
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    saved.run.reach()
+    return saved.copy.use().as_strided(*saved.layout)
+
+
+class _HostCopy:
+    """A storage that goes to the host and comes back, as a flat tensor. Views of it share one copy."""
+
+    def __init__(self, tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._num_elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+        # A view of the tensor, so that both count changes in place alike.
+        self._on_device: torch.Tensor | None = tensor.detach().as_strided((self._num_elements,), (1,), 0)
+        self._is_original = True
+        self._version = tensor._version
+        self._changed = False
+        self._num_views = self._num_unused = 0
+        self._copied: torch.cuda.Event | None = None
+        self._dtype, self._device = tensor.dtype, tensor.device
+        self._on_host = None if isinstance(tensor, FakeTensor) else self._copy_out(self._on_device)
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether this is a copy of the tensor's storage as it is now."""
+        return self._storage() is tensor.untyped_storage() and self._version == tensor._version
+
+    def add_view(self) -> None:
+        """Count a saved tensor."""
+        self._num_views += 1
+        self._num_unused += 1
+
+    def leave(self) -> None:
+        """Let go of the original; its memory may be given out again once the copy is done."""
+        if self._is_original:
+            self._part_from_original()
+            self._on_device = None
+
+    def request(self) -> None:
+        """Begin to bring the storage back, unless it is on the device."""
+        if self._on_device is not None:
+            return
+        self._on_device = torch.empty(self._num_elements, dtype=self._dtype, device=self._device)
+        if self._on_host is None:
+            return
+        if self._stream is None:
+            self._on_device.copy_(self._on_host)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # the memory may still be in use
+        with torch.cuda.stream(self._stream):
+            self._on_device.copy_(self._on_host, non_blocking=True)
+            self._copied = self._stream.record_event()
+
+    def use(self) -> torch.Tensor:
+        """The storage on the device, given up with its last view, which autograd then holds alone.
+
+        Raises:
+            RuntimeError: If the original was changed in place after it was saved.
+        """
+        if self._is_original:
+            self._part_from_original()
+        if self._changed:
+            raise RuntimeError(
+                "A tensor that an offloaded block saved for backward was changed in place afterwards. Leave that "
+                "block out of offloading (`choices`), or make the change out of place."
+            )
+        self.request()
+        self._wait()
+        device = self._on_device
+        assert device is not None
+        self._num_unused -= 1
+        if self._num_unused <= 0:
+            self._num_unused = self._num_views  # for a second backward pass over the same graph
+            self._on_device = None
+        return device
+
+    def _part_from_original(self) -> None:
+        assert self._on_device is not None
+        self._changed = self._on_device._version != self._version
+        self._is_original = False
+        self._wait()
+
+    def _copy_out(self, flat: torch.Tensor) -> torch.Tensor:
+        if self._stream is None:
+            return flat.clone()
+        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(flat, non_blocking=True)
+            self._copied = self._stream.record_event()
+        return host
+
+    def _wait(self) -> None:
+        """Have the current stream wait for the last copy."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._copied = None

@@ -1,0 +1,279 @@
+"""Plan activation checkpointing to a memory budget: traces in, one choice per block out.
+
+One trace per choice, in which all blocks follow it, tells what each block keeps and how high memory rises while it
+runs. The knapsack makes a plan of that, and one more trace, of the plan itself, verifies it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_memfit.checkpointing.knapsack import BlockOption, CheckpointingPlan, CheckpointingProblem, PlanFrontier
+from lightning_memfit.checkpointing.policies import Choice
+from lightning_memfit.estimate.estimate import CUDA_ROUNDING
+from lightning_memfit.memory import Category, format_bytes
+from lightning_memfit.profile.events import CATEGORIES, EventList
+from lightning_memfit.profile.trace import Trace
+
+RECOMPUTED: tuple[Choice, ...] = ("none", "full", "keep_attention", "keep_matmul", "keep_matmul_attention")
+"""Choices that every device offers."""
+
+_MAX_VERIFICATIONS = 5
+_TRAFFIC = 3
+"""Bytes moved per byte that an operator allocates: its output written, and inputs of about twice that size read."""
+
+
+@dataclass(frozen=True)
+class ComputeRate:
+    """How fast a device computes; only the proportions decide about a plan."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    host_link_bytes_per_s: float | None = None
+    """To pinned host memory; None where offloading is no option."""
+
+    def seconds(self, flops: float, traffic_bytes: float) -> float:
+        """Matrix products at their rate, and everything else at that of the memory."""
+        return flops / self.flops_per_s + traffic_bytes / self.bytes_per_s
+
+
+class BudgetError(ValueError):
+    """No plan keeps the budget, or the module's blocks can't be planned for; the message says what would work."""
+
+
+@dataclass(frozen=True)
+class _BlockFigures:
+    """What one choice, followed by all blocks, means; arrays have one entry per block."""
+
+    kept: np.ndarray
+    peak: np.ndarray
+    """Highest level while a block runs, less what the blocks before it keep."""
+    head: int
+    elsewhere: int
+    traffic: np.ndarray
+    """Bytes allocated in forward and backward of a block."""
+    flops: int
+
+
+class BudgetPlanner:
+    """Everything about a module that plans for any budget need, from one trace per choice.
+
+    Args:
+        trace_uniform: Traces the step with every block following a choice.
+        trace_plan: Traces the step, every block of it, with one choice per block.
+        rate: Of the device that will train.
+        cuda: Whether sizes are rounded as CUDA's allocator does.
+
+    Raises:
+        BudgetError: If the blocks don't run one after the other.
+    """
+
+    def __init__(
+        self,
+        trace_uniform: Callable[[Choice], Trace],
+        trace_plan: Callable[[tuple[Choice, ...]], Trace],
+        rate: ComputeRate,
+        cuda: bool = True,
+    ) -> None:
+        self._trace_plan = trace_plan
+        self._rounding = CUDA_ROUNDING if cuda else 1
+        choices = (*RECOMPUTED, "offload") if rate.host_link_bytes_per_s is not None else RECOMPUTED
+        traces: dict[Choice, Trace] = {choice: trace_uniform(choice) for choice in choices}
+        plain = traces["none"]
+        if plain.num_blocks < 1:
+            raise BudgetError("`budget` needs repeated blocks to choose among, and none were found.")
+        figures = {choice: _figures(trace, self._rounding) for choice, trace in traces.items()}
+        self.plain_peak_bytes = int(self._live(plain.events).max())
+        self.plain_activation_bytes = _most_activations(plain.events, self._rounding)
+        self.plain_seconds = rate.seconds(sum(plain.flops.values()), _TRAFFIC * float(figures["none"].traffic.sum()))
+        self._frontiers = _frontiers(figures, rate)
+
+    @property
+    def minimum_bytes(self) -> int:
+        """Least peak that any plan is predicted to reach."""
+        return min(frontier.minimum_bytes for frontier, _ in self._frontiers)
+
+    @property
+    def floor_bytes(self) -> int:
+        """Peak of what lies outside of the blocks' forward and backward, which no plan changes."""
+        return self._frontiers[0][0].problem.floor_bytes
+
+    def predict(self, budget_bytes: int) -> CheckpointingPlan:
+        """The fastest plan that is predicted to stay within a budget. Never slower for a larger budget.
+
+        Raises:
+            BudgetError: If there is none.
+        """
+        plans = [
+            frontier.plan_for(budget_bytes - reserve)
+            for frontier, reserve in self._frontiers
+            if frontier.minimum_bytes <= budget_bytes - reserve
+        ]
+        if not plans:
+            raise self._out_of_reach(budget_bytes, self.minimum_bytes)
+        return min(plans, key=lambda plan: plan.seconds)
+
+    def plan(
+        self, budget_bytes: int, measure: Callable[[EventList], int] | None = None
+    ) -> tuple[CheckpointingPlan, Trace]:
+        """The fastest plan within a budget, verified by a trace of the plan itself.
+
+        Where the trace needs more than predicted, planning is repeated for that much less.
+
+        Args:
+            budget_bytes: What the step may need.
+            measure: What the step of a trace needs; by default the peak of its live bytes.
+
+        Returns:
+            The plan, with the verified peak, and the trace.
+
+        Raises:
+            BudgetError: If there is none; the message names the least that can be reached.
+        """
+        measure = measure or (lambda events: int(self._live(events).max()))
+        target, least = budget_bytes, None
+        for _ in range(_MAX_VERIFICATIONS):
+            if target < self.minimum_bytes and least is not None:
+                break
+            plan = self.predict(target)
+            trace = self._trace_plan(plan.choices)
+            needed = measure(trace.events)
+            if needed <= budget_bytes:
+                return CheckpointingPlan(plan.choices, needed, plan.seconds), trace
+            least = needed if least is None else min(least, needed)
+            target = min(target, plan.peak_bytes) - (needed - budget_bytes)
+        plan = self.predict(self.minimum_bytes)
+        trace = self._trace_plan(plan.choices)
+        needed = measure(trace.events)
+        if needed > budget_bytes:
+            raise self._out_of_reach(budget_bytes, needed)
+        return CheckpointingPlan(plan.choices, needed, plan.seconds), trace
+
+    def _live(self, events: EventList) -> np.ndarray:
+        return events.live_bytes(self._rounding)[events.phases[0][0] :]
+
+    def _out_of_reach(self, budget_bytes: int, least_bytes: int) -> BudgetError:
+        return BudgetError(
+            f"`budget`: {format_bytes(budget_bytes)} is less than the step needs with every block recomputed, "
+            f"{format_bytes(least_bytes)}. Of this, {format_bytes(self.floor_bytes)} are needed outside of the blocks "
+            "(weights, gradients, optimizer). Raise the budget to at least that, make the micro-batch smaller, or "
+            "combine it with techniques for the rest (8-bit optimizer, gradient release, chunked loss)."
+        )
+
+
+def _frontiers(figures: Mapping[Choice, _BlockFigures], rate: ComputeRate) -> list[tuple[PlanFrontier, int]]:
+    """Frontiers, each with the bytes to set aside.
+
+    With offloading, one block's tensors are on their way at any time, whichever blocks are chosen. Traces with all
+    blocks alike count them where the first block runs, so they are set aside for the plan as a whole.
+    """
+    recomputed = {choice: found for choice, found in figures.items() if choice != "offload"}
+    result = [(PlanFrontier(_problem(recomputed, rate)), 0)]
+    if "offload" in figures:
+        moved = figures["none"].kept - figures["offload"].kept
+        result.append((PlanFrontier(_problem(figures, rate)), int(moved.max())))
+    return result
+
+
+def _problem(figures: Mapping[Choice, _BlockFigures], rate: ComputeRate) -> CheckpointingProblem:
+    plain = figures["none"]
+    seconds = {choice: _extra_seconds(choice, found, plain, rate) for choice, found in figures.items()}
+    blocks = tuple(
+        tuple(
+            BlockOption(choice, int(found.kept[i]), int(found.peak[i]), float(seconds[choice][i]))
+            for choice, found in figures.items()
+        )
+        for i in range(len(plain.kept))
+    )
+    head = max(found.head for found in figures.values())
+    return CheckpointingProblem(blocks, head, max(found.elsewhere for found in figures.values()))
+
+
+def _extra_seconds(choice: Choice, found: _BlockFigures, plain: _BlockFigures, rate: ComputeRate) -> np.ndarray:
+    if choice == "offload":
+        assert rate.host_link_bytes_per_s is not None
+        share = plain.traffic / max(1.0, float(plain.traffic.sum()))
+        computing = rate.seconds(0, _TRAFFIC * plain.traffic) + plain.flops * share / rate.flops_per_s
+        moving = 2 * np.maximum(plain.kept - found.kept, 0) / rate.host_link_bytes_per_s
+        return np.maximum(moving - computing, 0.0) + 1e-9  # what does not hide behind the block's own computing
+    extra = np.maximum(found.traffic - plain.traffic, 0)
+    share = extra / max(1.0, float(extra.sum()))
+    flops = max(0, found.flops - plain.flops) * share
+    return np.asarray(flops / rate.flops_per_s + _TRAFFIC * extra / rate.bytes_per_s)
+
+
+def _most_activations(events: EventList, rounding: int) -> int:
+    rounded = -(-events.sizes // rounding) * rounding
+    activations = np.where(events.categories == CATEGORIES.index(Category.ACTIVATION), rounded, 0)
+    return int(np.cumsum(np.sign(events.events) * activations[events.storages])[events.phases[0][0] :].max())
+
+
+def _figures(trace: Trace, rounding: int) -> _BlockFigures:
+    """Read off a trace what its blocks keep and need; the maximum over the micro-batches and steps that were traced."""
+    events, num_blocks = trace.events, trace.num_blocks
+    live = events.live_bytes(rounding)
+    rounded = -(-events.sizes // rounding) * rounding
+    made = np.where(events.events > 0, rounded[events.storages], 0)
+    kept, peak = np.zeros(num_blocks, dtype=np.int64), np.zeros(num_blocks, dtype=np.int64)
+    traffic = np.zeros(num_blocks, dtype=np.int64)
+    head = 0
+    inside = np.zeros(len(events), dtype=bool)
+    for edges in _passes(events, num_blocks):
+        forward, backward = edges
+        levels = live[np.maximum(forward - 1, 0)]
+        kept = np.maximum(kept, np.diff(levels))
+        before = np.concatenate(([0], np.cumsum(np.diff(levels))))
+        for block in range(num_blocks):
+            spans = (forward[block], forward[block + 1]), (backward[block + 1], backward[block])
+            for first, stop in spans:
+                peak[block] = max(peak[block], int(live[first:stop].max()) - int(before[block]))
+            traffic[block] = sum(int(made[first:stop].sum()) for first, stop in spans)
+        head = max(head, int(live[forward[-1] : backward[-1]].max(initial=0)) - int(before[-1]))
+        inside[forward[0] : backward[0]] = True
+    outside = live[events.phases[0][0] :][~inside[events.phases[0][0] :]]
+    elsewhere = int(outside.max(initial=0))
+    return _BlockFigures(kept, peak, head, elsewhere, traffic, sum(trace.flops.values()))
+
+
+def _passes(events: EventList, num_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Where blocks begin, in every forward pass and the backward pass after it.
+
+    Returns:
+        For each pass two arrays of length `num_blocks + 1`. Block `i` runs forward from the first array's entry `i` to
+        its entry `i + 1`, and backward from the second's entry `i + 1` to its entry `i`.
+
+    Raises:
+        BudgetError: If blocks don't run one after the other, once per pass.
+    """
+    bounds = [*(at for at, _ in events.phases), len(events)]
+    spans = [(name, at, stop) for (at, name), stop in zip(events.phases, bounds[1:], strict=True)]
+    found = []
+    for (name, first, middle), (following, _, last) in zip(spans, spans[1:], strict=False):
+        if name == "forward" and following == "backward":
+            forward = _starts(events, first, middle, range(num_blocks))
+            backward = _starts(events, middle, last, range(num_blocks - 1, -1, -1))
+            found.append((forward, backward[::-1]))
+    if not found:
+        raise BudgetError("`budget` needs a training step with a forward and a backward pass; none was traced.")
+    return found
+
+
+def _starts(events: EventList, first: int, stop: int, order: Sequence[int]) -> np.ndarray:
+    """Index of each block's first allocation in a phase, and of the end of the last one's run."""
+    blocks = np.where(events.events[first:stop] > 0, events.event_blocks[first:stop], -1)
+    starts = []
+    for block in order:
+        places = np.flatnonzero(blocks == block)
+        if not len(places):
+            raise BudgetError(f"`budget`: block {block} allocates nothing in a pass, so the blocks can't be planned for.")
+        starts.append(int(places[0]))
+        end = int(places[-1]) + 1
+    if any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
+        raise BudgetError(
+            "`budget`: the blocks don't run one after the other, once per pass. Choose `mode` or `choices` instead."
+        )
+    own = events.event_blocks[first:stop]
+    while end < stop - first and own[end] == order[-1]:
+        end += 1
+    return first + np.array([*starts, end])
