@@ -15,7 +15,7 @@ from lightning_memfit.fitting.gauge import MemoryGauge, find_gauge
 from lightning_memfit.fitting.global_batch import lend_batch_size, share_of
 from lightning_memfit.fitting.guard import StepGuard
 from lightning_memfit.fitting.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.search import PeakPredictor
+from lightning_memfit.fitting.search import Found, PeakPredictor
 from lightning_memfit.fitting.session import FitSession, Options
 from lightning_memfit.fitting.split import BatchSplitter, SplitHook
 from lightning_memfit.fitting.weights import LossWeight
@@ -25,24 +25,25 @@ class MicroBatching(Callback):
     """Train with an effective batch of any size: it is cut into micro-batches that fit the device.
 
     The loader delivers each device's share of the effective batch. Gradients, logged values, schedules, checkpoints and
-    `global_step` are those of a run with the whole share at once. Out-of-memory errors lower the micro-batch and repeat the
-    effective batch; they don't end the run.
+    `global_step` are those of a run with the whole share at once. Out-of-memory errors lower the micro-batch and
+    repeat the effective batch; they don't end the run.
 
     Works with automatic optimization on one device or with DDP, where one rank may run out of memory alone. Sharded
     strategies (FSDP) communicate inside forward, so that a rank can't stop alone: there sizes are fitted, but an
     out-of-memory error ends the run.
 
     Args:
-        global_batch_size: Samples per optimizer step over all devices. Checked against the loader's batch size x devices x
-            `accumulate_grad_batches`; a `batch_size` attribute of the datamodule or module is set to fit. Left out, the
-            loader decides.
+        global_batch_size: Samples per optimizer step over all devices. Checked against the loader's batch size x
+            devices x `accumulate_grad_batches`; a `batch_size` attribute of the datamodule or module is set to fit.
+            Left out, the loader decides.
         micro_batch_size: `auto`, or a number of samples.
-        allow_batch_statistics: Accept layers and losses that depend on the other samples of their micro-batch (BatchNorm,
-            in-batch contrastive losses).
+        allow_batch_statistics: Accept layers and losses that depend on the other samples of their micro-batch
+            (BatchNorm, in-batch contrastive losses).
         max_sequence_length: Longest sequence the data can give, for the trial steps. Not needed where the data set has
             `lengths` or a column `length`.
         recover: False lets an out-of-memory error end the run.
-        predictor: From a micro-batch size to the predicted peak in bytes. Without it one is drawn from two small trials.
+        predictor: From a micro-batch size to the predicted peak in bytes. Without it one is drawn from two small
+            trials.
         limit_bytes: Memory that may be used. By default what the device tells.
         loss_weight: From a batch, or a part of it, to what its loss is a mean over. By default the module's method
             `loss_weight`, else unmasked label tokens where the batch has integer `labels`, else samples.
@@ -101,6 +102,11 @@ class MicroBatching(Callback):
     def micro_batch_size_in_use(self) -> int | None:
         """The size in use, None before training."""
         return None if self._session is None or self._session.sizes is None else self._session.sizes.current
+
+    @property
+    def found(self) -> Found | None:
+        """What the search for the size found, None where there was none."""
+        return None if self._session is None else self._session.found
 
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
 
@@ -189,17 +195,17 @@ class MicroBatching(Callback):
 def _check_support(trainer: Trainer, module: LightningModule) -> None:
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            "`MicroBatching` needs automatic optimization; with `automatic_optimization = False` the module runs its own "
-            "forward and backward. Leave `MicroBatching` out or let Lightning optimize."
+            "`MicroBatching` needs automatic optimization; with `automatic_optimization = False` the module runs its "
+            "own forward and backward. Leave `MicroBatching` out or let Lightning optimize."
         )
     strategy = trainer.strategy
     if strategy.handles_gradient_accumulation:
         raise MisconfigurationException(
-            f"`{type(strategy).__name__}` accumulates gradients on its own, which `MicroBatching` can't direct. Set the "
-            "micro-batch in the strategy's configuration instead."
+            f"`{type(strategy).__name__}` accumulates gradients on its own, which `MicroBatching` can't direct. Set "
+            "the micro-batch in the strategy's configuration instead."
         )
     if getattr(strategy, "_ddp_comm_hook", None) is not None:
         raise MisconfigurationException(
-            "`MicroBatching` adds up the gradients of ranks itself, so that `ddp_comm_hook` would not be used. Remove one "
-            "of the two."
+            "`MicroBatching` adds up the gradients of ranks itself, so that `ddp_comm_hook` would not be used. Remove "
+            "one of the two."
         )

@@ -9,7 +9,8 @@ from torch import nn
 from lightning_memfit.fitting.logs import StepLogs
 from lightning_memfit.fitting.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.oom import is_out_of_memory, release
-from lightning_memfit.fitting.snapshot import RandomState, TrainingSnapshot
+from lightning_memfit.fitting.random_state import RandomState
+from lightning_memfit.fitting.snapshot import TrainingSnapshot
 from lightning_memfit.fitting.split import BatchSplitter
 from lightning_memfit.fitting.weights import LossWeight, batch_statistics, weigh
 
@@ -25,9 +26,9 @@ def check_batch_statistics(module: nn.Module) -> None:
     names = batch_statistics(module)
     if names:
         raise MisconfigurationException(
-            f"{len(names)} BatchNorm layers ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) normalise with the "
-            "statistics of their batch: with micro-batches they are those of the micro-batch, and results change. Replace "
-            "them by GroupNorm or LayerNorm, freeze them with `.eval()`, or accept it: "
+            f"{len(names)} BatchNorm layers ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) normalise with "
+            "the statistics of their batch: with micro-batches they are those of the micro-batch, and results change. "
+            "Replace them by GroupNorm or LayerNorm, freeze them with `.eval()`, or accept it: "
             "`MicroBatching(allow_batch_statistics=True)`."
         )
 
@@ -40,10 +41,13 @@ def check_coupling(
     shifted: bool,
     loss_weight: LossWeight | None,
 ) -> None:
-    """Compare the loss of two samples with the weighted mean of their own losses, in evaluation mode and without a trace.
+    """Compare the loss of two samples with the weighted mean of their own losses.
 
-    In-batch contrastive losses, sums in place of means, and means over something else than what they are weighted by come to
-    light. Losses that draw random numbers even in evaluation mode (diffusion, variational) can't be told and pass.
+    Runs in evaluation mode and leaves no trace.
+
+    In-batch contrastive losses, sums in place of means, and means over something else than what they are weighted by
+    come to light. Losses that draw random numbers even in evaluation mode (diffusion, variational) can't be told and
+    pass.
 
     Raises:
         MisconfigurationException: If the two differ.
@@ -56,14 +60,13 @@ def check_coupling(
     weights = weigh(pair, 2, shifted, loss_weight).of_parts(halves, [1, 1])
     if not all(weights):
         return
+    failure: Exception | None = None
     try:
         losses = _losses(loop, request, [pair, pair, *halves])
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         failure = error
-    else:
-        failure = None
     if failure is not None:  # two samples don't fit; no check, training will find its size
         release(failure)
         loop.settle_after_failure(hook_name)
@@ -71,13 +74,13 @@ def check_coupling(
     together, again, *apart = losses
     if together != again:
         return
-    mean = sum(loss * weight for loss, weight in zip(apart, weights)) / sum(weights)
+    mean = sum(loss * weight for loss, weight in zip(apart, weights, strict=True)) / sum(weights)
     if abs(together - mean) > _TOLERANCE * max(abs(together), abs(mean), 1e-6):
         raise MisconfigurationException(
-            f"`training_step` gives two samples a loss of {together:.6g}, but the mean of their own losses is {mean:.6g}. "
-            "Micro-batches need a mean over samples or unmasked label tokens: return a mean in place of a sum, define "
-            "`loss_weight(batch)` on the LightningModule for what the loss is a mean over, or, for in-batch contrastive "
-            "losses, accept that they see a micro-batch only: `MicroBatching(allow_batch_statistics=True)`."
+            f"`training_step` gives two samples a loss of {together:.6g}, but the mean of their own losses is "
+            f"{mean:.6g}. Micro-batches need a mean over samples or unmasked label tokens: return a mean in place of "
+            "a sum, define `loss_weight(batch)` on the LightningModule for what the loss is a mean over, or, for in-batch "
+            "contrastive losses, accept that they see a micro-batch only: `MicroBatching(allow_batch_statistics=True)`."
         )
 
 

@@ -10,7 +10,7 @@ from lightning_memfit.fitting.logs import StepLogs
 from lightning_memfit.fitting.metrics import StepMetrics
 from lightning_memfit.fitting.oom import is_out_of_memory, release
 from lightning_memfit.fitting.outputs import merge
-from lightning_memfit.fitting.snapshot import RandomState
+from lightning_memfit.fitting.random_state import RandomState
 from lightning_memfit.fitting.split import BatchSplitter, sizes_of
 from lightning_memfit.fitting.weights import LossWeight, predicts_next_token, weigh
 
@@ -20,9 +20,10 @@ _STEPS = ("validation_step", "test_step", "predict_step")
 class EvaluationSplitter:
     """Run evaluation steps on as many samples at once as fit.
 
-    A batch is tried whole at first. When memory runs out, it is repeated in smaller parts, and the size is remembered for
-    the kind of step. Outputs are put together again: scalars by their weighted mean, tensors of samples one behind the
-    other. Nothing is exchanged between ranks; values with `sync_dist=True` are reduced once per batch, after all parts.
+    A batch is tried whole at first. When memory runs out, it is repeated in smaller parts, and the size is remembered
+    for the kind of step. Outputs are put together again: scalars by their weighted mean, tensors of samples one behind
+    the other. Nothing is exchanged between ranks; values with `sync_dist=True` are reduced once per batch, after all
+    parts.
 
     Args:
         trainer: The trainer.
@@ -128,7 +129,7 @@ class EvaluationSplitter:
         self._metrics.begin()
         outputs = []
         try:
-            for part, weight in zip(parts, weights):
+            for part, weight in zip(parts, weights, strict=True):
                 logs.weight = weight
                 if results is None:
                     outputs.append(step(part, *args, **kwargs))

@@ -1,4 +1,4 @@
-"""`global_batch_size` = the loader's batch x devices x `accumulate_grad_batches`, checked and where possible arranged."""
+"""`global_batch_size` = loader batch x devices x `accumulate_grad_batches`, checked and where possible arranged."""
 
 from typing import Any
 

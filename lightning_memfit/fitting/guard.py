@@ -1,10 +1,10 @@
 """Surviving an out-of-memory error inside `optimizer.step`.
 
-A step changes weights and states tensor by tensor. When it fails midway, repeating it would apply the first part twice. So
-it is repeated only from a known state: nothing was changed yet (told by the tensors' version counters), or a copy in host
-memory was taken before. The copy is taken when the risk is real: before the first step, which allocates the states, and
-while less memory is free than a step may need for its temporaries. An optimizer that breaks off midway without a copy
-leaves weights nobody should train on, and the error says so.
+A step changes weights and states tensor by tensor. When it fails midway, repeating it would apply the first part
+twice. So it is repeated only from a known state: nothing was changed yet (told by the tensors' version counters), or a
+copy in host memory was taken before. The copy is taken when the risk is real: before the first step, which allocates
+the states, and while less memory is free than a step may need for its temporaries. An optimizer that breaks off midway
+without a copy leaves weights nobody should train on, and the error says so.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,6 +38,7 @@ class StepGuard:
         self._gauge = gauge
         self._steps_to_check = 0
         self._is_at_risk = True
+        self._is_first = True
         self.num_retries = 0
 
     @contextmanager
@@ -78,8 +79,8 @@ class StepGuard:
             failure = error
         if snapshot is None and _versions(optimizer) != versions:
             raise RuntimeError(
-                "Memory ran out in the middle of `optimizer.step`, some weights are updated and some are not. Resume from "
-                "the last checkpoint with a smaller optimizer state, `foreach=False` or less memory in use."
+                "Memory ran out in the middle of `optimizer.step`, some weights are updated and some are not. Resume "
+                "from the last checkpoint with a smaller optimizer state, `foreach=False` or less memory in use."
             ) from failure
         release(failure)
         if snapshot is not None:
@@ -93,8 +94,9 @@ class StepGuard:
     def _check(self, optimizer: Optimizer) -> bool:
         if self._steps_to_check == 0:
             self._steps_to_check = _STEPS_BETWEEN_CHECKS
-            self._is_at_risk = not optimizer.state or self._lacks_memory(optimizer)
-            if not optimizer.state:
+            self._is_at_risk = self._is_first or self._lacks_memory(optimizer)
+            if self._is_first:
+                self._is_first = False
                 self._steps_to_check = 1
         self._steps_to_check -= 1
         return self._is_at_risk
@@ -122,6 +124,6 @@ def _one_tensor_at_a_time(optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        for group, foreach in zip(optimizer.param_groups, before):
+        for group, foreach in zip(optimizer.param_groups, before, strict=True):
             if "foreach" in group:
                 group["foreach"] = foreach

@@ -1,7 +1,7 @@
 """Copies of tensors in host memory, out of sight of the device's accounting.
 
-`_disable_current_modes` is private torch API (there since 2.0): a simulated device is a dispatch mode, and what is copied
-to "the host" must not count there.
+`_disable_current_modes` is private torch API (there since 2.0): a simulated device is a dispatch mode, and what is
+copied to "the host" must not count there.
 """
 
 import torch

@@ -2,42 +2,56 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
-    "sum": torch.sum,
-    "max": torch.max,
-    "min": torch.min,
-    torch.sum: torch.sum,
-    sum: torch.sum,
-    torch.max: torch.max,
-    max: torch.max,
-    torch.min: torch.min,
-    min: torch.min,
+_REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    **dict.fromkeys(("sum", torch.sum, sum), torch.add),
+    **dict.fromkeys(("max", torch.max, max), torch.maximum),
+    **dict.fromkeys(("min", torch.min, min), torch.minimum),
 }
 
 
 @dataclass
 class _Record:
-    """One name, logged once by every micro-batch."""
+    """One name, logged once by every micro-batch. Values are combined as they come, so that few tensors stay alive."""
 
     arguments: dict[str, Any]
-    values: list[Any] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    batch_sizes: list[int] = field(default_factory=list)
+    last: Any = None
+    combined: Tensor | None = None
+    weight: float = 0.0
+    count: int = 0
+
+    def add(self, value: Any, weight: float) -> None:
+        """Add the value of one micro-batch; one without weight (all labels masked) is left out."""
+        self.count += 1
+        self.last = value
+        if not weight or not isinstance(value, Tensor):
+            return
+        reduce = _REDUCTIONS.get(self.arguments.get("reduce_fx", "mean"))
+        if reduce is not None:
+            self.combined = value if self.combined is None else reduce(self.combined, value)
+        else:
+            self.combined = value * weight if self.combined is None else self.combined + value * weight
+            self.weight += weight
+
+    def value(self) -> Any:
+        """The value over the whole batch."""
+        if self.count == 1 or self.combined is None:
+            return self.last
+        return self.combined / self.weight if self.weight else self.combined
 
 
 class StepLogs:
     """Stand in for a `_ResultCollection.log` while micro-batches run.
 
-    Nothing reaches Lightning before `commit`: a failed attempt leaves no trace, `sync_dist=True` reduces once a step and
-    never between a failure and its discovery. Means are weighted by the `batch_size` passed to `self.log`, otherwise as
-    the loss is; values of micro-batches without weight (all labels masked) are left out.
+    Nothing reaches Lightning before `commit`: a failed attempt leaves no trace, `sync_dist=True` reduces once a step
+    and never between a failure and its discovery. Means are weighted by the `batch_size` passed to `self.log`,
+    otherwise as the loss is; values of micro-batches without weight (all labels masked) are left out.
     """
 
     def __init__(self) -> None:
@@ -61,14 +75,14 @@ class StepLogs:
         """Log every name once, with its value over the whole batch."""
         records, self._records = self._records, {}
         for (fx, name), record in records.items():
-            results.log(fx, name, _combine(record), **record.arguments)
+            results.log(fx, name, record.value(), **record.arguments)
 
     def metrics_on_step(self) -> set[int]:
         """Ids of the metric objects that were logged with `on_step=True`."""
         return {
-            id(record.values[-1])
+            id(record.last)
             for record in self._records.values()
-            if isinstance(record.values[-1], Metric) and record.arguments.get("on_step")
+            if isinstance(record.last, Metric) and record.arguments.get("on_step")
         }
 
     def _record(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
@@ -77,22 +91,7 @@ class StepLogs:
         if record is None:
             record = self._records[fx, name] = _Record(arguments)
         # The clone is taken because what is logged may be changed in place by the next micro-batch.
-        record.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
-        record.weights.append(self.weight if batch_size is None else float(batch_size))
-        if batch_size is not None:
-            record.batch_sizes.append(batch_size)
-            record.arguments["batch_size"] = sum(record.batch_sizes)
-
-
-def _combine(record: _Record) -> Any:
-    values, weights = record.values, record.weights
-    if len(values) == 1 or isinstance(values[-1], Metric):
-        return values[-1]
-    kept = [(value, weight) for value, weight in zip(values, weights) if weight] or list(zip(values, weights))
-    reduce = _REDUCTIONS.get(record.arguments.get("reduce_fx", "mean"))
-    if reduce is not None:
-        return reduce(torch.stack([value for value, _ in kept]))
-    total = sum(weight for _, weight in kept)
-    if not total:
-        return kept[-1][0]
-    return sum(value * (weight / total) for value, weight in kept)
+        value = value.detach().clone() if isinstance(value, Tensor) else value
+        record.add(value, self.weight if batch_size is None else float(batch_size))
+        if batch_size is not None and record.count > 1:
+            record.arguments["batch_size"] += batch_size

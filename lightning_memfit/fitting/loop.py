@@ -1,8 +1,9 @@
 """The one place that extends Lightning's optimization loop, which is private API. Written for Lightning 2.6.6.
 
-`_AutomaticOptimization` runs `training_step`, `zero_grad` and backward once per loader batch, then the optimizer. This loop
-hands the first three to a function of ours and offers it the pieces they are made of. Counters, hooks, precision plugins,
-clipping, schedulers and checkpoints stay Lightning's. `tests/unit/fitting/test_loop.py` fails when upstream moves.
+`_AutomaticOptimization` runs `training_step`, `zero_grad` and backward once per loader batch, then the optimizer. This
+loop hands the first three to a function of ours and offers it the pieces they are made of. Counters, hooks, precision
+plugins, clipping, schedulers and checkpoints stay Lightning's. `tests/unit/fitting/test_loop.py` fails when upstream
+moves.
 """
 
 from collections import OrderedDict
@@ -101,8 +102,8 @@ class MicroBatchLoop(_AutomaticOptimization):
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
         if "batch" not in kwargs:
             raise MisconfigurationException(
-                "`MicroBatching` needs `training_step(batch, ...)`; a step that takes `dataloader_iter` fetches its own "
-                "batches. Take the batch as argument or leave `MicroBatching` out."
+                "`MicroBatching` needs `training_step(batch, ...)`; a step that takes `dataloader_iter` fetches its "
+                "own batches. Take the batch as argument or leave `MicroBatching` out."
             )
         request = StepRequest(
             arguments=kwargs,
@@ -138,18 +139,19 @@ class MicroBatchLoop(_AutomaticOptimization):
         self.trainer.strategy.post_training_step()
         if output is None and self.trainer.world_size > 1:
             raise RuntimeError(
-                "`training_step` returned None, which skips a batch. With several devices that is not possible: return a "
-                "loss of zero weight."
+                "`training_step` returned None, which skips a batch. With several devices that is not possible: return "
+                "a loss of zero weight."
             )
         return ClosureResult.from_training_step_output(output, divisor)  # type: ignore[arg-type]
 
     def backward(self, request: StepRequest, loss: Tensor, announce: bool) -> None:
-        """Run backward without synchronising ranks; `announce` calls `on_before_backward`, `on_after_backward` is left out.
+        """Run backward without synchronising ranks and without calling `on_after_backward`.
 
         Args:
             request: The step.
             loss: A scalar with a graph.
-            announce: True for one micro-batch of a batch: hooks are called as often as in a run without micro-batches.
+            announce: Whether to call `on_before_backward`: for one micro-batch of a batch, so that hooks are called as
+                often as in a run without micro-batches.
         """
         if self._skip_backward:
             return

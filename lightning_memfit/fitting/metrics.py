@@ -10,8 +10,9 @@ from torchmetrics import Metric
 class StepMetrics:
     """Keep the metrics of a module exact: every sample counted once, step values over the whole batch.
 
-    `metric(preds, target)` returns, and `self.log(name, metric, on_step=True)` logs, the value over the last call, which is
-    one micro-batch. A second copy of each metric so logged sees all micro-batches of a step and supplies the value.
+    `metric(preds, target)` returns, and `self.log(name, metric, on_step=True)` logs, the value over the last call,
+    which is one micro-batch. A second copy of each metric so logged sees all micro-batches of a step and supplies the
+    value.
 
     Args:
         module: Where the metrics are.
@@ -32,7 +33,7 @@ class StepMetrics:
 
     def load(self, states: list[dict[str, Any]]) -> None:
         """Put copies back; they stay usable."""
-        for metric, state in zip(self._metrics, states):
+        for metric, state in zip(self._metrics, states, strict=True):
             for name, value in state.items():
                 object.__setattr__(metric, name, _copy(value))
 

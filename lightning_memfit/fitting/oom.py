@@ -12,7 +12,7 @@ import torch
 
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 
-# What libraries write when memory runs out and the class of the error doesn't say so. Matched against RuntimeErrors only.
+# What libraries write when memory runs out and the class of the error doesn't say so; for RuntimeErrors only.
 _MESSAGES = re.compile(
     "|".join(
         (
@@ -20,7 +20,8 @@ _MESSAGES = re.compile(
             r"(?:CUDA|HIP|NVRTC)(?: driver| runtime)? error: out of memory",  # outside them: cudaMalloc, Inductor
             r"(?:cuda|hip)ErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY",
             r"Triton Error \[\w+\]: out of memory",
-            r"(?:CUBLAS|CUSOLVER|CUSPARSE|CUFFT|CUDNN|HIPBLAS|HIPSOLVER|HIPSPARSE|HIPFFT|MIOPEN)_(?:STATUS_)?ALLOC_FAILED",
+            r"(?:CUBLAS|CUSOLVER|CUSPARSE|CUFFT|CUDNN|MIOPEN)_(?:STATUS_)?ALLOC_FAILED",
+            r"(?:HIPBLAS|HIPSOLVER|HIPSPARSE|HIPFFT)_(?:STATUS_)?ALLOC_FAILED",
             r"CUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED",
             r"rocblas_status_memory_error|miopenStatusAllocFailed",
             r"Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:calloc|malloc)",  # NCCL
@@ -37,8 +38,9 @@ _MESSAGES = re.compile(
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or one that led to it, says that memory ran out.
 
-    Recognised are `torch.OutOfMemoryError`, `MemoryError`, an `OSError` with `ENOMEM`, and `RuntimeError` with a message of
-    the allocators of CUDA, HIP, XPU, MPS and the CPU, of cuBLAS, cuDNN and their ROCm kin, NCCL, Triton or bitsandbytes.
+    Recognised are `torch.OutOfMemoryError`, `MemoryError`, an `OSError` with `ENOMEM`, and `RuntimeError` with a
+    message of the allocators of CUDA, HIP, XPU, MPS and the CPU, of cuBLAS, cuDNN and their ROCm kin, NCCL, Triton or
+    bitsandbytes.
     `CUDNN_STATUS_NOT_SUPPORTED` is none of them: non-contiguous inputs raise it, too.
     """
     return any(_says_out_of_memory(one) for one in error_chain(error))

@@ -16,16 +16,16 @@ class OutputMerger:
     """
 
     def __init__(self) -> None:
-        self._losses: list[tuple[Tensor, float]] = []
+        self._uncounted: Tensor | None = None
         self._extras: list[tuple[dict[str, Any], float, int]] = []
         self.loss: Tensor | None = None
 
     def add(self, output: ClosureResult, weight: float, size: int) -> None:
         """Add the result of one micro-batch."""
-        if output.loss is not None:
-            self._losses.append((output.loss, weight))
-            if weight:
-                self.loss = output.loss if self.loss is None else self.loss + output.loss
+        if output.loss is not None and weight:
+            self.loss = output.loss if self.loss is None else self.loss + output.loss
+        elif output.loss is not None:
+            self._uncounted = output.loss
         if output.extra:
             self._extras.append((detached(output.extra), weight, size))
 
@@ -36,7 +36,7 @@ class OutputMerger:
             factor: From the sum of the divided losses to the loss Lightning reports: the mean over this rank's batch,
                 divided by `accumulate_grad_batches`.
         """
-        loss = self.loss if self.loss is not None else next((loss for loss, _ in self._losses), None)
+        loss = self.loss if self.loss is not None else self._uncounted
         result = ClosureResult(loss if loss is None or factor == 1.0 else loss * factor)
         if self._extras:
             result.extra = merge(
@@ -48,7 +48,9 @@ class OutputMerger:
 
 
 def merge(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
-    """Merge equal structures: scalars by their weighted mean, tensors of samples one behind the other, the rest as a list.
+    """Merge equal structures.
+
+    Scalars become their weighted mean, tensors of samples follow one behind the other, the rest becomes a list.
 
     Args:
         values: One per micro-batch.
@@ -63,7 +65,7 @@ def merge(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
     if isinstance(first, Mapping):
         return {key: merge([value[key] for value in values], weights, sizes) for key in first}
     if isinstance(first, tuple):
-        columns = [merge(list(column), weights, sizes) for column in zip(*values)]
+        columns = [merge(list(column), weights, sizes) for column in zip(*values, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
     if isinstance(first, list):
         return [item for value in values for item in value]
@@ -71,12 +73,12 @@ def merge(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
 
 
 def _merge_tensors(values: list[Tensor], weights: list[float], sizes: list[int]) -> Any:
-    if all(value.ndim and len(value) == size for value, size in zip(values, sizes)):
+    if all(value.ndim and len(value) == size for value, size in zip(values, sizes, strict=True)):
         same_shape = len({value.shape[1:] for value in values}) == 1
         return torch.cat(values) if same_shape else values
     if any(value.ndim for value in values):
         return values
-    kept = [(value, weight) for value, weight in zip(values, weights) if weight]
+    kept = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
     total = sum(weight for _, weight in kept)
     return sum(value * (weight / total) for value, weight in kept) if total else values[0]
 

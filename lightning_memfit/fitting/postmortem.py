@@ -91,8 +91,8 @@ def explain(
     weights = sum(parameter.nbytes for parameter in module.parameters())
     kept = sum(size for size, _ in census.largest.values())
     lines = [
-        f"Parameters {format_bytes(weights)}, optimizer states {format_bytes(states)}, kept for backward until the error "
-        f"{format_bytes(kept)}. The largest tensors:"
+        f"Parameters {format_bytes(weights)}, optimizer states {format_bytes(states)}, kept for backward until the "
+        f"error {format_bytes(kept)}. The largest tensors:"
     ]
     lines += [f"  {format_bytes(size)}  {text}" for size, text in sorted(found, reverse=True)[:_NUM_NAMED]]
     if advise is not None:

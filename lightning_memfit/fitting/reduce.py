@@ -35,7 +35,7 @@ class GradientReducer:
         """Sum the gradients of the parameters that have one on any rank; absent ones count as zero."""
         packed: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         waiting = []
-        for parameter, is_present in zip(self.parameters, present):
+        for parameter, is_present in zip(self.parameters, present, strict=True):
             if not is_present:
                 continue
             if parameter.grad is None:

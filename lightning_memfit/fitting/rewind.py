@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_memfit.fitting.host import HostCopy
 from lightning_memfit.fitting.metrics import StepMetrics
-from lightning_memfit.fitting.snapshot import RandomState
+from lightning_memfit.fitting.random_state import RandomState
 
 
 class MutableBuffers:
@@ -48,7 +48,7 @@ class MutableBuffers:
         now = [_identity(child._buffers[name]) for child, name in self._slots]
         if self._seen is not None:
             known = set(self._watched) if self._watched is not self._slots else set()
-            known |= {slot for slot, before, after in zip(self._slots, self._seen, now) if before != after}
+            known |= {slot for slot, before, after in zip(self._slots, self._seen, now, strict=True) if before != after}
             self._watched = [slot for slot in self._slots if slot in known]
         self._seen = now
 

@@ -1,5 +1,6 @@
 """Finding the largest micro-batch size that fits: pure search over a prediction and at most two measured trials."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,11 +19,13 @@ class Probe:
         size: Micro-batch size.
         fits: Whether memory sufficed.
         peak_bytes: The measured peak, None where it can't be measured or the trial failed.
+        work_bytes: The peak of forward and backward alone, without the optimizer step.
     """
 
     size: int
     fits: bool
     peak_bytes: int | None = None
+    work_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,15 @@ class Found:
         largest: The largest size believed to fit.
         is_verified: Whether a trial step of that size succeeded.
         predicted_bytes: Predicted peak at that size, corrected by what was measured; None without prediction.
-        probes: The trials, in order.
+        probes: The trials near the limit, in order.
+        num_trials: All trial steps run, smaller ones that served the prediction included.
     """
 
     largest: int
     is_verified: bool
     predicted_bytes: int | None
     probes: tuple[Probe, ...]
+    num_trials: int = 0
 
 
 def find_largest(
@@ -53,8 +58,8 @@ def find_largest(
 
     The prediction names a candidate. Measured peaks correct it: the error at the sizes tried is interpolated and
     extrapolated linearly, for what a prediction gets wrong is a constant (libraries' workspaces) and a slope (bytes per
-    sample). If the first candidate fits and the corrected prediction promises more, that is tried, too. If it fails, the
-    next trial is 3 % lower. A size that was never tried is only named when both trials failed.
+    sample). If the first candidate fits and the corrected prediction promises more, that is tried, too. If it fails,
+    the next trial is 3 % lower. A size that was never tried is only named when both trials failed.
 
     Args:
         upper: The largest size of interest.
@@ -73,7 +78,7 @@ def find_largest(
         probes.append(probe)
         if not probe.fits:
             upper = candidate - 1
-            candidate = min(upper, int(candidate * _STEP_BACK))
+            candidate = min(upper, math.ceil(candidate * _STEP_BACK))
             continue
         best = candidate
         if probe.peak_bytes is None:
@@ -103,16 +108,19 @@ def largest_under(predict: PeakPredictor, limit_bytes: int, upper: int) -> int:
 
 
 def line_through(small: Probe, large: Probe) -> PeakPredictor:
-    """A prediction from two measured trials, for want of a memory model: peaks grow linearly.
+    """A prediction from two measured trials, for want of a memory model.
+
+    Forward and backward grow linearly; the optimizer step needs the same for every size.
 
     Raises:
         ValueError: If a peak is missing or the sizes are equal.
     """
-    if small.peak_bytes is None or large.peak_bytes is None or small.size == large.size:
-        raise ValueError(f"`small={small}` and `large={large}` must be measured trials of different sizes.")
-    slope = max(0.0, (large.peak_bytes - small.peak_bytes) / (large.size - small.size))
-    offset = large.peak_bytes - slope * large.size
-    return lambda size: round(offset + slope * size)
+    if small.work_bytes is None or large.work_bytes is None or large.peak_bytes is None or small.size >= large.size:
+        raise ValueError(f"`small={small}` and `large={large}` must be measured trials of growing sizes.")
+    slope = max(0.0, (large.work_bytes - small.work_bytes) / (large.size - small.size))
+    offset = large.work_bytes - slope * large.size
+    step_bytes = large.peak_bytes if large.peak_bytes > large.work_bytes else 0
+    return lambda size: max(step_bytes, round(offset + slope * size))
 
 
 def _corrected(predict: PeakPredictor, measured: list[Probe]) -> PeakPredictor:

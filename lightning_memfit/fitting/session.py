@@ -58,6 +58,7 @@ class FitSession:
 
     Attributes:
         sizes: The size in use, None before the first batch.
+        found: What the search found, None where there was none.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class FitSession:
         self._num_steps = 0
         self._step: EffectiveStep | None = None
         self.sizes: MicroBatchSize | None = None
+        self.found: Found | None = None
 
     def check_loader(self) -> None:
         """Check the loader against `global_batch_size`, as far as it tells its batch size."""
@@ -153,7 +155,9 @@ class FitSession:
         batch = self._worst_case(request.batch, share)
         worst = replace(request, arguments=request.arguments.copy())
         with Trial(self._loop, worst, batch, self._splitter, share, self._gauge, self._agreement) as trial:
-            return fit_size(trial, share, limit_bytes, self._options.predictor)
+            found = fit_size(trial, share, limit_bytes, self._options.predictor)
+            self.found = replace(found, num_trials=trial.num_steps)
+        return self.found
 
     def _worst_case(self, batch: Any, share: int) -> Any:
         longest = longest_samples(self._loop.trainer.train_dataloader, share)

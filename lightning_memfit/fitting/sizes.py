@@ -72,6 +72,7 @@ class MicroBatchSize:
         self._quiet_steps += 1
         if self._quiet_steps >= self._patience:
             self._quiet_steps = 0
-            larger = prefer(self.share, min(self.target, max(self.current + 1, self.current * 4 // 3)))
-            self.current = min(self.target, max(self.current, larger))
+            fewer = -(-self.share // self.current) - 1
+            saves_one = -(-self.share // fewer) if fewer else self.share
+            self.current = prefer(self.share, min(self.target, max(saves_one, self.current * 4 // 3)))
         return self.current

@@ -1,10 +1,9 @@
 """Everything a trial step may touch, kept and put back bitwise.
 
-`TrainingSnapshot` is for probing: after `restore`, the run that follows is the run that would have been without the probe.
-`OptimizerSnapshot` is the part an optimizer step changes, `RandomState` the part every forward pass changes.
+`TrainingSnapshot` is for probing: after `restore`, the run that follows is the run that would have been without the
+probe. `OptimizerSnapshot` is the part an optimizer step changes.
 """
 
-import random
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -14,39 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memfit.fitting.host import HostCopy
+from lightning_memfit.fitting.random_state import RandomState
 
 _MAX_WALKED_ITEMS = 1000
 _MAX_WALKED_DEPTH = 4
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric", "_log_hyperparams", "_metric_attributes"}
-
-
-class RandomState:
-    """The states of Python's, NumPy's and torch's generators, and of the accelerator's.
-
-    Args:
-        device: The device in use.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        import numpy
-
-        self._device = device
-        self._python = random.getstate()
-        self._numpy = numpy.random.get_state(legacy=False)
-        self._cpu = torch.get_rng_state()
-        self._accelerator: Tensor | None = None
-        if device.type != "cpu":
-            self._accelerator = torch.get_device_module(device).get_rng_state()
-
-    def restore(self) -> None:
-        """Set all generators back."""
-        import numpy
-
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        if self._accelerator is not None:
-            torch.get_device_module(self._device).set_rng_state(self._accelerator)
 
 
 class OptimizerSnapshot:
@@ -76,7 +47,7 @@ class OptimizerSnapshot:
         optimizer.state.clear()
         for parameter, values in self._states:
             optimizer.state[parameter] = values.restored()
-        for group, saved in zip(optimizer.param_groups, self._groups):
+        for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             for key in [key for key in group if key != "params" and key not in saved]:
                 del group[key]
             group.update(saved)
@@ -86,9 +57,9 @@ class OptimizerSnapshot:
 class TrainingSnapshot:
     """All state of a module in training: what trial steps on it may change.
 
-    Parameters, buffers (also those not in `state_dict`), gradients, optimizers, LR schedulers, the gradient scaler, random
-    generators, the modules' Python attributes (metric states among them), training flags, and cuDNN's switches. Objects the
-    module merely refers to (trainer, datasets, open files) are not copied.
+    Parameters, buffers (also those not in `state_dict`), gradients, optimizers, LR schedulers, the gradient scaler,
+    random generators, the modules' Python attributes (metric states among them), training flags, and cuDNN's switches.
+    Objects the module merely refers to (trainer, datasets, open files) are not copied.
 
     Args:
         module: The module in training.

@@ -21,7 +21,8 @@ class BatchSplitter:
     micro-batch.
 
     Args:
-        hook: `split_batch(batch, sizes) -> parts` for what can't be split so: graphs, ragged data, classes of one's own.
+        hook: `split_batch(batch, sizes) -> parts` for what can't be split so: graphs, ragged data, classes of one's
+            own.
         num_samples: Number of samples in a batch, for use with `hook`; without it `len(batch)` counts, or what the
             tensors of the batch say.
     """
@@ -36,8 +37,8 @@ class BatchSplitter:
 
         Args:
             batch: The batch.
-            expected: The loader's batch size where known. It settles what a list of equally sized tensors is: one tensor
-                per sample (`expected` of them) or one tensor per field.
+            expected: The loader's batch size where known. It settles what a list of equally sized tensors is: one
+                tensor per sample (`expected` of them) or one tensor per field.
 
         Raises:
             ValueError: If the number can't be told.
@@ -46,10 +47,11 @@ class BatchSplitter:
             return int(self._num_samples(batch))
         if self._hook is not None and hasattr(batch, "__len__") and not _is_container(batch):
             return len(batch)
-        if expected is not None and expected > 1:
-            self._per_sample_lists = any(
-                isinstance(leaf, list) and len(leaf) == expected for leaf in _lists(batch)
-            ) and not any(size == expected for size in _first_sizes(batch))
+        if expected is not None and expected > 1:  # a ragged batch tells nothing; what was learned before holds
+            if any(size == expected for size in _first_sizes(batch)):
+                self._per_sample_lists = False
+            elif any(len(leaf) == expected for leaf in _lists(batch)):
+                self._per_sample_lists = True
         if self._per_sample_lists:
             return next(len(leaf) for leaf in _lists(batch))
         return _vote(batch, expected)
@@ -86,9 +88,10 @@ class BatchSplitter:
         if isinstance(value, (list, tuple)):
             if self._is_per_sample(value, total):
                 return _slices(value, sizes)
-            return [_rebuild_sequence(value, row) for row in zip(*(self._split(v, sizes, total) for v in value))] or [
-                value
-            ] * len(sizes)
+            return [
+                _rebuild_sequence(value, row)
+                for row in zip(*(self._split(v, sizes, total) for v in value), strict=True)
+            ] or [value] * len(sizes)
         raise ValueError(
             f"The batch contains a `{type(value).__name__}`, which has no known batch dimension. Define "
             "`split_batch(batch, sizes)` on the LightningModule or pass `MicroBatching(split_batch=...)`."
@@ -164,7 +167,7 @@ def _split_tensor(tensor: torch.Tensor, sizes: list[int], total: int) -> list[to
 
 def _slices(value: Any, sizes: list[int]) -> list[Any]:
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [value[end - size : end] for size, end in zip(sizes, ends)]
+    return [value[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def _rebuild_mapping(value: Mapping[Any, Any], columns: dict[Any, list[Any]], sizes: list[int]) -> list[Any]:
@@ -184,6 +187,6 @@ def _rebuild_sequence(value: Any, row: tuple[Any, ...]) -> Any:
 def _rebuild_dataclass(value: Any, split: Callable[..., list[Any]], sizes: list[int], total: int) -> list[Any]:
     parts = [copy.copy(value) for _ in sizes]
     for field in dataclasses.fields(value):
-        for part, piece in zip(parts, split(getattr(value, field.name), sizes, total)):
+        for part, piece in zip(parts, split(getattr(value, field.name), sizes, total), strict=True):
             object.__setattr__(part, field.name, piece)
     return parts

@@ -79,13 +79,14 @@ class StepParts:
 class EffectiveStep:
     """Run loader batches in micro-batches, so that gradients and logged values are those of the effective batch.
 
-    Every loss is divided so that the gradients add up to those of the mean over the effective batch: all micro-batches, all
-    ranks, all loader batches of a window of `accumulate_grad_batches`. The weight of a window is known only at its end:
-    meanwhile the first batch stands for all, and the gradients are corrected by one factor before the step if they differ.
+    Every loss is divided so that the gradients add up to those of the mean over the effective batch: all
+    micro-batches, all ranks, all loader batches of a window of `accumulate_grad_batches`. The weight of a window is
+    known only at its end: meanwhile the first batch stands for all, and the gradients are corrected by one factor
+    before the step if they differ.
 
     An attempt runs every micro-batch without talking to other ranks. Then all ranks tell each other how it went, in one
-    exchange of three numbers. Only if all succeeded are gradients reduced and values logged. Otherwise all of them go back
-    to the start of the effective batch, take a smaller micro-batch and repeat it.
+    exchange of three numbers. Only if all succeeded are gradients reduced and values logged. Otherwise all of them go
+    back to the start of the effective batch, take a smaller micro-batch and repeat it.
 
     Args:
         parts: What to work with.

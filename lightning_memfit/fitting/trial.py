@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 
 from lightning_memfit.fitting.agreement import Agreement
 from lightning_memfit.fitting.gauge import MemoryGauge
 from lightning_memfit.fitting.logs import StepLogs
 from lightning_memfit.fitting.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.oom import is_out_of_memory, release
-from lightning_memfit.fitting.search import Found, PeakPredictor, Probe, find_largest, line_through
+from lightning_memfit.fitting.search import Found, PeakPredictor, Probe, find_largest, largest_under, line_through
 from lightning_memfit.fitting.snapshot import TrainingSnapshot
 from lightning_memfit.fitting.split import BatchSplitter
 from lightning_memfit.memory import format_bytes
@@ -67,8 +68,7 @@ class Trial:
 
     def __exit__(self, *_: Any) -> None:
         assert self._snapshot is not None
-        for parameter in self._loop.module.parameters():
-            parameter.grad = None
+        clear_gradients(self._loop.module)
         self._snapshot.restore()
         self._loop.settle_after_failure(self._hook_name)
         if self._gauge is not None:
@@ -87,48 +87,56 @@ class Trial:
 
     def _run(self, size: int) -> Probe:
         failure: Exception | None = None
-        peak_bytes = -1
+        work_bytes = peak_bytes = -1
         if self._gauge is not None:
             self._gauge.reset_peak()
         try:
-            self._step(size)
-            peak_bytes = self._gauge.peak_bytes if self._gauge is not None else -1
+            self._forward_backward(size)
+            work_bytes = self._peak()
+            self._request.optimizer.step()
+            peak_bytes = self._peak()
         except Exception as error:
             failure = error
         status = 0 if failure is None else 1 if is_out_of_memory(failure) else 2
-        told = self._agreement.exchange(status, peak_bytes)
+        told = self._agreement.exchange(status, peak_bytes, work_bytes)
         if failure is not None:
             if status == 2:
                 raise failure
             release(failure)
             self._loop.settle_after_failure(self._hook_name)
-        if any(theirs == 2 for theirs, _ in told):
+        if any(theirs == 2 for theirs, *_ in told):
             raise RuntimeError("Another rank failed in a trial step; see its error. This rank stops, too.")
-        fits = all(theirs == 0 for theirs, _ in told)
-        peak_bytes = int(max(theirs for _, theirs in told))
-        return Probe(size, fits, peak_bytes if fits and peak_bytes >= 0 else None)
+        fits = all(theirs == 0 for theirs, *_ in told)
+        if not fits or peak_bytes < 0:
+            return Probe(size, fits)
+        return Probe(size, fits, int(max(theirs for _, theirs, _ in told)), int(max(theirs for *_, theirs in told)))
 
-    def _step(self, size: int) -> None:
+    def _peak(self) -> int:
+        return -1 if self._gauge is None else self._gauge.peak_bytes
+
+    def _forward_backward(self, size: int) -> None:
         loop, request = self._loop, self._request
         rest = self._num_samples - size
         part = self._splitter.split(self._batch, [size, rest] if rest else [size])[0]
         with StepLogs().capture(loop.results):
             loss = loop.forward(request, part, 1.0).closure_loss
+            if not rest:  # the whole share at once: `zero_grad` comes between forward and backward
+                clear_gradients(loop.module)
             if loss is not None:
                 loop.backward(request, loss, announce=False)
             del loss
-        request.optimizer.step()
 
 
-def fit_size(
-    trial: Trial,
-    share: int,
-    limit_bytes: int,
-    predict: PeakPredictor | None,
-) -> Found:
+def clear_gradients(module: nn.Module) -> None:
+    """Drop all gradients."""
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def fit_size(trial: Trial, share: int, limit_bytes: int, predict: PeakPredictor | None) -> Found:
     """Find the largest micro-batch up to `share`: predicted, then verified by at most two trial steps.
 
-    Without a prediction one is drawn through the peaks of trials with one and eight samples.
+    Without a prediction two more trials of moderate size take its place.
 
     Raises:
         torch.OutOfMemoryError: If not even one sample fits.
@@ -138,11 +146,29 @@ def fit_size(
     if not first.fits:
         raise torch.OutOfMemoryError("Not even a micro-batch of one sample fits.")
     if predict is None:
-        small = trial.probe(min(share, _SMALL)) if share > 1 else first
-        if not small.fits or small.peak_bytes is None or small.size == 1:
-            return Found(1 if not small.fits else small.size, True, first.peak_bytes, ())
-        predict, first = line_through(first, small), small
+        return _measure_and_find(trial, share, limit_bytes, first)
     return find_largest(share, predict, limit_bytes, trial.probe, first)
+
+
+def _measure_and_find(trial: Trial, share: int, limit_bytes: int, first: Probe) -> Found:
+    """Extrapolate from growing trials: one sample, eight, half of what those promise, and from there to the limit."""
+    if share == 1 or first.peak_bytes is None:
+        return Found(1, True, first.peak_bytes, ())
+    measured = [first]
+    for size in (min(share, _SMALL), None):
+        if size is None:
+            promised = largest_under(line_through(*measured[-2:]), limit_bytes, share)
+            size = min(share, max(measured[-1].size, promised // 2))
+        if size == measured[-1].size:
+            continue
+        probe = trial.probe(size)
+        if not probe.fits:
+            share = size - 1
+            break
+        measured.append(probe)
+    if len(measured) == 1:
+        return find_largest(share, lambda n: limit_bytes, limit_bytes, trial.probe, None)
+    return find_largest(share, line_through(*measured[-2:]), limit_bytes, trial.probe, measured[-1])
 
 
 def describe(found: Found, chosen: int, share: int, limit_bytes: int, seconds: float) -> str:
@@ -152,6 +178,6 @@ def describe(found: Found, chosen: int, share: int, limit_bytes: int, seconds: f
     verified = "verified" if found.is_verified else "not verified"
     return (
         f"MicroBatching: micro-batch {chosen} x {passes} for {share} samples per device; the largest that fits "
-        f"{format_bytes(limit_bytes)} is {found.largest} ({verified}{predicted}; {len(found.probes)} trials, "
+        f"{format_bytes(limit_bytes)} is {found.largest} ({verified}{predicted}; {found.num_trials} trial steps, "
         f"{seconds:.1f} s)."
     )

@@ -7,7 +7,6 @@ many as its mean was taken over: samples, or label tokens that are not masked.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 IGNORE_INDEX = -100
@@ -38,21 +37,21 @@ class SampleWeights:
             weights = [float(self._loss_weight(part)) for part in parts]
             if abs(sum(weights) - self.total) > 1e-6 * max(abs(self.total), 1.0):
                 raise ValueError(
-                    f"`loss_weight` of the parts {weights} adds up to {sum(weights)}, of the whole batch to {self.total}. "
-                    "Return what the loss is a mean over: a count that adds up."
+                    f"`loss_weight` of the parts {weights} adds up to {sum(weights)}, of the whole batch to "
+                    f"{self.total}. Return what the loss is a mean over: a count that adds up."
                 )
             return weights
         if self._rows is None:
             return [float(size) for size in sizes]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        return [float(sum(self._rows[end - size : end])) for size, end in zip(sizes, ends)]
+        return [float(sum(self._rows[end - size : end])) for size, end in zip(sizes, ends, strict=True)]
 
 
 def weigh(batch: Any, num_samples: int, shifted: bool, loss_weight: LossWeight | None = None) -> SampleWeights:
     """Weigh the samples of a batch: by the user's function, by unmasked label tokens, or one each.
 
-    Tokens count where the batch has integer `labels`, (samples, ...), with `-100` for what the loss ignores. Reading the
-    counts waits for the device once.
+    Tokens count where the batch has integer `labels`, (samples, ...), with `-100` for what the loss ignores. Reading
+    the counts waits for the device once.
 
     Args:
         batch: The whole share of one device.

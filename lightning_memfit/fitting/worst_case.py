@@ -29,8 +29,8 @@ def longest_samples(loader: Any, num_samples: int) -> Any | None:
 def lengthened(batch: Any, length: int) -> Any:
     """Lengthen the sequences of a batch by repeating their last column.
 
-    Sequences are the tensors (samples, length, ...) that agree with `input_ids` in their second dimension, or, in batches
-    without, all integer tensors of two dimensions.
+    Sequences are the tensors (samples, length, ...) that agree with `input_ids` in their second dimension, or, in
+    batches without, all integer tensors of two dimensions.
 
     Args:
         batch: The batch.

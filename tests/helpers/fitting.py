@@ -78,13 +78,17 @@ class KeepWeights(pl.Callback):
 def trainer_of(*callbacks: pl.Callback, devices: int = 1, **kwargs: Any) -> pl.Trainer:
     """A quiet CPU trainer; two processes are forked and talk over gloo with a short timeout."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     strategy: Any = "auto"
     if devices > 1:
         strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=timedelta(seconds=60))
         kwargs.setdefault("use_distributed_sampler", False)
     return pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, callbacks=list(callbacks), **{**quiet, "max_epochs": 2} | kwargs
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        callbacks=list(callbacks),
+        **{**quiet, "max_epochs": 2} | kwargs,
     )
 
 

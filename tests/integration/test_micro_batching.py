@@ -48,9 +48,7 @@ def test_windows_of_accumulation_are_exact(batch_size: int) -> None:
     reference = Tagger(batch_size=40 if batch_size == 20 else 32)  # windows of two; 48 samples leave a ragged one
     fit(reference, MicroBatching())
     for size in (batch_size, 3):
-        module, _ = run_tagger(
-            MicroBatching(micro_batch_size=size), batch_size=batch_size, accumulate_grad_batches=2
-        )
+        module, _ = run_tagger(MicroBatching(micro_batch_size=size), batch_size=batch_size, accumulate_grad_batches=2)
         assert difference(module, reference) < TOLERANCE
 
 
@@ -81,7 +79,7 @@ def test_other_errors_stop_every_rank(tmp_path: object) -> None:
                 raise KeyError("no such column")
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(Exception, match="no such column|Rank 1 failed"):
+    with pytest.raises(Exception, match=r"no such column|Rank 1 failed"):
         fit_on_two_ranks(Broken(batch_size=8), tmp_path, MicroBatching(micro_batch_size=4))
 
 

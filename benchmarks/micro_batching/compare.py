@@ -1,0 +1,176 @@
+"""Find the largest micro-batch of ten models on a simulated device, with ours and with Lightning's `BatchSizeFinder`.
+
+    python -m benchmarks.micro_batching.compare
+
+For every model the limit is set just above the peak of its case's `largest` micro-batch, so that this is the true
+maximum of a run with several micro-batches. `BatchSizeFinder` runs without micro-batches, where gradients are released
+during backward; its true maximum is found by bisection. Trial steps, errors and the result are counted for each.
+"""
+
+import argparse
+import logging
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
+
+from benchmarks.micro_batching.models import CASES, Case, Lit
+from benchmarks.micro_batching.record import write
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.device.simulated import SimulatedDevice
+from lightning_memfit.estimate.estimate import predict_peak_bytes
+from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.memory.attach import TrainerAttachment
+from lightning_memfit.profile.build import profile_module
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import Emulation
+
+SHARE = 1024  # at least two full micro-batches of the largest case
+HUGE = 1 << 40
+
+
+class EarlyLimit(pl.Callback):
+    """The same limit, there before `BatchSizeFinder` starts: Lightning calls `on_fit_start` of finders first."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.ledger = SimulatedDevice(limit_bytes)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.ledger.track_module(pl_module)
+        self._attachment = TrainerAttachment(self.ledger, trainer.strategy)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for optimizer in trainer.optimizers:
+            self.ledger.track_optimizer(optimizer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._attachment.detach()
+        self.ledger.close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+
+def trainer_of(*callbacks: pl.Callback, max_steps: int = 2) -> pl.Trainer:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return pl.Trainer(accelerator="cpu", devices=1, max_steps=max_steps, callbacks=list(callbacks), **quiet)
+
+
+def peak_with(case: Case, size: int) -> int:
+    """Peak of steps that consist of several micro-batches."""
+    limit = MemoryLimit(HUGE)
+    trainer_of(MicroBatching(micro_batch_size=size, allow_batch_statistics=True), limit).fit(Lit(case, SHARE))
+    assert limit.ledger is not None
+    return limit.ledger.peak_bytes
+
+
+def fits(case: Case, size: int, limit_bytes: int, *callbacks: pl.Callback, share: int) -> bool:
+    try:
+        trainer_of(*callbacks, MemoryLimit(limit_bytes), max_steps=3).fit(Lit(case, share))
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def ours_fits(case: Case, size: int, limit_bytes: int) -> bool:
+    callback = MicroBatching(micro_batch_size=size, recover=False, allow_batch_statistics=True)
+    return fits(case, size, limit_bytes, callback, share=SHARE)
+
+
+def true_maximum_without(case: Case, limit_bytes: int) -> int:
+    low, high = 0, 2 * SHARE
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(case, middle, limit_bytes, share=middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def memory_model(case: Case) -> Any:
+    """The memory model's prediction for windows of several micro-batches, from two traces."""
+    module = Lit(case, 2)
+    batch = next(iter(module.train_dataloader()))
+    profile = profile_module(module, batch, StepOptions(accumulate_grad_batches=2), Emulation(device="cpu"))
+    return lambda size: predict_peak_bytes(profile, size)
+
+
+def run_ours(case: Case, limit_bytes: int, with_model: bool) -> dict[str, Any]:
+    started = time.perf_counter()
+    predict = memory_model(case) if with_model else None
+    predicted = time.perf_counter() - started
+    callback, limit, module = MicroBatching(predictor=predict), MemoryLimit(limit_bytes), Lit(case, SHARE)
+    started = time.perf_counter()
+    trainer_of(callback, limit, max_steps=1).fit(module)
+    assert limit.ledger is not None
+    assert callback.found is not None
+    return {
+        "largest": callback.found.largest,
+        "verified": callback.found.is_verified,
+        "steps": callback.found.num_trials,
+        "errors": limit.ledger.num_ooms,
+        "size_used": callback.changes[0][1],
+        "seconds_prediction": round(predicted, 2),
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+
+
+def run_lightning(case: Case, limit_bytes: int, mode: str) -> dict[str, Any]:
+    finder, limit, module = BatchSizeFinder(mode=mode), EarlyLimit(limit_bytes), Lit(case, 2)
+    started = time.perf_counter()
+    failed = None
+    try:
+        trainer_of(limit, finder, max_steps=1).fit(module)
+    except Exception as error:
+        failed = f"{type(error).__name__}: {str(error)[:120]}"
+    return {
+        "largest": finder.optimal_batch_size,
+        "steps": module.num_steps,
+        "errors": limit.ledger.num_ooms,
+        "failed": failed,
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+
+
+def compare(case: Case) -> dict[str, Any]:
+    at, above = peak_with(case, case.largest), peak_with(case, case.largest + 1)
+    limit_bytes = (at + above) // 2
+    row: dict[str, Any] = {"model": case.name, "limit_bytes": limit_bytes, "true_maximum": case.largest}
+    row["checked"] = ours_fits(case, case.largest, limit_bytes) and not ours_fits(case, case.largest + 1, limit_bytes)
+    row["true_maximum_without_micro_batches"] = true_maximum_without(case, limit_bytes)
+    row["memfit"] = run_ours(case, limit_bytes, with_model=True)
+    row["memfit_without_model"] = run_ours(case, limit_bytes, with_model=False)
+    for mode in ("power", "binsearch"):
+        row[f"lightning_{mode}"] = run_lightning(case, limit_bytes, mode)
+    for name, base in (
+        ("memfit", "true_maximum"),
+        ("memfit_without_model", "true_maximum"),
+        ("lightning_power", "true_maximum_without_micro_batches"),
+        ("lightning_binsearch", "true_maximum_without_micro_batches"),
+    ):
+        row[name]["fraction"] = round((row[name]["largest"] or 0) / max(row[base], 1), 4)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="name of one model")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/micro_batching_compare.json"))
+    arguments = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    rows = []
+    for case in CASES:
+        if arguments.only in (None, case.name):
+            rows.append(compare(case))
+            print(rows[-1], flush=True)
+    write(arguments.output, {"share": SHARE, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

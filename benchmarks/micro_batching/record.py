@@ -1,0 +1,33 @@
+"""Write a benchmark's figures with what they depend on."""
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+
+
+def write(path: Path, figures: dict[str, Any]) -> None:
+    """Write one JSON file: figures, versions, hardware and commit."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    record = {
+        "versions": {
+            "torch": torch.__version__,
+            "lightning": lightning.__version__,
+            "python": platform.python_version(),
+        },
+        "hardware": {
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        },
+        "threads": torch.get_num_threads(),
+        "commit": commit,
+        **figures,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
