@@ -1,0 +1,134 @@
+# ruff: noqa: NPY002  (the global generator is what is tested)
+import copy
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torchmetrics.aggregation import MeanMetric
+
+from lightning_memfit.device.simulated import SimulatedDevice
+from lightning_memfit.fitting.host import HostCopy
+from lightning_memfit.fitting.random_state import RandomState
+from lightning_memfit.fitting.snapshot import OptimizerSnapshot, TrainingSnapshot
+
+CPU = torch.device("cpu")
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("count", torch.zeros(1), persistent=False)
+        self.metric = MeanMetric()
+        self.calls = 0
+        self.history = [1, {"a": [torch.zeros(2)]}]
+        self.plain = torch.ones(2)
+        self.array = numpy.ones(2)
+        self.cyclic = [self.history]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.count += 1
+        self.history[1]["a"][0] += 1
+        self.history.append(self.calls)
+        self.plain *= 2
+        self.array += 1
+        self.extra = "new"
+        out = self.norm(self.layer(nn.functional.dropout(x)))
+        self.metric.update(out.detach())
+        return out.square().mean()
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    module(torch.randn(4, 3) + random.random() + numpy.random.rand()).backward()
+    optimizer.step()
+
+
+def state_of(module: Module, optimizer: torch.optim.Optimizer) -> list[object]:
+    values = [p.clone() for p in module.parameters()] + [b.clone() for b in module.buffers()]
+    values += [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+    values += [module.calls, copy.deepcopy(module.history), module.plain.clone(), module.array.copy()]
+    values += [module.metric._update_count, module.metric.mean_value.clone(), hasattr(module, "extra"), module.training]
+    values += [copy.deepcopy(optimizer.state_dict()), random.random(), numpy.random.rand(), torch.rand(1)]
+    return values
+
+
+def assert_same(one: object, other: object) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{one} != {other}: {m}")
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)])
+def test_training_snapshot_restores_bitwise(steps_before: int, make: object) -> None:
+    results = []
+    for tries in (0, 3):
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        module = Module()
+        optimizer = make(module.parameters())  # type: ignore[operator]
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for _ in range(steps_before):
+            step(module, optimizer)
+        snapshot = TrainingSnapshot(module, [optimizer], CPU, [scheduler])
+        for _ in range(tries):
+            optimizer.param_groups[0]["lr"] = 7.0
+            step(module, optimizer)
+            scheduler.step()
+            module.eval()
+            module.layer.weight.requires_grad_(False)
+            torch.backends.cudnn.benchmark = True
+        if tries:
+            snapshot.restore()
+        assert torch.backends.cudnn.benchmark is False
+        assert module.layer.weight.requires_grad
+        step(module, optimizer)
+        results.append([*state_of(module, optimizer), scheduler.last_epoch])
+    for plain, tried in zip(*results, strict=True):
+        if isinstance(plain, (torch.Tensor, numpy.ndarray)):
+            assert_same(plain, tried)
+        else:
+            assert str(plain) == str(tried)
+
+
+def test_optimizer_snapshot_keeps_identities() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    average = optimizer.state[module.weight]["exp_avg"]
+    weight, value = module.weight, module.weight.detach().clone()
+    snapshot = OptimizerSnapshot(optimizer)
+    optimizer.step()
+    snapshot.restore()
+    assert module.weight is weight
+    assert torch.equal(module.weight, value)
+    assert optimizer.state[module.weight]["exp_avg"] is average
+
+
+def test_host_copies_do_not_count_on_a_simulated_device() -> None:
+    tensor = torch.arange(10_000.0)
+    device = SimulatedDevice("100KiB")
+    with device:
+        kept = HostCopy(tensor)
+        tensor.zero_()
+        kept.restore(tensor)
+        assert device.live_bytes <= 40_448
+    assert tensor[9].item() == 9.0
+
+
+def test_numpy_state_is_right_whether_or_not_it_is_used() -> None:
+    numpy.random.seed(3)
+    first = RandomState(CPU)
+    again = RandomState(CPU)
+    expected = numpy.random.rand(3)
+    for saved in (first, again):
+        saved.restore()
+        assert (numpy.random.rand(3) == expected).all()
+    later = RandomState(CPU)
+    expected = numpy.random.rand(3)
+    later.restore()
+    assert (numpy.random.rand(3) == expected).all()
