@@ -70,7 +70,8 @@ def model_states(
     layout = STATE_LAYOUTS[precision]
     trained = num_parameters if num_trainable is None else num_trainable
     share = {level: (world_size if zero_stage >= level else 1) for level in (1, 2, 3)}
-    states = trained * (family.bytes_per_parameter + layout.master_bytes) / share[1]
+    stepped = layout.master_bytes or min(4, layout.weight_bytes)  # bytes per element of the weights that are stepped
+    states = trained * (family.bytes_per_parameter(stepped) + layout.master_bytes) / share[1]
     host = Tier.HOST if family.paged and offload_optimizer == "none" else _TIERS[offload_optimizer]
     return MemoryBreakdown(
         {

@@ -13,5 +13,7 @@ def parameter_table(module: torch.nn.Module) -> tuple[ParameterInfo, ...]:
         shared = first_name.get(id(parameter), "")
         first_name.setdefault(id(parameter), name)
         size = parameter.element_size()
-        table.append(ParameterInfo(name, parameter.numel(), size, parameter.requires_grad, parameter.dim(), shared))
+        shape = tuple(parameter.shape)
+        info = ParameterInfo(name, parameter.numel(), size, parameter.requires_grad, len(shape), shared, shape)
+        table.append(info)
     return tuple(table)

@@ -25,6 +25,7 @@ class ParameterInfo:
     """Number of dimensions; norms and biases have one."""
     shared_with: str = ""
     """Name of the parameter it is tied to, if any; tied parameters count once."""
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,9 @@ class ModelProfile:
                 phases=tuple((at, name) for at, name in header.pop("phases")),
             )
             slopes = data["slopes"] if "slopes" in data.files else None
-        header["parameters"] = tuple(ParameterInfo(**p) for p in header["parameters"])
+        header["parameters"] = tuple(
+            ParameterInfo(**{**p, "shape": tuple(p["shape"])}) for p in header["parameters"]
+        )
         header["assumptions"] = tuple(header["assumptions"])
         return cls(events=events, slopes=slopes, **header)
 
