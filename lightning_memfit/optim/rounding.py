@@ -42,7 +42,7 @@ class Stochastic:
 
 
 class Kahan:
-    """Keep what rounding to nearest drops, in bfloat16 as well: 2 bytes per weight, 16 bits of precision, nothing random.
+    """Keep what rounding to nearest drops, in bfloat16 as well: 2 more bytes per weight, 16 bits of precision together.
 
     This is the compensation of Kahan's summation (Zamirai et al., 2020, arXiv 2010.06192).
     """

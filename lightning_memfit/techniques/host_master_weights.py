@@ -1,0 +1,165 @@
+"""`HostMasterWeights`: half-precision weights on the device, float32 masters and the optimizer on the host."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memfit.optim.host_master import HostMaster
+from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
+from lightning_memfit.techniques.gradient_release import GradientRelease
+from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from lightning_memfit.techniques.wrapping import wrap_method
+
+_SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
+_CONFLICTS = {
+    GradientRelease: "both take gradients away during backward",
+    Optimizer8bit: "8-bit states save memory of the device, and here they lie on the host, where 8-bit steps are slow",
+    StochasticRounding: "with masters in float32 nothing is left for it to do",
+}
+
+
+class HostMasterWeights(TechniqueCallback):
+    """Train with `precision="bf16-true"` on the device and with float32 weights and optimizer states on the host.
+
+    The device holds 2 bytes per parameter beside activations; a gradient is sent to the host and freed as soon as
+    backward has completed it, and is accumulated there in float32. The numbers are those of a float32 optimizer over a
+    bfloat16 forward and backward pass. Clipping, accumulation and schedulers work as ever, on the host. Checkpoints
+    hold the float32 weights, resume bitwise, and load without this callback.
+
+    When the run ends, trained weights are their float32 masters, and what else was float32 before is so again: a
+    checkpoint that is saved then resumes bitwise, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[Tensor, Tensor] = {}
+        self._loaded: dict[str, Tensor] = {}
+        self._hosts: list[HostMaster] = []
+
+    def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse what cannot work and wrap what converts, configures, loads and saves."""
+        reason = unsupported(trainer, pl_module)
+        if reason is not None:
+            raise ValueError(f"HostMasterWeights: {reason}")
+        self.on_restore(self._forget)
+
+        def convert(inner: Callable[[Any], Any], module: Any) -> Any:
+            self._keep_values(module)
+            return inner(module)
+
+        def configure(inner: Callable[[], Any]) -> Any:
+            configured = replace_optimizers(inner(), self._move)
+            self._values = {}
+            return configured
+
+        def load(inner: Callable[..., Any], checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+            self._loaded = checkpoint["state_dict"]
+            return inner(checkpoint, *args, **kwargs)
+
+        def save(inner: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+            return self._with_masters(inner(), pl_module)
+
+        def load_states(inner: Callable[..., Any], checkpoint: Any) -> None:
+            # Lightning's own would move the states to the device, which may have no room for them.
+            for optimizer, states in zip(trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+                optimizer.load_state_dict(states)
+
+        self.on_restore(wrap_method(trainer.precision_plugin, "convert_module", convert))
+        self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
+        self.on_restore(wrap_method(trainer.strategy, "load_model_state_dict", load))
+        self.on_restore(wrap_method(trainer.strategy, "load_optimizer_state_dict", load_states))
+        self.on_restore(wrap_method(trainer.strategy, "lightning_module_state_dict", save))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse loops that run a backward pass again."""
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        if type(loop) is not _AutomaticOptimization:
+            raise ValueError(
+                f"HostMasterWeights: {type(loop).__name__} may repeat a backward pass that ran out of memory, of which "
+                "the host has some gradients already. Leave one of the two out."
+            )
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let what follows, clipping for instance, find all gradients."""
+        for host in self._hosts:
+            host.wait()
+
+    def _keep_values(self, module: nn.Module) -> None:
+        """Remember the values that the conversion to bfloat16 is about to round, without copying those on the host."""
+        for name, parameter in module.named_parameters():
+            loaded = self._loaded.get(name)
+            if parameter.requires_grad:
+                exact = parameter if parameter.dtype is torch.float32 or loaded is None else loaded
+                self._values[parameter] = exact.detach().to("cpu", torch.float32)
+        self._loaded = {}
+        frozen = [p for p in module.parameters() if p.dtype is torch.float32 and not p.requires_grad]
+        buffers = [
+            (child, name)
+            for child in module.modules()
+            for name, buffer in child.named_buffers(recurse=False)
+            if buffer.dtype is torch.float32
+        ]
+        self.on_restore(lambda: self._widen(frozen, buffers))
+
+    def _widen(self, frozen: list[nn.Parameter], buffers: list[tuple[nn.Module, str]]) -> None:
+        """Make weights their masters, and float32 again what else was so before."""
+        for host in self._hosts:
+            host.remove(keep_masters=True)
+        for parameter in frozen:
+            parameter.data = parameter.data.float()
+        for child, name in buffers:
+            setattr(child, name, getattr(child, name).float())
+
+    def _move(self, optimizer: Optimizer) -> Optimizer:
+        if self._hosts:
+            raise ValueError(
+                "HostMasterWeights: `configure_optimizers` returned several optimizers, of which one is supported. "
+                "Return one with several parameter groups."
+            )
+        self._hosts.append(HostMaster(optimizer, self._values))
+        kernel = ", fused" if optimizer.param_groups[0].get("fused") else ""
+        self.announce(
+            f"{type(optimizer).__name__}{kernel} steps {self._hosts[0].num_parameters} float32 parameters on the host"
+        )
+        return optimizer
+
+    def _with_masters(self, state_dict: dict[str, Any], pl_module: pl.LightningModule) -> dict[str, Any]:
+        for name, parameter in pl_module.named_parameters(remove_duplicate=False):
+            for host in self._hosts:
+                master = host.master_of(parameter)
+                if master is not None and name in state_dict:
+                    state_dict[name] = master
+        return state_dict
+
+    def _forget(self) -> None:
+        self._values, self._loaded = {}, {}
+        self._hosts.clear()
+
+
+def unsupported(trainer: Any, pl_module: Any) -> str | None:
+    """Reason and fix, or None where masters can lie on the host."""
+    if trainer.precision != "bf16-true":
+        return (
+            f"`precision={trainer.precision!r}`: the device is to hold bfloat16 weights alone, whose gradients need no "
+            "loss scaling. Set precision='bf16-true'."
+        )
+    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        return f"{type(trainer.strategy).__name__} reduces gradients on the device, which are gone. Use one device."
+    if not pl_module.automatic_optimization:
+        return "with manual optimization gradients may be read before they have arrived. Use automatic optimization."
+    for kind, reason in _CONFLICTS.items():
+        if any(isinstance(callback, kind) for callback in trainer.callbacks):
+            return f"{reason}. Leave {kind.__name__} out."
+    for hook in _SEES_GRADIENTS:
+        if is_overridden(hook, pl_module):
+            return f"the module's `{hook}` would find no gradients on its parameters. Remove it, or leave this out."
+    return None
