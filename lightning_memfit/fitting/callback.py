@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,10 +12,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_memfit.fitting.evaluation import EvaluationSplitter
-from lightning_memfit.fitting.gauge import MemoryGauge, find_gauge
+from lightning_memfit.fitting.gauge import MemoryGauge, find_gauge, knows_limit
 from lightning_memfit.fitting.global_batch import lend_batch_size, share_of
 from lightning_memfit.fitting.guard import StepGuard
 from lightning_memfit.fitting.loop import MicroBatchLoop, StepRequest
+from lightning_memfit.fitting.prediction import predict_sizes
 from lightning_memfit.fitting.search import Found, PeakPredictor
 from lightning_memfit.fitting.session import FitSession, Options
 from lightning_memfit.fitting.split import BatchSplitter, SplitHook
@@ -42,8 +44,8 @@ class MicroBatching(Callback):
         max_sequence_length: Longest sequence the data can give, for the trial steps. Not needed where the data set has
             `lengths` or a column `length`.
         recover: False lets an out-of-memory error end the run.
-        predictor: From a micro-batch size to the predicted peak in bytes. Without it one is drawn from two small
-            trials.
+        predictor: From a micro-batch size to the predicted peak in bytes. By default the memory model, from a trace of
+            the training step; where that can't be traced, two small trials take its place.
         limit_bytes: Memory that may be used. By default what the device tells.
         loss_weight: From a batch, or a part of it, to what its loss is a mean over. By default the module's method
             `loss_weight`, else unmasked label tokens where the batch has integer `labels`, else samples.
@@ -97,6 +99,7 @@ class MicroBatching(Callback):
         self._guard: StepGuard | None = None
         self._evaluation: EvaluationSplitter | None = None
         self._lent: tuple[Any, int] | None = None
+        self._predictor = predictor
 
     @property
     def micro_batch_size_in_use(self) -> int | None:
@@ -121,6 +124,9 @@ class MicroBatching(Callback):
         _check_support(trainer, pl_module)
         if self.global_batch_size is not None:
             self._lent = lend_batch_size(trainer, pl_module, share_of(trainer, self.global_batch_size))
+        self._predictor = self.options.predictor
+        if self._predictor is None and self._searches(trainer):
+            self._predictor = predict_sizes(trainer, pl_module)
         self._loop = MicroBatchLoop(trainer, self._run_step, self._guard_step)
         self._loop.install()
 
@@ -130,7 +136,8 @@ class MicroBatching(Callback):
         splitter, loss_weight = self._splitter(pl_module)
         gauge: MemoryGauge | None = find_gauge(trainer)
         self._guard = StepGuard(gauge)
-        self._session = FitSession(self._loop, self.options, splitter, loss_weight, gauge, self._note)
+        options = replace(self.options, predictor=self._predictor)
+        self._session = FitSession(self._loop, options, splitter, loss_weight, gauge, self._note)
         self._session.check_loader()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -152,6 +159,14 @@ class MicroBatching(Callback):
         self._kept = dict(state_dict)
 
     # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _searches(self, trainer: Trainer) -> bool:
+        """Whether a size will be searched for that a prediction can help to find."""
+        _, split_batch, num_samples = self._hooks
+        module = trainer.lightning_module
+        own_batches = split_batch or num_samples or hasattr(module, "split_batch") or hasattr(module, "num_samples")
+        has_limit = self.options.limit_bytes is not None or knows_limit(trainer)
+        return self.options.micro_batch_size == "auto" and has_limit and not own_batches
 
     def _run_step(self, request: StepRequest) -> ClosureResult:
         assert self._session is not None

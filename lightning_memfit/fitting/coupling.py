@@ -78,9 +78,9 @@ def check_coupling(
     if abs(together - mean) > _TOLERANCE * max(abs(together), abs(mean), 1e-6):
         raise MisconfigurationException(
             f"`training_step` gives two samples a loss of {together:.6g}, but the mean of their own losses is "
-            f"{mean:.6g}. Micro-batches need a mean over samples or unmasked label tokens: return a mean in place of a sum, define "
-            "`loss_weight(batch)` for what the loss is a mean over, or, for in-batch contrastive losses, accept that "
-            "they see a micro-batch only: `MicroBatching(allow_batch_statistics=True)`."
+            f"{mean:.6g}. Micro-batches need a mean over samples or unmasked label tokens: return a mean in place of "
+            "a sum, define `loss_weight(batch)` for what the loss is a mean over, or, for in-batch contrastive losses, "
+            "accept that they see a micro-batch only: `MicroBatching(allow_batch_statistics=True)`."
         )
 
 

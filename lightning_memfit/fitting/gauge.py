@@ -70,6 +70,14 @@ def find_gauge(trainer: Trainer) -> MemoryGauge | None:
     return CudaGauge(device) if device.type == "cuda" else None
 
 
+def knows_limit(trainer: Trainer) -> bool:
+    """Whether `find_gauge` will find one once training starts."""
+    from lightning_memfit.device.limit import MemoryLimit
+
+    limited = any(isinstance(callback, MemoryLimit) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return limited or trainer.strategy.root_device.type == "cuda"
+
+
 def allocation_retries(device: torch.device) -> int:
     """How often the caching allocator had to give its cache back to serve an allocation; 0 off CUDA."""
     if device.type != "cuda":

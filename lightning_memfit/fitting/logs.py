@@ -58,6 +58,9 @@ class StepLogs:
         self._records: dict[tuple[str, str], _Record] = {}
         self.weight = 1.0
 
+    def __bool__(self) -> bool:
+        return bool(self._records)
+
     def clear(self) -> None:
         """Forget what was logged."""
         self._records.clear()

@@ -8,7 +8,7 @@ moves.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +156,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         if self._skip_backward:
             return
         muted = _BACKWARD_HOOKS[1:] if announce else _BACKWARD_HOOKS
-        with self.unsynchronized(), self._without_hooks(muted):
+        with self.unsynchronized(), self._without_hooks(muted) if self._uses_hooks() else nullcontext():
             call._call_strategy_hook(self.trainer, "backward", loss, request.optimizer)
 
     def to_device(self, batch: Any) -> Any:
@@ -173,6 +173,8 @@ class MicroBatchLoop(_AutomaticOptimization):
 
     def unsynchronized(self) -> AbstractContextManager[None]:
         """A context in which backward does not reduce gradients over ranks."""
+        if self.trainer.world_size == 1:
+            return nullcontext()
         return _block_parallel_sync_behavior(self.trainer.strategy, block=True)
 
     def settle_after_failure(self, hook_name: str | None) -> None:
@@ -189,9 +191,6 @@ class MicroBatchLoop(_AutomaticOptimization):
 
     @contextmanager
     def _without_hooks(self, names: tuple[str, ...]) -> Iterator[None]:
-        if not self._uses_hooks():
-            yield
-            return
         owners = [
             owner for owner in (self.module, *_callbacks(self.trainer)) if any(is_overridden(n, owner) for n in names)
         ]

@@ -11,17 +11,25 @@ from torch import Tensor
 class OutputMerger:
     """Collect the results of micro-batches without keeping their graphs.
 
+    Args:
+        num_parts: How many there will be. A single one stays as it is.
+
     Attributes:
         loss: Sum of the divided losses so far, without a graph.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_parts: int) -> None:
+        self._is_single = num_parts == 1
+        self._single: ClosureResult | None = None
         self._uncounted: Tensor | None = None
         self._extras: list[tuple[dict[str, Any], float, int]] = []
         self.loss: Tensor | None = None
 
     def add(self, output: ClosureResult, weight: float, size: int) -> None:
         """Add the result of one micro-batch."""
+        if self._is_single:
+            self._single = output
+            return
         if output.loss is not None and weight:
             self.loss = output.loss if self.loss is None else self.loss + output.loss
         elif output.loss is not None:
@@ -36,6 +44,10 @@ class OutputMerger:
             factor: From the sum of the divided losses to the loss Lightning reports: the mean over this rank's batch,
                 divided by `accumulate_grad_batches`.
         """
+        if self._single is not None:
+            if factor != 1.0 and self._single.loss is not None:
+                self._single.loss = self._single.loss * factor
+            return self._single
         loss = self.loss if self.loss is not None else self._uncounted
         result = ClosureResult(loss if loss is None or factor == 1.0 else loss * factor)
         if self._extras:

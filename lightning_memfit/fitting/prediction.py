@@ -14,10 +14,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
 from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
-from lightning_memfit.estimate.estimate import Estimate, estimate_step
+from lightning_memfit.estimate.estimate import Estimate, estimate_step, predict_peak_bytes
+from lightning_memfit.fitting.search import PeakPredictor
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import format_bytes
-from lightning_memfit.profile.build import profile_module
+from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
@@ -25,7 +26,13 @@ from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.techniques.base import TechniqueCallback
 
 
-def profile_fit(trainer: Trainer, module: LightningModule, batch: Any, any_micro_batch: bool = False) -> ModelProfile:
+def profile_fit(
+    trainer: Trainer,
+    module: LightningModule,
+    batch: Any,
+    any_micro_batch: bool = False,
+    accumulate_grad_batches: int | None = None,
+) -> ModelProfile:
     """Profile the training step that a Trainer is about to run.
 
     Call it in a callback's `setup`, when the model is not configured yet. Techniques that were applied already are
@@ -36,6 +43,7 @@ def profile_fit(trainer: Trainer, module: LightningModule, batch: Any, any_micro
         module: Its module; not changed.
         batch: A real batch of the size of interest.
         any_micro_batch: Profile a second size, so that every other can be had by arithmetic.
+        accumulate_grad_batches: Micro-batches per step; the trainer's by default.
 
     Raises:
         TraceError: If the step can't be traced.
@@ -43,8 +51,8 @@ def profile_fit(trainer: Trainer, module: LightningModule, batch: Any, any_micro
     techniques = tuple(c for c in trainer.callbacks if isinstance(c, TechniqueCallback))  # type: ignore[attr-defined]
     options = StepOptions(
         trainer.precision,  # type: ignore[arg-type]
-        trainer.accumulate_grad_batches,
-        trainer.gradient_clip_val,  # type: ignore[arg-type]
+        accumulate_grad_batches or trainer.accumulate_grad_batches,
+        trainer.gradient_clip_val,
         trainer.gradient_clip_algorithm,
     )
     with ExitStack() as stack:
@@ -59,6 +67,25 @@ def profile_fit(trainer: Trainer, module: LightningModule, batch: Any, any_micro
             any_micro_batch=any_micro_batch,
             cache=ProfileCache(),
         )
+
+
+def predict_sizes(trainer: Trainer, module: LightningModule) -> PeakPredictor | None:
+    """The peak of a training step at any micro-batch size, from the memory model; None, with the reason, without one.
+
+    Gradients are taken to be alive in every forward, as they are from the second micro-batch of a step on.
+    """
+    try:
+        batch = first_batch(trainer)
+        two = resize_batch(batch, batch_size(batch), 2)
+        profile = profile_fit(trainer, module, two, any_micro_batch=True, accumulate_grad_batches=2)
+    except (TraceError, ValueError) as error:
+        rank_zero_info(f"MicroBatching: sizes are drawn from trial steps, for there is no prediction: {error}")
+        return None
+    if profile.slopes is None:
+        rank_zero_info(f"MicroBatching: sizes are drawn from trial steps, for {profile.only_this_size}.")
+        return None
+    runtime = runtime_of(trainer)
+    return lambda size: predict_peak_bytes(profile, size, runtime)
 
 
 def emulation_of(trainer: Trainer) -> Emulation:

@@ -50,7 +50,8 @@ class BatchSplitter:
         if expected is not None and expected > 1:  # a ragged batch tells nothing; what was learned before holds
             if any(size == expected for size in _first_sizes(batch)):
                 self._per_sample_lists = False
-            elif any(len(leaf) == expected for leaf in _lists(batch)):
+                return expected
+            if any(len(leaf) == expected for leaf in _lists(batch)):
                 self._per_sample_lists = True
         if self._per_sample_lists:
             return next(len(leaf) for leaf in _lists(batch))

@@ -167,12 +167,13 @@ class EffectiveStep:
         batches = parts.splitter.split(request.batch, sizes)
         weights = share.weights.of_parts(batches, sizes)
         last_counted = max((index for index, weight in enumerate(weights) if weight), default=len(weights) - 1)
-        merger = OutputMerger()
+        merger = OutputMerger(len(sizes))
         observe = len(sizes) > 1 and bool(parts.metrics)
         if observe:
             parts.metrics.begin()
+        results = loop.results
         try:
-            with self._logs.capture(loop.results):
+            with self._logs.capture(results):
                 for index, weight in enumerate(weights):
                     self._logs.weight = weight
                     part, batches[index] = batches[index], None
@@ -270,7 +271,8 @@ class EffectiveStep:
         else:
             host = OrderedDict((k, move_data_to_device(v, torch.device("cpu"))) for k, v in request.arguments.items())
             self._past.append(_Past(host, share, point))
-        self._logs.commit(parts.loop.results)
+        if self._logs:
+            self._logs.commit(parts.loop.results)
         parts.loop.after_backward()
         before = parts.sizes.current
         if parts.sizes.succeed() > before:

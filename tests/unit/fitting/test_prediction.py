@@ -1,0 +1,115 @@
+"""Predictions made inside a Trainer, before anything is allocated for the run."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.fitting.prediction import MemoryPrediction, first_batch
+from lightning_memfit.measure.monitor import MemoryMonitor
+from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+from tests.helpers.fitting import difference, fit, trainer_of
+
+WIDTH = 64
+
+
+class Wide(pl.LightningModule):
+    """Blocks whose activations outweigh everything else; draws random numbers in its data and its dropout."""
+
+    def __init__(self, value_dependent: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(WIDTH, 1)
+        self.value_dependent = value_dependent
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        if self.value_dependent:
+            x = x[x[:, 0] > 0]
+        loss = self.head(self.dropout(x)).square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(torch.randn(2048, WIDTH)), 1024, shuffle=True)
+
+
+def test_the_memory_model_names_the_size_and_one_trial_confirms_it() -> None:
+    callback = MicroBatching()
+    module = Wide()
+    fit(module, MemoryLimit("1MiB"), callback, max_epochs=1)
+    assert callback.found is not None
+    assert callback.found.is_verified
+    assert callback.found.num_trials <= 3
+    assert 1 < callback.found.largest < 1024
+
+
+def test_the_run_is_bitwise_the_run_with_that_size_given() -> None:
+    auto, by_hand = Wide(), Wide()
+    callback = MicroBatching()
+    torch.manual_seed(7)
+    fit(auto, MemoryLimit("1MiB"), callback, max_epochs=1)
+    torch.manual_seed(7)
+    fit(by_hand, MemoryLimit("1MiB"), MicroBatching(micro_batch_size=callback.micro_batch_size_in_use), max_epochs=1)
+    assert auto.losses == by_hand.losses
+    assert difference(auto, by_hand) == 0.0
+
+
+def test_a_step_that_cannot_be_traced_is_fitted_by_trials() -> None:
+    callback = MicroBatching(allow_batch_statistics=True)
+    fit(Wide(value_dependent=True), MemoryLimit("1MiB"), callback, max_epochs=1)
+    assert callback.found is not None
+    assert callback.found.largest > 1
+
+
+@pytest.mark.parametrize("techniques_first", [True, False])
+def test_prediction_reaches_the_monitor_and_is_right(techniques_first: bool) -> None:
+    monitor, prediction, technique = MemoryMonitor(), MemoryPrediction(), ActivationCheckpointing()
+    callbacks = [technique, prediction] if techniques_first else [prediction, technique]
+    fit(Wide(), monitor, *callbacks, max_epochs=2)
+    assert prediction.estimate is not None
+    assert monitor.predicted == prediction.estimate.breakdown
+    assert monitor.report is not None
+    assert monitor.report.prediction_error == pytest.approx(0.0, abs=0.01)
+
+
+def test_prediction_changes_nothing() -> None:
+    plain, predicted = Wide(), Wide()
+    torch.manual_seed(7)
+    fit(plain, max_epochs=1)
+    torch.manual_seed(7)
+    fit(predicted, MemoryPrediction(), max_epochs=1)
+    assert plain.losses == predicted.losses
+    assert difference(plain, predicted) == 0.0
+
+
+def test_no_prediction_says_why() -> None:
+    prediction = MemoryPrediction()
+    trainer = trainer_of(prediction, max_epochs=1)
+    with pytest.warns(UserWarning, match="depends on values of tensors"):
+        trainer.fit(Wide(value_dependent=True))
+    assert prediction.estimate is None
+
+
+class ReadsFirstBatch(pl.Callback):
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        before = torch.get_rng_state()
+        self.batch = first_batch(trainer)
+        assert torch.equal(before, torch.get_rng_state())
+
+
+def test_first_batch_is_a_batch_of_the_loader() -> None:
+    reader = ReadsFirstBatch()
+    fit(Wide(), reader, max_epochs=1)
+    assert reader.batch[0].shape == (1024, WIDTH)
