@@ -1,8 +1,4 @@
-"""Predicting a run's memory from inside its Trainer, before anything is allocated for it.
-
-Reads `trainer.fit_loop._data_source` (Lightning 2.6), for which there is no public name:
-`tests/unit/fitting/test_prediction.py` fails when it moves.
-"""
+"""Predicting a run's memory from inside its Trainer, before anything is allocated for it."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -10,8 +6,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import DataLoader
 
 from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
 from lightning_memfit.estimate.estimate import Estimate, estimate_step, predict_peak_bytes
@@ -24,6 +18,7 @@ from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.first_batch import first_batch
 
 
 def profile_fit(
@@ -100,24 +95,6 @@ def runtime_of(trainer: Trainer) -> RuntimeMemory | None:
     """What lies outside a trace on the trainer's device; nothing on the CPU."""
     device = trainer.strategy.root_device
     return runtime_memory(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
-
-
-def first_batch(trainer: Trainer) -> Any:
-    """One batch of the training data, read apart from the loader that will train; the random state stays as it was.
-
-    Raises:
-        ValueError: If the training data is not one DataLoader.
-    """
-    with isolate_rng():
-        loader = trainer.fit_loop._data_source.dataloader()
-        if not isinstance(loader, DataLoader):
-            raise ValueError(f"the training data is a {type(loader).__name__}, not one DataLoader")
-        single = DataLoader(
-            loader.dataset,
-            batch_sampler=loader.batch_sampler if loader.batch_size is not None or loader.batch_sampler else None,
-            collate_fn=loader.collate_fn,
-        )
-        return next(iter(single))
 
 
 class MemoryPrediction(Callback):

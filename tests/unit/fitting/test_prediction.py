@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
-from lightning_memfit.fitting.prediction import MemoryPrediction, first_batch
+from lightning_memfit.fitting.prediction import MemoryPrediction
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.fitting import difference, fit, trainer_of
@@ -100,16 +100,3 @@ def test_no_prediction_says_why() -> None:
     with pytest.warns(UserWarning, match="depends on values of tensors"):
         trainer.fit(Wide(value_dependent=True))
     assert prediction.estimate is None
-
-
-class ReadsFirstBatch(pl.Callback):
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        before = torch.get_rng_state()
-        self.batch = first_batch(trainer)
-        assert torch.equal(before, torch.get_rng_state())
-
-
-def test_first_batch_is_a_batch_of_the_loader() -> None:
-    reader = ReadsFirstBatch()
-    fit(Wide(), reader, max_epochs=1)
-    assert reader.batch[0].shape == (1024, WIDTH)
