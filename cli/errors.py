@@ -43,13 +43,16 @@ def readable_errors() -> Iterator[Outcome]:
 def user_mistake(error: BaseException) -> BaseException | None:
     """Return what was raised on purpose to tell the user something: the error itself, or what caused it.
 
-    That is Lightning's `MisconfigurationException`, and a `ValueError` or `ModuleNotFoundError` raised by our own code.
+    That is Lightning's `MisconfigurationException` and its refusal to overwrite a run's configuration, and a `ValueError`
+    or `ModuleNotFoundError` raised by our own code.
     jsonargparse wraps what a constructor raises, hence the causes.
     """
     if type(error).__name__ == "MisconfigurationException":
         return error
     if isinstance(error, (ValueError, ModuleNotFoundError)) and _raised_by_us(error):
         return error
+    if isinstance(error, RuntimeError) and str(error).startswith("SaveConfigCallback expected"):
+        return error  # Lightning won't overwrite the configuration of an earlier run
     return user_mistake(error.__cause__) if error.__cause__ is not None else None
 
 
