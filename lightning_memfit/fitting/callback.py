@@ -16,7 +16,7 @@ from lightning_memfit.fitting.gauge import MemoryGauge, find_gauge, knows_limit
 from lightning_memfit.fitting.global_batch import lend_batch_size, share_of
 from lightning_memfit.fitting.guard import StepGuard
 from lightning_memfit.fitting.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.prediction import predict_sizes
+from lightning_memfit.fitting.prediction import SizePrediction, predict_sizes
 from lightning_memfit.fitting.search import Found, PeakPredictor
 from lightning_memfit.fitting.session import FitSession, Options
 from lightning_memfit.fitting.split import BatchSplitter, SplitHook
@@ -160,6 +160,11 @@ class MicroBatching(Callback):
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
+    @property
+    def predicts_memory(self) -> bool:
+        """Whether a prediction for the size in use comes from here."""
+        return isinstance(self._predictor, SizePrediction)
+
     def _searches(self, trainer: Trainer) -> bool:
         """Whether a size will be searched for that a prediction can help to find."""
         _, split_batch, num_samples = self._hooks
@@ -183,6 +188,8 @@ class MicroBatching(Callback):
         self.description = reason if reason.startswith("MicroBatching:") else self.description
         if reason.startswith("MicroBatching:"):
             rank_zero_info(reason)
+        if isinstance(self._predictor, SizePrediction):
+            self._predictor.tell_monitors(trainer, size)
         for logger in trainer.loggers:
             logger.log_metrics({"micro_batch_size": float(size)}, step=trainer.global_step)
 

@@ -1,6 +1,7 @@
 """Predicting a run's memory from inside its Trainer, before anything is allocated for it."""
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
 from lightning_memfit.estimate.estimate import Estimate, estimate_step, predict_peak_bytes
-from lightning_memfit.fitting.search import PeakPredictor
 from lightning_memfit.measure.monitor import MemoryMonitor
-from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.events import CATEGORIES
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
@@ -64,14 +65,41 @@ def profile_fit(
         )
 
 
-def predict_sizes(trainer: Trainer, module: LightningModule) -> PeakPredictor | None:
-    """The peak of a training step at any micro-batch size, from the memory model; None, with the reason, without one.
+@dataclass(frozen=True)
+class SizePrediction:
+    """The peak of a training step at any micro-batch size: a `PeakPredictor` made from the memory model.
 
-    Gradients are taken to be alive in every forward, as they are from the second micro-batch of a step on.
+    Gradients are taken to be alive in every forward, as they are from the second micro-batch of a step on. The whole
+    share of the effective batch lies on the device, whatever the micro-batch.
     """
+
+    profile: ModelProfile
+    runtime: RuntimeMemory | None
+    share: int
+    """Samples that the loader gives each device."""
+
+    def __call__(self, size: int) -> int:
+        """Predicted peak in bytes."""
+        return predict_peak_bytes(self.profile, size, self.runtime) + self._waiting_bytes(size)
+
+    def tell_monitors(self, trainer: Trainer, size: int) -> None:
+        """Give the prediction for the size in use to every `MemoryMonitor` of the trainer."""
+        waiting = MemoryBreakdown.device({Category.INPUT: self._waiting_bytes(size)})
+        _tell_monitors(trainer, estimate_step(self.profile, size, self.runtime).breakdown + waiting)
+
+    def _waiting_bytes(self, size: int) -> int:
+        """Bytes of the samples that wait on the device for their micro-batch."""
+        assert self.profile.slopes is not None
+        inputs = self.profile.events.categories == CATEGORIES.index(Category.INPUT)
+        return max(0, self.share - size) * round(float(self.profile.slopes[inputs].sum()))
+
+
+def predict_sizes(trainer: Trainer, module: LightningModule) -> SizePrediction | None:
+    """Predict the peak at any micro-batch size; None where the step can't be traced, which is said with the reason."""
     try:
         batch = first_batch(trainer)
-        two = resize_batch(batch, batch_size(batch), 2)
+        share = batch_size(batch)
+        two = resize_batch(batch, share, 2)
         profile = profile_fit(trainer, module, two, any_micro_batch=True, accumulate_grad_batches=2)
     except (TraceError, ValueError) as error:
         rank_zero_info(f"MicroBatching: sizes are drawn from trial steps, for there is no prediction: {error}")
@@ -79,8 +107,7 @@ def predict_sizes(trainer: Trainer, module: LightningModule) -> PeakPredictor | 
     if profile.slopes is None:
         rank_zero_info(f"MicroBatching: sizes are drawn from trial steps, for {profile.only_this_size}.")
         return None
-    runtime = runtime_of(trainer)
-    return lambda size: predict_peak_bytes(profile, size, runtime)
+    return SizePrediction(profile, runtime_of(trainer), share)
 
 
 def emulation_of(trainer: Trainer) -> Emulation:
@@ -101,7 +128,7 @@ class MemoryPrediction(Callback):
     """Predict the peak memory of a run before it starts, for the report at its end.
 
     Gives its figure to every `MemoryMonitor` of the trainer. Where the step can't be traced it says why, and the run
-    goes on without a prediction.
+    goes on without a prediction. Beside `MicroBatching`, which predicts for the size it chooses, it does nothing.
 
     Attributes:
         estimate: The prediction, None before `fit` and where there is none.
@@ -112,7 +139,7 @@ class MemoryPrediction(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Predict on the fake clone of the module."""
-        if stage != "fit" or trainer.world_size > 1:
+        if stage != "fit" or trainer.world_size > 1 or _others_predict(trainer):
             return
         try:
             profile = profile_fit(trainer, pl_module, first_batch(trainer))
@@ -120,10 +147,18 @@ class MemoryPrediction(Callback):
             rank_zero_warn(f"MemoryPrediction: no prediction for this run. {error}")
             return
         self.estimate = estimate_step(profile, runtime=runtime_of(trainer))
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, MemoryMonitor):
-                callback.predicted = self.estimate.breakdown
+        _tell_monitors(trainer, self.estimate.breakdown)
         rank_zero_info(
             f"MemoryPrediction: peak {format_bytes(self.estimate.allocated_bytes)} in {self.estimate.phase} at "
             f"micro-batch {self.estimate.micro_batch_size}, predicted in {profile.seconds:.1f} s"
         )
+
+
+def _others_predict(trainer: Trainer) -> bool:
+    return any(getattr(callback, "predicts_memory", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def _tell_monitors(trainer: Trainer, breakdown: MemoryBreakdown) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, MemoryMonitor):
+            callback.predicted = breakdown
