@@ -100,3 +100,13 @@ def test_no_prediction_says_why() -> None:
     with pytest.warns(UserWarning, match="depends on values of tensors"):
         trainer.fit(Wide(value_dependent=True))
     assert prediction.estimate is None
+
+
+@pytest.mark.parametrize("prediction_first", [True, False])
+def test_the_prediction_is_for_the_size_that_was_chosen(prediction_first: bool) -> None:
+    monitor, chooser = MemoryMonitor(), MicroBatching()
+    # With the prediction first, that of the loader's whole batch is replaced once the size is known.
+    callbacks = [MemoryPrediction(), chooser] if prediction_first else [chooser, MemoryPrediction()]
+    fit(Wide(), MemoryLimit("1MiB"), monitor, *callbacks, max_epochs=1)
+    assert monitor.report is not None
+    assert monitor.report.prediction_error == pytest.approx(0.0, abs=0.05)
