@@ -5,7 +5,6 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -54,7 +53,7 @@ def fold_blocks(module: torch.nn.Module, shorten: bool = True) -> Fold:
     alike = len({_signature(block, index) for index, block in enumerate(group.modules) if index}) == 1
     if not shorten or len(group.modules) < _MIN_BLOCKS or len(container._modules) != len(group.modules) or not alike:
         return whole
-    if any(_counts(type(above)) for above in _modules_above(module, group.container)):
+    if any(_numbers_things(type(above)) for above in _modules_above(module, group.container)):
         return whole
     kept = (*group.modules[: TRACED_BLOCKS - 1], group.modules[-1])
     container._modules.clear()
@@ -89,8 +88,7 @@ _TRUSTED = ("torch", "lightning", "transformers", "lightning_memfit")
 _COUNTING = {"enumerate", "range", "zip", "len"}
 
 
-@cache
-def _counts(kind: type) -> bool:
+def _numbers_things(kind: type) -> bool:
     """Whether a class numbers things in a method that may run in training, and could treat one block by its place.
 
     `if index == 7` would never be seen in a trace of five blocks.
