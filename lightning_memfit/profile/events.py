@@ -95,6 +95,22 @@ def canonical(trace: EventList) -> EventList:
     return replace(trace, events=events, event_blocks=blocks)
 
 
+def without_small(trace: EventList, up_to_bytes: int) -> EventList:
+    """The events of storages larger than `up_to_bytes`, renumbered; phases are left out."""
+    large = trace.sizes > up_to_bytes
+    numbers = np.cumsum(large)
+    kept = large[trace.storages]
+    return replace(
+        trace,
+        events=np.sign(trace.events[kept]) * numbers[trace.storages[kept]],
+        event_blocks=trace.event_blocks[kept],
+        sizes=trace.sizes[large],
+        categories=trace.categories[large],
+        sites=trace.sites[large],
+        phases=(),
+    )
+
+
 def fit_slopes(first: EventList, second: EventList, first_size: int, second_size: int) -> tuple[EventList, Floats]:
     """Fit every storage's size as `intercept + slope * micro_batch_size` from traces at two micro-batch sizes.
 

@@ -5,7 +5,7 @@ Written for torch 2.9-2.13 (`torch._subclasses.fake_tensor`) and transformers 5 
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -20,9 +20,15 @@ T = TypeVar("T")
 class _FakeCopy(TorchFunctionMode):
     """Turn the tensor copies inside `copy.deepcopy` into fake ones, with another floating dtype if asked."""
 
-    def __init__(self, fake_mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        fake_mode: FakeTensorMode,
+        dtype: torch.dtype | None,
+        on_copy: Callable[[torch.Tensor, torch.Tensor], object] | None,
+    ) -> None:
         self.fake_mode = fake_mode
         self.dtype = dtype
+        self.on_copy = on_copy
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.clone:
@@ -43,16 +49,51 @@ class _FakeCopy(TorchFunctionMode):
             return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
         if tensor.is_leaf:
             fake.requires_grad_(tensor.requires_grad)
+        if self.on_copy is not None:
+            self.on_copy(tensor, fake)
         return fake
 
 
-def fake_clone(value: T, fake_mode: FakeTensorMode, dtype: torch.dtype | None = None) -> T:
+class _Collect(TorchFunctionMode):
+    """Note the tensors that `copy.deepcopy` meets, without copying them."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self.note(*args)
+        return func(*args, **(kwargs or {}))
+
+    def note(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        if id(tensor) not in memo:
+            self.tensors.append(tensor)
+            memo[id(tensor)] = tensor
+        return tensor
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in any object that `copy.deepcopy` can copy, in its order, each once."""
+    collect = _Collect()
+    # Fakes that `copyable_fakes` made copyable by a method of their own would pass by the mode.
+    with replaced(FakeTensor, "__deepcopy__", lambda tensor, memo: collect.note(tensor, memo)), collect:
+        copy.deepcopy(value)
+    return collect.tensors
+
+
+def fake_clone(
+    value: T,
+    fake_mode: FakeTensorMode,
+    dtype: torch.dtype | None = None,
+    on_copy: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
+) -> T:
     """Deep-copy any object, with fake CPU tensors in place of its tensors (real or meta). The original is untouched.
 
     Args:
         value: A module or any structure that `copy.deepcopy` can copy.
         fake_mode: Mode the new tensors belong to.
         dtype: Floating dtype of the clone, as after `module.to(dtype)`.
+        on_copy: Told of every tensor that is not a parameter, and its fake.
     """
     memo: dict[int, Any] = {}
     trainer = getattr(value, "_trainer", None)
@@ -60,7 +101,7 @@ def fake_clone(value: T, fake_mode: FakeTensorMode, dtype: torch.dtype | None = 
         memo[id(trainer)] = None  # a fitted module points at its trainer, which is not part of it
     for generator in _generators(value):
         memo[id(generator)] = generator.clone_state()
-    with _FakeCopy(fake_mode, dtype):
+    with _FakeCopy(fake_mode, dtype, on_copy):
         clone = copy.deepcopy(value, memo)
     if isinstance(clone, torch.nn.Module):
         for child in clone.modules():
@@ -99,7 +140,7 @@ def copyable_fakes() -> Iterator[None]:
         memo[id(self)] = clone
         return clone
 
-    with _replaced(FakeTensor, "__deepcopy__", deepcopy):
+    with replaced(FakeTensor, "__deepcopy__", deepcopy):
         yield
 
 
@@ -111,7 +152,7 @@ def transformers_not_tracing() -> Iterator[None]:
     except ImportError:
         yield
         return
-    with _replaced(import_utils, "is_fake_tensor", lambda value: False):
+    with replaced(import_utils, "is_fake_tensor", lambda value: False):
         yield
 
 
@@ -134,7 +175,7 @@ def fake_pretrained_weights() -> Iterator[None]:
             config._attn_implementation = kwargs["attn_implementation"]
         return cls._from_config(config, dtype=dtype).eval()
 
-    with _replaced(modeling.PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
+    with replaced(modeling.PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
         yield
 
 
@@ -157,12 +198,13 @@ def real_quantization_maps(fake_mode: FakeTensorMode) -> Iterator[None]:
         with fake_mode:
             return torch.empty_like(real, device="cpu")
 
-    with _replaced(module, "create_dynamic_map", create_dynamic_map):
+    with replaced(module, "create_dynamic_map", create_dynamic_map):
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a class or module for a while."""
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_memfit.profile.fake import fake_clone
 
 aten = torch.ops.aten
 
@@ -24,7 +25,11 @@ _VALUE_SIZED = {
     aten._unique2.default,
     aten.unique_dim.default,
     aten.repeat_interleave.Tensor,
+    aten.bincount.default,
 }
+_FINITE = {aten.isnan.default, aten.isinf.default, aten.eq.Tensor, aten.ne.Scalar}
+_MAX_FLOATS = 1 << 16
+"""Floats computed from integers alone (`lengths.float().mean()`) are carried up to this many."""
 _FACTORIES_WITH_VALUES = {aten.arange, aten.scalar_tensor, aten.zeros, aten.ones, aten.full}
 _WITHOUT_VALUES = {aten.empty, aten.randint, aten.empty_like, aten.empty_strided}
 
@@ -42,6 +47,10 @@ class AssumedValues:
         if dtype.is_floating_point:
             return self.floating
         return self.boolean if dtype is torch.bool else self.integer
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class UnknownSizeError(RuntimeError):
@@ -65,16 +74,16 @@ class RealIntegers(TorchDispatchMode):
         self.max_elements = max_elements
         self.assumed = assumed or AssumedValues()
         self.assumptions: list[str] = []
-        self._values: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._values: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, bool]] = {}
 
-    def attach(self, fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Remember the values of a fake tensor."""
+    def attach(self, fake: torch.Tensor, real: torch.Tensor, finite: bool = False) -> torch.Tensor:
+        """Remember the values of a fake tensor, and whether they rest on floats being finite."""
         key = id(fake)
 
         def forget(_: Any, values: dict[int, Any] = self._values, key: int = key) -> None:
             values.pop(key, None)
 
-        self._values[key] = (weakref.ref(fake, forget), real)
+        self._values[key] = (weakref.ref(fake, forget), real, finite)
         return fake
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -83,13 +92,23 @@ class RealIntegers(TorchDispatchMode):
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def fake_batch(self, batch: Any) -> Any:
-        """Turn a real batch (any nesting) into fakes that keep their integers."""
+        """Turn a real batch (any object that can be copied) into fakes that keep their integers."""
 
-        def convert(value: torch.Tensor) -> torch.Tensor:
-            fake = self._empty_like(value)
-            return self.attach(fake, value) if value.dtype in _INTEGER_TYPES else fake
+        def remember(real: torch.Tensor, fake: torch.Tensor) -> None:
+            if real.dtype in _INTEGER_TYPES and real.device.type != "meta":
+                self.attach(fake, real)
 
-        return apply_to_collection(batch, torch.Tensor, convert)
+        return fake_clone(batch, self.fake_mode, on_copy=remember)
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        """NumPy array of a fake tensor's values as far as they are known, of assumed ones otherwise."""
+        value = self.value_of(tensor)
+        with _disable_current_modes():
+            if value is not None:
+                return value.detach().cpu().numpy().copy()
+            answer = self.assumed.of(tensor.dtype)
+            self.assumptions.append(f"{tensor.numel()} unknown {_name(tensor.dtype)} values were read as {answer}")
+            return torch.full(tuple(tensor.shape), answer, dtype=tensor.dtype).numpy()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,27 +118,48 @@ class RealIntegers(TorchDispatchMode):
             return self._item(func, args[0])
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         real = self._real_result(func, args, kwargs, tensors)
+        finite = any(self._rests_on_finite(tensor) for tensor in tensors)
+        if real is None and func in _FINITE:
+            real, finite = self._taken_finite(func, args), True
         if func is aten.equal.default and isinstance(real, bool):
             return real
         if func in _VALUE_SIZED:
-            return self._value_sized(func, args[0], real)
+            return self._value_sized(func, args, kwargs, real)
         if func._overloadpacket is aten.index and tensors:
             args = (args[0], self._integer_indices(args[1]))
         result = func(*args, **kwargs)
         if real is not None:
-            self._attach_all(result, real)
+            self._attach_all(result, real, finite)
         return result
+
+    def _rests_on_finite(self, tensor: torch.Tensor) -> bool:
+        entry = self._values.get(id(tensor))
+        return entry is not None and entry[2] and entry[0]() is tensor
+
+    def _taken_finite(self, func: Any, args: Any) -> torch.Tensor | None:
+        """Answer of `isnan`, `isinf` and of what `isfinite` consists of, for the finite values that training has."""
+        tensor = args[0]
+        if tensor.numel() > self.max_elements or not tensor.is_floating_point():
+            return None
+        if func is aten.eq.Tensor and args[1] is not tensor:
+            return None
+        if func is aten.ne.Scalar and args[1] != float("inf"):
+            return None
+        with _disable_current_modes():
+            return torch.full(tuple(tensor.shape), func in (aten.eq.Tensor, aten.ne.Scalar))
 
     def _item(self, func: Any, tensor: torch.Tensor) -> Any:
         value = self.value_of(tensor)
         if value is not None:
+            if self._rests_on_finite(tensor):
+                self.assumptions.append("floating-point values were taken to be finite")
             with _disable_current_modes():
                 return value.item()
         try:
             return func(tensor)  # constants that the fake mode knows itself
         except DataDependentOutputException:
             answer = self.assumed.of(tensor.dtype)
-            self.assumptions.append(f"an unknown {str(tensor.dtype).removeprefix('torch.')} value was read as {answer}")
+            self.assumptions.append(f"an unknown {_name(tensor.dtype)} value was read as {answer}")
             return answer
 
     def _real_result(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
@@ -129,8 +169,6 @@ class RealIntegers(TorchDispatchMode):
         if not tensors and not (
             packet in _FACTORIES_WITH_VALUES and kwargs.get("dtype", torch.int64) in _INTEGER_TYPES
         ):
-            return None
-        if any(tensor.dtype not in _INTEGER_TYPES for tensor in tensors):
             return None
         values = {id(tensor): self.value_of(tensor) for tensor in tensors}
         if any(value is None for value in values.values()):
@@ -147,7 +185,10 @@ class RealIntegers(TorchDispatchMode):
             except (RuntimeError, NotImplementedError):
                 return None
 
-    def _value_sized(self, func: Any, tensor: torch.Tensor, real: Any) -> Any:
+    def _value_sized(self, func: Any, args: Any, kwargs: Any, real: Any) -> Any:
+        tensor = args[0]
+        if real is None and func is aten.bincount.default:
+            return self._unknown_counts(*args, **kwargs)
         if real is None and func is aten._unique2.default:
             # torchmetrics checks its inputs so; what it keeps of the result is its length
             self.assumptions.append(f"the distinct values of {tensor.numel()} unknown elements were taken to be one")
@@ -160,6 +201,16 @@ class RealIntegers(TorchDispatchMode):
             return self.attach(self._empty_like(value), value)
 
         return tree_map(convert, real)
+
+    def _unknown_counts(self, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
+        """Counts of unknown values, which lie below `minlength` if the caller gave one, as torchmetrics does."""
+        if not minlength:
+            raise UnknownSizeError("the length of torch.bincount without `minlength` depends on unknown values")
+        self.assumptions.append(
+            f"{tensor.numel()} unknown counted values were taken to lie below `minlength={minlength}`"
+        )
+        with self.fake_mode:
+            return torch.empty(minlength, dtype=torch.int64 if weights is None else weights.dtype, device="cpu")
 
     def _integer_indices(self, indices: Any) -> Any:
         """Replace boolean masks, whose result size depends on values, by the integer indices they stand for."""
@@ -176,15 +227,16 @@ class RealIntegers(TorchDispatchMode):
             converted += [self.attach(self._empty_like(place), place) for place in places]
         return converted
 
-    def _attach_all(self, result: Any, real: Any) -> None:
+    def _attach_all(self, result: Any, real: Any, finite: bool) -> None:
         fakes, values = tree_leaves(result), tree_leaves(real)
         if len(fakes) != len(values):
             return
         for fake, value in zip(fakes, values, strict=True):
             if not (isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor)):
                 continue
-            if value.dtype in _INTEGER_TYPES and value.numel() <= self.max_elements and fake.shape == value.shape:
-                self.attach(fake, value)
+            limit = self.max_elements if value.dtype in _INTEGER_TYPES else _MAX_FLOATS
+            if value.numel() <= limit and fake.shape == value.shape:
+                self.attach(fake, value, finite)
 
     def _empty_like(self, real: torch.Tensor) -> torch.Tensor:
         with _disable_current_modes(), self.fake_mode:

@@ -37,8 +37,8 @@ def refuse_fused_recurrence() -> Iterator[None]:
             tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
                 raise UnknownKernelError(
-                    f"how much the CUDA kernel behind `{name}` keeps for backward is known to the device only, so that an "
-                    "estimate for CUDA would be a guess (one for the CPU can be had)"
+                    f"how much the CUDA kernel behind `{name}` keeps for backward is known to the device only, so that "
+                    "an estimate for CUDA would be a guess (one for the CPU can be had)"
                 )
             return original(*args, **kwargs)
 

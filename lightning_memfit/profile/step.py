@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.memory import Category
+from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.recorder import EventRecorder
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -176,6 +176,8 @@ def _phase_callback(recorder: EventRecorder) -> Any:
             recorder.track_module(pl_module)
             for optimizer in trainer.optimizers:
                 recorder.track_optimizer(optimizer)
+            for scheduler in trainer.lr_scheduler_configs:
+                scheduler.strict = False  # the validation metric that it monitors is not computed here
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             recorder.phase("forward")
@@ -191,7 +193,8 @@ def _phase_callback(recorder: EventRecorder) -> Any:
 
 def _track_batch(recorder: EventRecorder, batch: Any) -> None:
     """Enter the batch as input."""
-    apply_to_collection(batch, torch.Tensor, lambda leaf: recorder.track(leaf, Category.INPUT, "batch"))
+    for tensor in tensors_in(batch):
+        recorder.track(tensor, Category.INPUT, "batch")
 
 
 @contextlib.contextmanager

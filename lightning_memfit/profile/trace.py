@@ -1,16 +1,16 @@
 """Trace one steady optimizer step of a module on fake tensors: no GPU, no memory, the module untouched."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_memfit.profile.assumptions import UNKNOWN_VALUES, WAY_OUT, TraceError, over_assumptions
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
-from lightning_memfit.profile.events import AlignmentError, EventList, canonical
+from lightning_memfit.profile.events import AlignmentError, EventList
 from lightning_memfit.profile.fake import (
     copyable_fakes,
     fake_clone,
@@ -20,9 +20,10 @@ from lightning_memfit.profile.fake import (
 )
 from lightning_memfit.profile.fold import fold_blocks
 from lightning_memfit.profile.foreach import foreach_defaults
-from lightning_memfit.profile.integers import AssumedValues, RealIntegers, UnknownSizeError
+from lightning_memfit.profile.integers import AssumedValues, RealIntegers
 from lightning_memfit.profile.parameters import parameter_table
 from lightning_memfit.profile.random_state import kept_random_state
+from lightning_memfit.profile.reading import readable_fakes
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.recurrent import OneDnnWorkspaces, UnknownKernelError, refuse_fused_recurrence
@@ -68,13 +69,6 @@ class Trace:
     """Class names of the optimizers."""
 
 
-_WAY_OUT = "Measure it instead with `measure_step` (two real steps of a small micro-batch)."
-
-
-class TraceError(RuntimeError):
-    """The module's training step can't be traced; the message says what stopped it and what to do instead."""
-
-
 def trace_step(
     module: torch.nn.Module,
     batch: Any,
@@ -101,31 +95,17 @@ def trace_step(
     """
     emulation = emulation or Emulation()
 
-    def trace(shorten: bool, assumed: AssumedValues) -> Trace:
-        return _trace(module, batch, options, emulation, callbacks, make_optimizer, shorten, assumed)
+    def trace(shorten: bool) -> Trace:
+        return over_assumptions(
+            type(module).__name__,
+            lambda assumed: _trace(module, batch, options, emulation, callbacks, make_optimizer, shorten, assumed),
+        )
 
     if shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
         # Whatever goes wrong with fewer blocks says nothing about the module; the whole of it decides.
         with contextlib.suppress(AlignmentError, TraceError):
-            return _checked(module, trace(True, AssumedValues()), lambda assumed: trace(True, assumed))
-    return _checked(module, trace(False, AssumedValues()), lambda assumed: trace(False, assumed))
-
-
-def _checked(module: torch.nn.Module, first: Trace, again: Callable[[AssumedValues], Trace]) -> Trace:
-    """Refuse a trace whose memory depends on the values it had to assume, by assuming others."""
-    if not first.assumptions:
-        return first
-    try:
-        second = again(AssumedValues(floating=1e6, boolean=True, integer=2))
-    except TraceError:
-        return first  # the other branch ends in an error of the module's own
-    a, b = canonical(first.events), canonical(second.events)
-    if np.array_equal(a.events, b.events) and np.array_equal(a.sizes, b.sizes):
-        return first
-    raise TraceError(
-        f"What {type(module).__name__}'s training step allocates depends on values that only real data can tell: "
-        f"{'; '.join(first.assumptions)}. {_WAY_OUT}"
-    )
+            return trace(True)
+    return trace(False)
 
 
 def _trace(
@@ -140,7 +120,7 @@ def _trace(
 ) -> Trace:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     integers = RealIntegers(fake_mode, assumed)
-    with kept_random_state(), _explained(module):
+    with kept_random_state(), _explained(module, integers):
         clone = fake_clone(module, fake_mode, TRUE_DTYPES.get(options.precision))
         with contextlib.ExitStack() as stack:
             dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
@@ -190,24 +170,28 @@ def _enter_modes(
     stack.enter_context(fake_pretrained_weights())
     stack.enter_context(real_quantization_maps(fake_mode))
     stack.enter_context(integers)
+    stack.enter_context(readable_fakes(integers))
     return dispatch
 
 
 @contextlib.contextmanager
-def _explained(module: torch.nn.Module) -> Iterator[None]:
+def _explained(module: torch.nn.Module, integers: RealIntegers) -> Iterator[None]:
     """Turn what stops a trace into a `TraceError` with the way out."""
     name = type(module).__name__
     try:
         yield
     except AlignmentError:
         raise
-    except (UnknownSizeError, DataDependentOutputException, DynamicOutputShapeException) as error:
+    except UNKNOWN_VALUES as error:
         raise TraceError(
-            f"The training step of {name} depends on values of tensors, which a trace doesn't have: {error}. {_WAY_OUT}"
+            f"The training step of {name} depends on values of tensors, which a trace doesn't have: {error}. {WAY_OUT}"
         ) from error
     except UnknownKernelError as error:
         raise TraceError(f"The training step of {name} can't be traced for CUDA: {error}.") from error
     except Exception as error:
+        assumptions = tuple(dict.fromkeys(integers.assumptions))
+        after = f" (after {'; '.join(assumptions)})" if assumptions else ""
         raise TraceError(
-            f"The training step of {name} can't be traced: {type(error).__name__}: {error}. {_WAY_OUT}"
+            f"The training step of {name} can't be traced: {type(error).__name__}: {error}{after}. {WAY_OUT}",
+            assumptions,
         ) from error
