@@ -8,9 +8,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
 from lightning_memfit.profile.events import AlignmentError, fit_slopes
+from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import OptimizerFactory, StepOptions
-from lightning_memfit.profile.trace import Emulation, Trace, trace_step
+from lightning_memfit.profile.trace import Emulation, Trace, TraceError, trace_step
 
 
 def profile_module(
@@ -59,7 +60,7 @@ def profile_module(
         try:
             second = trace(resize_batch(batch, size, size + 1))
             events, slopes = fit_slopes(first.events, second.events, size, size + 1)
-        except AlignmentError as error:
+        except (AlignmentError, TraceError, ValueError) as error:
             reason = str(error)
     profile = ModelProfile(
         name=type(module).__name__,
@@ -94,20 +95,36 @@ def batch_size(batch: Any) -> int:
     Raises:
         ValueError: If the batch holds no tensor with a dimension.
     """
-    sizes: list[int] = []
-    apply_to_collection(batch, torch.Tensor, lambda leaf: sizes.append(leaf.size(0)) if leaf.dim() else None)
-    if sizes:
-        return sizes[0]
+    for tensor in tensors_in(batch):
+        if tensor.dim():
+            return tensor.size(0)
     raise ValueError("`batch` holds no tensor with a batch dimension. Give the batch as the training loader does.")
 
 
 def resize_batch(batch: Any, size: int, new_size: int) -> Any:
-    """Repeat or drop samples; tensors whose first dimension is not the batch size stay whole."""
+    """Repeat or drop samples. Tensors whose first dimension is 1 stay whole.
+
+    Raises:
+        ValueError: If the batch holds tensors of other first dimensions or in objects that can't be looked into, so
+            that which of them grow with the micro-batch, and how, would be a guess.
+    """
+    others = sorted({tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()} - {1, size})
+    if others:
+        raise ValueError(
+            f"tensors of the batch differ in their first dimension ({size} and {', '.join(map(str, others))}), so how "
+            "it grows with the micro-batch can't be told"
+        )
 
     def resize(leaf: torch.Tensor) -> torch.Tensor:
         return leaf[torch.arange(new_size) % size] if leaf.dim() and leaf.size(0) == size else leaf
 
-    return apply_to_collection(batch, torch.Tensor, resize)
+    try:
+        resized = apply_to_collection(batch, torch.Tensor, resize)
+    except Exception as error:
+        raise ValueError(f"a batch of class {type(batch).__name__} can't be resized: {error}") from error
+    if size != new_size and any(tensor.dim() and tensor.size(0) == size for tensor in tensors_in(resized)):
+        raise ValueError(f"a batch of class {type(batch).__name__} holds tensors where they can't be resized")
+    return resized
 
 
 def sequence_length(batch: Any) -> int | None:
