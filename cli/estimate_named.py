@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 
 from lightning_memfit.estimate.named import NamedRun, profile_named
@@ -18,8 +19,20 @@ _NO_DEVICE = (
 )
 
 
-def estimate_named(arguments: argparse.Namespace, overrides: list[str]) -> EstimateReport:
-    """Estimate a named model on the device that was asked for, or the one that is here."""
+def estimate_named(arguments: argparse.Namespace, overrides: list[str]) -> EstimateReport | None:
+    """Estimate a named model on the device that was asked for or is here; None where it can't be traced."""
+    try:
+        return _estimate(arguments)
+    except RuntimeError as error:
+        from lightning_memfit.profile.trace import TraceError  # imports torch, which the cached path does without
+
+        if not isinstance(error, TraceError):
+            raise
+        print(f"memfit: cannot tell: {error}", file=sys.stderr)
+        return None
+
+
+def _estimate(arguments: argparse.Namespace) -> EstimateReport:
     target = named_target(arguments.device) if arguments.device else live_target() or unnamed_target()
     if arguments.measure:
         raise ValueError("`--measure` needs a recipe (`--config`): a model that is only named has no weights to train.")

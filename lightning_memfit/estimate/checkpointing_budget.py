@@ -13,7 +13,7 @@ from lightning_memfit.checkpointing.knapsack import BlockOption, CheckpointingPl
 from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING
 from lightning_memfit.memory import Category, format_bytes
-from lightning_memfit.profile.events import CATEGORIES, EventList
+from lightning_memfit.profile.events import EventList
 from lightning_memfit.profile.trace import Trace
 
 RECOMPUTED: tuple[Choice, ...] = ("none", "full", "keep_attention", "keep_matmul", "keep_matmul_attention")
@@ -63,7 +63,7 @@ class BudgetPlanner:
         trace_uniform: Traces the step with every block following a choice.
         trace_plan: Traces the step, every block of it, with one choice per block.
         rate: Of the device that will train.
-        cuda: Whether sizes are rounded as CUDA's allocator does.
+        rounding_bytes: Sizes are rounded up to a multiple of this, as CUDA's allocator does.
 
     Raises:
         BudgetError: If the blocks don't run one after the other.
@@ -74,30 +74,36 @@ class BudgetPlanner:
         trace_uniform: Callable[[Choice], Trace],
         trace_plan: Callable[[tuple[Choice, ...]], Trace],
         rate: ComputeRate,
-        cuda: bool = True,
+        rounding_bytes: int = CUDA_ROUNDING,
     ) -> None:
         self._trace_plan = trace_plan
-        self._rounding = CUDA_ROUNDING if cuda else 1
+        self._rounding = rounding_bytes
         choices = (*RECOMPUTED, "offload") if rate.host_link_bytes_per_s is not None else RECOMPUTED
         traces: dict[Choice, Trace] = {choice: trace_uniform(choice) for choice in choices}
         plain = traces["none"]
         if plain.num_blocks < 1:
             raise BudgetError("`budget` needs repeated blocks to choose among, and none were found.")
         figures = {choice: _figures(trace, self._rounding) for choice, trace in traces.items()}
-        self.plain_peak_bytes = int(self._live(plain.events).max())
-        self.plain_activation_bytes = _most_activations(plain.events, self._rounding)
+        self.plain_peak_bytes, self.plain_activation_bytes = _peak(plain.events, self._rounding)
         self.plain_seconds = rate.seconds(sum(plain.flops.values()), _TRAFFIC * float(figures["none"].traffic.sum()))
         self._frontiers = _frontiers(figures, rate)
 
     @property
     def minimum_bytes(self) -> int:
         """Least peak that any plan is predicted to reach."""
-        return min(frontier.minimum_bytes for frontier, _ in self._frontiers)
+        return min(frontier.minimum_bytes + reserve for frontier, reserve in self._frontiers)
 
     @property
     def floor_bytes(self) -> int:
         """Peak of what lies outside of the blocks' forward and backward, which no plan changes."""
         return self._frontiers[0][0].problem.floor_bytes
+
+    def share_bytes(self, share: float) -> int:
+        """Budget that leaves a share of the plain step's activations at the peak of its forward and backward passes.
+
+        Where what lies outside of them, the optimizer step for instance, needs more anyway, that is the budget.
+        """
+        return max(self.floor_bytes, round(self.plain_peak_bytes - (1 - share) * self.plain_activation_bytes))
 
     def predict(self, budget_bytes: int) -> CheckpointingPlan:
         """The fastest plan that is predicted to stay within a budget. Never slower for a larger budget.
@@ -115,7 +121,7 @@ class BudgetPlanner:
         return min(plans, key=lambda plan: plan.seconds)
 
     def plan(
-        self, budget_bytes: int, measure: Callable[[EventList], int] | None = None
+        self, budget_bytes: int, overhead_bytes: int = 0, measure: Callable[[EventList], int] | None = None
     ) -> tuple[CheckpointingPlan, Trace]:
         """The fastest plan within a budget, verified by a trace of the plan itself.
 
@@ -123,7 +129,8 @@ class BudgetPlanner:
 
         Args:
             budget_bytes: What the step may need.
-            measure: What the step of a trace needs; by default the peak of its live bytes.
+            overhead_bytes: What it needs beside its tensors.
+            measure: What the step of a trace needs, overhead included; by default the peak of its live bytes besides.
 
         Returns:
             The plan, with the verified peak, and the trace.
@@ -131,31 +138,27 @@ class BudgetPlanner:
         Raises:
             BudgetError: If there is none; the message names the least that can be reached.
         """
-        measure = measure or (lambda events: int(self._live(events).max()))
-        target, least = budget_bytes, None
-        for _ in range(_MAX_VERIFICATIONS):
-            if target < self.minimum_bytes and least is not None:
-                break
-            plan = self.predict(target)
+        target = budget_bytes - overhead_bytes
+        if target < self.minimum_bytes:
+            raise self._out_of_reach(budget_bytes, self.minimum_bytes + overhead_bytes)
+        for attempt in range(_MAX_VERIFICATIONS):
+            last = attempt == _MAX_VERIFICATIONS - 1 or target <= self.minimum_bytes
+            plan = self.predict(self.minimum_bytes if last else target)
             trace = self._trace_plan(plan.choices)
-            needed = measure(trace.events)
+            needed = measure(trace.events) if measure else int(self._live(trace.events).max()) + overhead_bytes
             if needed <= budget_bytes:
                 return CheckpointingPlan(plan.choices, needed, plan.seconds), trace
-            least = needed if least is None else min(least, needed)
+            if last:
+                break
             target = min(target, plan.peak_bytes) - (needed - budget_bytes)
-        plan = self.predict(self.minimum_bytes)
-        trace = self._trace_plan(plan.choices)
-        needed = measure(trace.events)
-        if needed > budget_bytes:
-            raise self._out_of_reach(budget_bytes, needed)
-        return CheckpointingPlan(plan.choices, needed, plan.seconds), trace
+        raise self._out_of_reach(budget_bytes, needed)
 
     def _live(self, events: EventList) -> np.ndarray:
         return events.live_bytes(self._rounding)[events.phases[0][0] :]
 
     def _out_of_reach(self, budget_bytes: int, least_bytes: int) -> BudgetError:
         return BudgetError(
-            f"`budget`: {format_bytes(budget_bytes)} is less than the step needs with every block recomputed, "
+            f"`budget`: {format_bytes(budget_bytes)} is less than the least that any plan needs, "
             f"{format_bytes(least_bytes)}. Of this, {format_bytes(self.floor_bytes)} are needed outside of the blocks "
             "(weights, gradients, optimizer). Raise the budget to at least that, make the micro-batch smaller, or "
             "combine it with techniques for the rest (8-bit optimizer, gradient release, chunked loss)."
@@ -203,10 +206,17 @@ def _extra_seconds(choice: Choice, found: _BlockFigures, plain: _BlockFigures, r
     return np.asarray(flops / rate.flops_per_s + _TRAFFIC * extra / rate.bytes_per_s)
 
 
-def _most_activations(events: EventList, rounding: int) -> int:
-    rounded = -(-events.sizes // rounding) * rounding
-    activations = np.where(events.categories == CATEGORIES.index(Category.ACTIVATION), rounded, 0)
-    return int(np.cumsum(np.sign(events.events) * activations[events.storages])[events.phases[0][0] :].max())
+def _peak(events: EventList, rounding: int) -> tuple[int, int]:
+    """Peak of live bytes in forward and backward passes, and the activations among them."""
+    live = events.live_bytes(rounding)
+    bounds = [*(at for at, _ in events.phases), len(events)]
+    spans = [
+        (first, stop)
+        for (first, name), stop in zip(events.phases, bounds[1:], strict=True)
+        if name in ("forward", "backward") and stop > first
+    ]
+    peak = max((first + int(live[first:stop].argmax()) for first, stop in spans), key=lambda index: int(live[index]))
+    return int(live[peak]), events.breakdown_at(peak, rounding).get(Category.ACTIVATION)
 
 
 def _figures(trace: Trace, rounding: int) -> _BlockFigures:
@@ -262,17 +272,16 @@ def _passes(events: EventList, num_blocks: int) -> list[tuple[np.ndarray, np.nda
 def _starts(events: EventList, first: int, stop: int, order: Sequence[int]) -> np.ndarray:
     """Index of each block's first allocation in a phase, and of the end of the last one's run."""
     blocks = np.where(events.events[first:stop] > 0, events.event_blocks[first:stop], -1)
-    starts = []
+    starts, end = [], 0
     for block in order:
         places = np.flatnonzero(blocks == block)
-        if not len(places):
-            raise BudgetError(f"`budget`: block {block} allocates nothing in a pass, so the blocks can't be planned for.")
+        if not len(places) or int(places[0]) < end:
+            raise BudgetError(
+                f"`budget`: block {block} {'is not alone' if len(places) else 'allocates nothing'} in its turn; blocks "
+                "must run one after the other, once per pass. Choose `mode` or `choices` instead."
+            )
         starts.append(int(places[0]))
         end = int(places[-1]) + 1
-    if any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
-        raise BudgetError(
-            "`budget`: the blocks don't run one after the other, once per pass. Choose `mode` or `choices` instead."
-        )
     own = events.event_blocks[first:stop]
     while end < stop - first and own[end] == order[-1]:
         end += 1

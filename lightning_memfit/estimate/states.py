@@ -82,6 +82,14 @@ def model_states(
     )
 
 
+def check_placement(stage: int, world_size: int) -> None:
+    """Raise a `ValueError` unless there are such a ZeRO stage and number of ranks."""
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"`zero_stage={stage}` must be 0, 1, 2 or 3.")
+    if world_size < 1:
+        raise ValueError(f"`world_size={world_size}` must be at least 1.")
+
+
 def _check(
     num_parameters: int,
     precision: str,
@@ -90,12 +98,11 @@ def _check(
     offload_optimizer: OffloadTarget,
     offload_parameters: OffloadTarget,
 ) -> None:
-    if num_parameters < 1 or world_size < 1:
-        raise ValueError(f"`num_parameters={num_parameters}` and `world_size={world_size}` must be at least 1.")
+    if num_parameters < 1:
+        raise ValueError(f"`num_parameters={num_parameters}` must be at least 1.")
     if precision not in STATE_LAYOUTS:
         raise ValueError(f"`precision={precision!r}` is unknown. Choose from: {', '.join(STATE_LAYOUTS)}.")
-    if zero_stage not in (0, 1, 2, 3):
-        raise ValueError(f"`zero_stage={zero_stage}` must be 0, 1, 2 or 3.")
+    check_placement(zero_stage, world_size)
     for name, target in (("offload_optimizer", offload_optimizer), ("offload_parameters", offload_parameters)):
         if target not in _TIERS:
             raise ValueError(f"`{name}={target!r}` must be none, cpu or nvme.")
