@@ -2,10 +2,12 @@
 
 import hashlib
 import os
+import zlib
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 from lightning_memfit.profile.describe import describe, describe_module
 from lightning_memfit.profile.record import ModelProfile
@@ -38,7 +40,7 @@ class ProfileCache:
             return None
         try:
             return ModelProfile.load(path)
-        except (ValueError, KeyError, OSError, TypeError):
+        except (ValueError, KeyError, OSError, TypeError, EOFError, BadZipFile, zlib.error):
             return None  # written by another version or cut off: traced anew and replaced
 
     def save(self, key: str, profile: ModelProfile) -> None:

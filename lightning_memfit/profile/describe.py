@@ -1,10 +1,11 @@
 """Stable texts for modules, settings and batches, from which cache keys are made."""
 
 import hashlib
-import inspect
-import os
-from functools import cache
+import sys
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any
 
 _MAX_DEPTH = 8
@@ -17,7 +18,7 @@ _NOT_STATE = {"_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_co
     "log_dict",
 }
 
-_COVERED_BY_VERSION = ("torch", "lightning", "pytorch_lightning")
+_COVERED_BY_VERSION = {"builtins", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers"}
 
 
 def describe_module(module: Any) -> object:
@@ -26,8 +27,7 @@ def describe_module(module: Any) -> object:
     sources: dict[str, str] = {}
     for name, child in module.named_modules():
         for kind in type(child).__mro__:
-            path = _source_file(kind)
-            if path is not None:
+            for path in _source_files(kind.__module__):
                 sources[path] = _file_hash(path)
         attributes = [(key, describe(value)) for key, value in vars(child).items() if key not in _NOT_STATE]
         parts.append((name, type(child).__qualname__, attributes))
@@ -56,6 +56,10 @@ def describe(value: Any, values: bool = False, _depth: int = 0) -> object:
         return [inner(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(repr(inner(item)) for item in value)
+    if isinstance(value, partial):
+        return [inner(value.func), inner(value.args), inner(value.keywords)]
+    if isinstance(value, BuiltinFunctionType):
+        return value.__module__, value.__qualname__
     if hasattr(value, "__code__"):
         closure = [inner(cell.cell_contents) for cell in value.__closure__ or ()]
         return value.__qualname__, _code_hash(value.__code__), closure, inner(value.__defaults__)
@@ -82,11 +86,22 @@ def _describe_tensor(tensor: Any, values: bool) -> object:
     return tuple(tensor.shape), str(tensor.dtype), contents
 
 
-def _source_file(kind: type) -> str | None:
-    path = getattr(inspect.getmodule(kind), "__file__", None)
-    if path is None or any(f"{os.sep}{name}{os.sep}" in path for name in _COVERED_BY_VERSION):
-        return None
-    return path
+def _source_files(module_name: str) -> Iterator[str]:
+    """A module's file and those of its package that are imported, as it may call what they define.
+
+    A module of no package, such as a script, is taken with its neighbours in the folder.
+    """
+    package = module_name.partition(".")[0]
+    own = getattr(sys.modules.get(module_name), "__file__", None)
+    if package in _COVERED_BY_VERSION or own is None:
+        return
+    yield own
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if path is None or path == own or not path.endswith(".py"):
+            continue
+        if name.partition(".")[0] == package or ("." not in name and Path(path).parent == Path(own).parent):
+            yield path
 
 
 def _code_hash(code: Any) -> str:
