@@ -1,0 +1,1 @@
+"""What precision techniques do to the loss."""
