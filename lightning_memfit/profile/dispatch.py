@@ -5,9 +5,11 @@ attention (which kernel is chosen, and what it saves) and the list of operators 
 are those of torch 2.9-2.13: `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `aten/src/ATen/autocast_mode.h`.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -53,7 +55,7 @@ def choose_attention(
 
 
 class CudaDispatch:
-    """Patch `torch.nn.functional` while active.
+    """Patch `torch.nn.functional` while active, and what other modules have imported from it.
 
     A `TorchFunctionMode` would be popped while backward runs, so that a checkpoint's recomputation would differ from
     its forward; patched functions stay.
@@ -69,15 +71,24 @@ class CudaDispatch:
         self.used: dict[str, int] = {}
         self._dropout: Callable[..., Any] = F.dropout
         self._attention: Callable[..., Any] = F.scaled_dot_product_attention
+        self._patched: list[tuple[dict[str, Any], str, Any]] = []
 
     def __enter__(self) -> "CudaDispatch":
         self._dropout, self._attention = F.dropout, F.scaled_dot_product_attention
-        F.dropout = self._fused_dropout
-        F.scaled_dot_product_attention = self._chosen_attention
+        replacements = {id(self._dropout): self._fused_dropout, id(self._attention): self._chosen_attention}
+        self._patched = [
+            (namespace, name, value)
+            for namespace in [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+            for name, value in list(namespace.items())
+            if id(value) in replacements
+        ]
+        for namespace, name, value in self._patched:
+            namespace[name] = replacements[id(value)]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention
+        for namespace, name, value in self._patched:
+            namespace[name] = value
 
     def _fused_dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if not training or inplace or p in (0.0, 1.0):
