@@ -34,6 +34,8 @@ class EventRecorder(StorageLedger):
         super().__init__()
         self._python_kernels = python_kernels
         self.optimizers: list[str] = []
+        self.gathered_bytes = 0
+        """Largest tensor joined from tensors of several blocks, which grows with their number."""
         self._events: list[int] = []
         self._event_blocks: list[int] = []
         self._sizes: list[int] = []
@@ -130,6 +132,8 @@ class EventRecorder(StorageLedger):
             self._flops[key] = self._flops.get(key, 0) + count(*args, **(kwargs or {}), out_val=result)
         if isinstance(result, torch.Tensor):
             self._see(func, args, result)
+            if args and isinstance(args[0], (list, tuple)) and self._spans_blocks(args[0]):
+                self.gathered_bytes = max(self.gathered_bytes, result.nbytes)
         elif isinstance(result, (list, tuple)):
             lists = args[0] if args and isinstance(args[0], (list, tuple)) and len(args[0]) == len(result) else None
             for place, value in enumerate(result):
@@ -149,6 +153,12 @@ class EventRecorder(StorageLedger):
             self._next_identity += 1
             self.on_allocate(identity, size_bytes, Category.TEMPORARY, "kernel scratch")
             self.on_free(identity, size_bytes, Category.TEMPORARY)
+
+    def _spans_blocks(self, tensors: Any) -> bool:
+        """Whether tensors that one operator joins come from several blocks."""
+        entries = (self._entries.get(t.untyped_storage()._cdata) for t in tensors if isinstance(t, torch.Tensor))
+        blocks = {self._storage_blocks[self._number[entry.identity]] for entry in entries if entry is not None}
+        return len(blocks - {OUTSIDE}) > 1
 
     def _block_of_argument(self, argument: Any) -> int:
         if not isinstance(argument, torch.Tensor) or torch.is_grad_enabled():

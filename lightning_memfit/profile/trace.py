@@ -69,6 +69,10 @@ class Trace:
     """Class names of the optimizers."""
 
 
+_NEGLIGIBLE_BYTES = 4096
+"""Gradient clipping joins the norms of all parameters, four bytes each."""
+
+
 def trace_step(
     module: torch.nn.Module,
     batch: Any,
@@ -134,6 +138,8 @@ def _trace(
     events = recorder.result()
     total, per_block = recorder.flops()
     extra = fold.num_blocks - len(fold.blocks)
+    if extra and recorder.gathered_bytes > _NEGLIGIBLE_BYTES:
+        raise AlignmentError("a tensor is joined from those of several blocks, so that it grows with their number")
     return Trace(
         events=unroll(events, fold.num_blocks) if extra else events,
         parameters=table,
