@@ -1,0 +1,119 @@
+import numpy as np
+import pytest
+
+from lightning_memfit.memory import Category
+from lightning_memfit.profile.events import (
+    CATEGORIES,
+    OUTSIDE,
+    AlignmentError,
+    EventList,
+    at_size,
+    canonical,
+    fit_slopes,
+    without_small,
+)
+
+
+def events_of(signed, sizes, blocks=None, categories=None, phases=()):
+    categories = categories or [Category.ACTIVATION] * len(sizes)
+    return EventList(
+        events=np.array(signed, dtype=np.int64),
+        event_blocks=np.array(blocks or [OUTSIDE] * len(signed), dtype=np.int64),
+        sizes=np.array(sizes, dtype=np.int64),
+        categories=np.array([CATEGORIES.index(category) for category in categories], dtype=np.int64),
+        sites=np.arange(len(sizes)),
+        site_names=tuple(f"site {number}" for number in range(len(sizes))),
+        phases=phases,
+    )
+
+
+# storage 0 stays; 1 and 2 overlap; 3 comes after both
+HAND_MADE = events_of(
+    [1, 2, 3, -2, -3, 4, -4],
+    [100, 10, 1000, 7],
+    categories=[Category.PARAMETER, Category.ACTIVATION, Category.ACTIVATION, Category.TEMPORARY],
+    phases=((1, "forward"), (3, "backward"), (5, "step")),
+)
+
+
+def test_live_bytes_follow_every_event():
+    assert HAND_MADE.live_bytes().tolist() == [100, 110, 1110, 1100, 100, 107, 100]
+
+
+def test_sizes_are_rounded_up_storage_by_storage():
+    assert HAND_MADE.live_bytes(512).tolist() == [512, 1024, 2048, 1536, 512, 1024, 512]
+
+
+def test_alive_at():
+    assert HAND_MADE.alive_at(0).tolist() == [0]
+    assert HAND_MADE.alive_at(2).tolist() == [0, 1, 2]
+    assert HAND_MADE.alive_at(3).tolist() == [0, 2]
+    assert HAND_MADE.alive_at(6).tolist() == [0]
+
+
+def test_breakdown_adds_up_to_the_live_bytes():
+    breakdown = HAND_MADE.breakdown_at(2)
+    assert breakdown.get(Category.PARAMETER) == 100
+    assert breakdown.get(Category.ACTIVATION) == 1010
+    assert breakdown.get(Category.TEMPORARY) == 0
+    assert breakdown.total() == HAND_MADE.live_bytes()[2]
+    assert HAND_MADE.breakdown_at(2, rounding_bytes=512).total() == HAND_MADE.live_bytes(512)[2]
+
+
+def test_largest_names_site_category_and_bytes():
+    assert HAND_MADE.largest_at(2, count=2) == [
+        ("site 2", Category.ACTIVATION, 1000),
+        ("site 0", Category.PARAMETER, 100),
+    ]
+    assert len(HAND_MADE.largest_at(2, count=50)) == 3
+
+
+def test_phase_of_every_event():
+    names = [HAND_MADE.phase_at(index) for index in range(len(HAND_MADE))]
+    assert names == ["setup", "forward", "forward", "backward", "backward", "step", "step"]
+
+
+def test_canonical_order_ignores_the_order_of_frees_only():
+    a = events_of([1, 2, 3, -1, -3, -2, 4], [1, 2, 3, 4])
+    b = events_of([1, 2, 3, -2, -1, -3, 4], [1, 2, 3, 4])
+    assert canonical(a).events.tolist() == canonical(b).events.tolist()
+    earlier = events_of([1, 2, -1, 3, -2, -3, 4], [1, 2, 3, 4])
+    assert canonical(earlier).events.tolist() != canonical(a).events.tolist()
+
+
+def test_canonical_keeps_blocks_with_their_events():
+    a = events_of([1, 2, -1, -2], [1, 2], blocks=[1, 0, 1, 0])
+    assert canonical(a).events.tolist() == [1, 2, -2, -1]
+    assert canonical(a).event_blocks.tolist() == [1, 0, 0, 1]
+
+
+def test_slopes_give_every_size_from_two():
+    def at(batch):
+        return events_of([1, 2, -2, -1], [50, 3 + 8 * batch])
+
+    events, slopes = fit_slopes(at(2), at(3), 2, 3)
+    assert slopes.tolist() == [0, 8]
+    for batch in (1, 2, 7, 32):
+        assert at_size(events, slopes, 2, batch).sizes.tolist() == at(batch).sizes.tolist()
+
+
+def test_the_replayed_peak_need_not_be_affine():
+    """One moment holds much at any size, another grows: the peak moves from one to the other."""
+
+    def at(batch):
+        return events_of([1, -1, 2, -2], [100, 10 * batch])
+
+    events, slopes = fit_slopes(at(2), at(3), 2, 3)
+    assert [at_size(events, slopes, 2, size).live_bytes().max() for size in (1, 5, 20)] == [100, 100, 200]
+
+
+def test_traces_of_other_structure_are_refused():
+    with pytest.raises(AlignmentError, match="sizes 2 and 3"):
+        fit_slopes(events_of([1, 2], [1, 1]), events_of([1, -1, 2], [1, 1]), 2, 3)
+
+
+def test_small_storages_can_be_left_out():
+    kept = without_small(HAND_MADE, 10)
+    assert kept.sizes.tolist() == [100, 1000]
+    assert kept.events.tolist() == [1, 2, -2]
+    assert kept.live_bytes().tolist() == [100, 1100, 100]

@@ -1,0 +1,150 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_memfit.profile.events import AlignmentError, without_small
+from lightning_memfit.profile.repeat import TRACED_BLOCKS, unroll
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import Emulation, trace_step
+from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+
+from .modules import LanguageModel, Stack, ids, peak, really_run, same_events, tiny_gpt2, trace_cpu
+
+BATCH = torch.randn(24, 16)
+
+
+class SgdStack(Stack):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("device", "module", "options", "callbacks"),
+    [
+        ("cpu", Stack, StepOptions(), ()),
+        ("cuda", Stack, StepOptions("bf16-mixed", accumulate_grad_batches=4), (ActivationCheckpointing(),)),
+        ("cuda", Stack, StepOptions("16-mixed", gradient_clip_val=1.0), ()),
+        ("cpu", SgdStack, StepOptions("bf16-true"), ()),
+        ("cpu", Stack, StepOptions("bf16-mixed"), (ActivationCheckpointing(), Optimizer8bit())),
+    ],
+    ids=["plain", "checkpointed and accumulated", "scaled and clipped", "SGD", "8-bit"],
+)
+def test_five_unrolled_blocks_are_the_full_trace_event_for_event(device, module, options, callbacks):
+    module = module(num_blocks=9)
+    shortened, full = (
+        trace_step(module, BATCH, options, Emulation(device), callbacks, shorten=shorten) for shorten in (True, False)
+    )
+    assert (shortened.num_blocks, shortened.traced_blocks) == (9, TRACED_BLOCKS)
+    assert (full.num_blocks, full.traced_blocks) == (9, 9)
+    if options.gradient_clip_val:  # all norms are joined: four bytes per parameter
+        shortened, full = (replace(t, events=without_small(t.events, 512)) for t in (shortened, full))
+    assert same_events(shortened.events, full.events)
+    assert shortened.flops == full.flops
+    assert shortened.parameters == full.parameters
+
+
+def test_a_transformer_unrolls_to_its_full_trace():
+    module = LanguageModel(tiny_gpt2(n_layer=8))
+    shortened, full = (
+        trace_step(module, ids(), StepOptions("bf16-mixed"), shorten=shorten) for shorten in (True, False)
+    )
+    assert shortened.traced_blocks == TRACED_BLOCKS
+    assert same_events(shortened.events, full.events)
+
+
+class EveryThird(Stack):
+    """Work between the blocks, at some of them."""
+
+    def run_blocks(self, x):
+        index = 0
+        for block in self.blocks:
+            x = block(x if index % 3 else x.exp())
+            index += 1
+        return x
+
+
+class Scaled(Stack):
+    """Work between the blocks, at all of them, as where the residual sum is the parent's."""
+
+    def run_blocks(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Keeps(Stack):
+    """One more tensor per block that no block makes."""
+
+    def run_blocks(self, x):
+        kept = []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x.detach().clone())
+        return x + torch.stack(kept).sum(0)
+
+
+class AtTheEighth(Stack):
+    """A trace of five blocks would never see this."""
+
+    def run_blocks(self, x):
+        for index, block in enumerate(self.blocks):
+            x = block(x) if index != 7 else block(x).exp() * block(x).exp()
+        return x
+
+
+class Skips(Stack):
+    """A U-Net's way: the first half hands its outputs to the second, last one first."""
+
+    def run_blocks(self, x):
+        half = len(self.blocks) // 2
+        skipped = []
+        for index, block in enumerate(self.blocks):
+            x = block(x + skipped.pop() if index > half else x)
+            if index < half:
+                skipped.append(x)
+        return x
+
+
+class Longer(Stack):
+    """Every third block is another."""
+
+    def __init__(self, num_blocks: int = 9) -> None:
+        super().__init__(num_blocks)
+        for block in self.blocks[::3]:
+            block.down = torch.nn.Sequential(block.down, torch.nn.Linear(16, 16))
+
+
+class Flattens(Stack):
+    """All gradients in one tensor."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norm = torch.cat([p.grad.flatten() for p in self.parameters()]).norm()
+
+
+@pytest.mark.parametrize("module", [EveryThird, Scaled, Keeps, AtTheEighth, Skips, Longer, Flattens])
+def test_blocks_that_are_not_all_are_traced_one_by_one(module):
+    module = module(num_blocks=9)
+    found = trace_cpu(module, BATCH)
+    assert found.traced_blocks == 9
+    assert peak(found.events) == peak(really_run(module, BATCH))
+
+
+def test_few_blocks_are_not_shortened():
+    assert trace_cpu(Stack(num_blocks=6), BATCH).traced_blocks == 6
+
+
+def test_unlike_blocks_are_refused_by_the_events_alone():
+    """What the parent does between two blocks belongs to neither."""
+    events = trace_cpu(Scaled(num_blocks=5), BATCH).events
+    with pytest.raises(AlignmentError):
+        unroll(events, 12)
+
+
+def test_temporaries_that_outlive_their_block_do_not_pile_up():
+    """A loop over parameters holds one block's last temporaries until the next block's are made, never all of them."""
+    module, batch = Stack(num_blocks=30, width=32), torch.randn(1, 32)
+    shortened = trace_cpu(module, batch)
+    assert shortened.traced_blocks == TRACED_BLOCKS
+    assert peak(shortened.events) == peak(really_run(module, batch))
