@@ -12,7 +12,15 @@ from lightning_memfit.fitting.gauge import MemoryGauge
 from lightning_memfit.fitting.logs import StepLogs
 from lightning_memfit.fitting.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.oom import is_out_of_memory, release
-from lightning_memfit.fitting.search import Found, PeakPredictor, Probe, find_largest, largest_under, line_through
+from lightning_memfit.fitting.search import (
+    MAX_PROBES,
+    Found,
+    PeakPredictor,
+    Probe,
+    find_largest,
+    largest_under,
+    line_through,
+)
 from lightning_memfit.fitting.snapshot import TrainingSnapshot
 from lightning_memfit.fitting.split import BatchSplitter
 from lightning_memfit.memory import format_bytes
@@ -167,8 +175,20 @@ def _measure_and_find(trial: Trial, share: int, limit_bytes: int, first: Probe) 
             break
         measured.append(probe)
     if len(measured) == 1:
-        return find_largest(share, lambda n: limit_bytes, limit_bytes, trial.probe, None)
+        return _halve(trial, first, share)
     return find_largest(share, line_through(*measured[-2:]), limit_bytes, trial.probe, measured[-1])
+
+
+def _halve(trial: Trial, first: Probe, upper: int) -> Found:
+    """Between one sample, which fits, and the few that don't, halve twice."""
+    best, probes = first, []
+    for _ in range(MAX_PROBES):
+        if upper <= best.size:
+            break
+        probe = trial.probe((best.size + upper + 1) // 2)
+        probes.append(probe)
+        best, upper = (probe, upper) if probe.fits else (best, probe.size - 1)
+    return Found(best.size, True, best.peak_bytes, tuple(probes))
 
 
 def describe(found: Found, chosen: int, share: int, limit_bytes: int, seconds: float) -> str:

@@ -1,0 +1,96 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memfit.device.simulated import SimulatedDevice
+from lightning_memfit.fitting.guard import StepGuard
+from tests.helpers.fitting import out_of_memory
+
+
+class FullGauge:
+    """A device without free memory."""
+
+    limit_bytes = live_bytes = peak_bytes = 100
+
+    def reset_peak(self) -> None:
+        """Nothing to start."""
+
+
+def trained(fail_at: set[int], guard: StepGuard | None, after: bool, steps: int = 5) -> list[torch.Tensor]:
+    """Weights after some steps of AdamW, which fails before or after it has changed them."""
+    torch.manual_seed(0)
+    module = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in fail_at:
+            raise out_of_memory()
+
+    (optimizer.register_step_post_hook if after else optimizer.register_step_pre_hook)(fail)
+    for index in range(steps):
+        optimizer.zero_grad()
+        module(torch.full((1, 4), float(index))).square().mean().backward()
+        if guard is None:
+            optimizer.step()
+        else:
+            with guard(optimizer):
+                optimizer.step(lambda: None)
+    assert "step" not in vars(optimizer)
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("fail_at", [{1}, {4}, {1, 3, 5}])
+def test_a_step_that_changed_nothing_is_repeated(fail_at: set[int]) -> None:
+    guard = StepGuard(None)
+    assert equal(trained(fail_at, guard, after=False), trained(set(), None, after=False))
+    assert guard.num_retries == len(fail_at)
+
+
+@pytest.mark.parametrize("fail_at", [{1}, {3}, {1, 3, 5}])
+def test_half_a_step_is_taken_back_where_memory_is_tight(fail_at: set[int]) -> None:
+    guard = StepGuard(FullGauge())
+    assert equal(trained(fail_at, guard, after=True), trained(set(), None, after=True))
+    assert guard.num_retries == len(fail_at)
+
+
+def test_half_a_step_without_a_copy_is_an_error() -> None:
+    assert equal(trained({1}, StepGuard(None), after=True), trained(set(), None, after=True))
+    with pytest.raises(RuntimeError, match="Resume from the last checkpoint"):
+        trained({3}, StepGuard(None), after=True)
+
+
+def test_errors_within_the_closure_and_other_errors_pass() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+
+    def fail() -> None:
+        raise KeyError("closure")
+
+    with pytest.raises(KeyError, match="closure"), StepGuard(None)(optimizer):
+        optimizer.step(fail)
+    assert "step" not in vars(optimizer)
+
+
+def test_a_real_shortage_is_survived_tensor_by_tensor() -> None:
+    """`foreach` needs temporaries of all tensors at once; the retry those of one."""
+    module = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
+    weights_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    device = SimulatedDevice(round(4.5 * weights_bytes))  # weights, gradients, two states and half of the temporaries
+    device.track_module(module)
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        device.track(parameter.grad, next(iter(device.live_by_category)))
+    guard = StepGuard(device)
+    with device, guard(optimizer):
+        optimizer.step()
+    assert guard.num_retries == 1
+    assert optimizer.param_groups[0]["foreach"] is True
