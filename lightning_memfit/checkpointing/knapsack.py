@@ -1,9 +1,9 @@
 """Choose for each block what to keep, so that the step's peak stays within a budget at the least extra time.
 
 While block `i` runs, forward or backward, what the blocks before it keep is alive, and nothing of those after it. With
-`peak[i]` the highest level meanwhile less what the blocks before it keep, the step's peak is the maximum over all `i` of
-`kept[0] + ... + kept[i - 1] + peak[i]`, where the part after the last block (head and loss) counts as one more. Seen from
-the end this is a recursion in one number: what blocks `i, i + 1, ...` need on top of what came before is
+`peak[i]` the highest level meanwhile less what the blocks before it keep, the step's peak is the maximum over all `i`
+of `kept[0] + ... + kept[i - 1] + peak[i]`, where the part after the last block (head and loss) counts as one more. Seen
+from the end this is a recursion in one number: what blocks `i, i + 1, ...` need on top of what came before is
 `max(peak[i], kept[i] + need[i + 1])`. A dynamic program over it finds every plan for which no other needs less memory
 *and* less time. A budget picks from that list. The list does not depend on the budget, therefore a larger budget never
 gives a slower plan.

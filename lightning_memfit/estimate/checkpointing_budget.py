@@ -4,13 +4,14 @@ One trace per choice, in which all blocks follow it, tells what each block keeps
 runs. The knapsack makes a plan of that, and one more trace, of the plan itself, verifies it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_memfit.checkpointing.knapsack import BlockOption, CheckpointingPlan, CheckpointingProblem, PlanFrontier
 from lightning_memfit.checkpointing.policies import Choice
+from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING
 from lightning_memfit.memory import Category, format_bytes
 from lightning_memfit.profile.events import EventList
@@ -36,24 +37,6 @@ class ComputeRate:
     def seconds(self, flops: float, traffic_bytes: float) -> float:
         """Matrix products at their rate, and everything else at that of the memory."""
         return flops / self.flops_per_s + traffic_bytes / self.bytes_per_s
-
-
-class BudgetError(ValueError):
-    """No plan keeps the budget, or the module's blocks can't be planned for; the message says what would work."""
-
-
-@dataclass(frozen=True)
-class _BlockFigures:
-    """What one choice, followed by all blocks, means; arrays have one entry per block."""
-
-    kept: np.ndarray
-    peak: np.ndarray
-    """Highest level while a block runs, less what the blocks before it keep."""
-    head: int
-    elsewhere: int
-    traffic: np.ndarray
-    """Bytes allocated in forward and backward of a block."""
-    flops: int
 
 
 class BudgetPlanner:
@@ -83,7 +66,7 @@ class BudgetPlanner:
         plain = traces["none"]
         if plain.num_blocks < 1:
             raise BudgetError("`budget` needs repeated blocks to choose among, and none were found.")
-        figures = {choice: _figures(trace, self._rounding) for choice, trace in traces.items()}
+        figures = {choice: block_figures(trace, self._rounding) for choice, trace in traces.items()}
         self.plain_peak_bytes, self.plain_activation_bytes = _peak(plain.events, self._rounding)
         self.plain_seconds = rate.seconds(sum(plain.flops.values()), _TRAFFIC * float(figures["none"].traffic.sum()))
         self._frontiers = _frontiers(figures, rate)
@@ -165,13 +148,13 @@ class BudgetPlanner:
         )
 
 
-def _frontiers(figures: Mapping[Choice, _BlockFigures], rate: ComputeRate) -> list[tuple[PlanFrontier, int]]:
+def _frontiers(figures: Mapping[Choice, BlockFigures], rate: ComputeRate) -> list[tuple[PlanFrontier, int]]:
     """Frontiers, each with the bytes to set aside.
 
     With offloading, one block's tensors are on their way at any time, whichever blocks are chosen. Traces with all
     blocks alike count them where the first block runs, so they are set aside for the plan as a whole.
     """
-    recomputed = {choice: found for choice, found in figures.items() if choice != "offload"}
+    recomputed: dict[Choice, BlockFigures] = {c: found for c, found in figures.items() if c != "offload"}
     result = [(PlanFrontier(_problem(recomputed, rate)), 0)]
     if "offload" in figures:
         moved = figures["none"].kept - figures["offload"].kept
@@ -179,7 +162,7 @@ def _frontiers(figures: Mapping[Choice, _BlockFigures], rate: ComputeRate) -> li
     return result
 
 
-def _problem(figures: Mapping[Choice, _BlockFigures], rate: ComputeRate) -> CheckpointingProblem:
+def _problem(figures: Mapping[Choice, BlockFigures], rate: ComputeRate) -> CheckpointingProblem:
     plain = figures["none"]
     seconds = {choice: _extra_seconds(choice, found, plain, rate) for choice, found in figures.items()}
     blocks = tuple(
@@ -193,11 +176,11 @@ def _problem(figures: Mapping[Choice, _BlockFigures], rate: ComputeRate) -> Chec
     return CheckpointingProblem(blocks, head, max(found.elsewhere for found in figures.values()))
 
 
-def _extra_seconds(choice: Choice, found: _BlockFigures, plain: _BlockFigures, rate: ComputeRate) -> np.ndarray:
+def _extra_seconds(choice: Choice, found: BlockFigures, plain: BlockFigures, rate: ComputeRate) -> np.ndarray:
     if choice == "offload":
         assert rate.host_link_bytes_per_s is not None
         share = plain.traffic / max(1.0, float(plain.traffic.sum()))
-        computing = rate.seconds(0, _TRAFFIC * plain.traffic) + plain.flops * share / rate.flops_per_s
+        computing = _TRAFFIC * plain.traffic / rate.bytes_per_s + plain.flops * share / rate.flops_per_s
         moving = 2 * np.maximum(plain.kept - found.kept, 0) / rate.host_link_bytes_per_s
         return np.maximum(moving - computing, 0.0) + 1e-9  # what does not hide behind the block's own computing
     extra = np.maximum(found.traffic - plain.traffic, 0)
@@ -217,72 +200,3 @@ def _peak(events: EventList, rounding: int) -> tuple[int, int]:
     ]
     peak = max((first + int(live[first:stop].argmax()) for first, stop in spans), key=lambda index: int(live[index]))
     return int(live[peak]), events.breakdown_at(peak, rounding).get(Category.ACTIVATION)
-
-
-def _figures(trace: Trace, rounding: int) -> _BlockFigures:
-    """Read off a trace what its blocks keep and need; the maximum over the micro-batches and steps that were traced."""
-    events, num_blocks = trace.events, trace.num_blocks
-    live = events.live_bytes(rounding)
-    rounded = -(-events.sizes // rounding) * rounding
-    made = np.where(events.events > 0, rounded[events.storages], 0)
-    kept, peak = np.zeros(num_blocks, dtype=np.int64), np.zeros(num_blocks, dtype=np.int64)
-    traffic = np.zeros(num_blocks, dtype=np.int64)
-    head = 0
-    inside = np.zeros(len(events), dtype=bool)
-    for edges in _passes(events, num_blocks):
-        forward, backward = edges
-        levels = live[np.maximum(forward - 1, 0)]
-        kept = np.maximum(kept, np.diff(levels))
-        before = np.concatenate(([0], np.cumsum(np.diff(levels))))
-        for block in range(num_blocks):
-            spans = (forward[block], forward[block + 1]), (backward[block + 1], backward[block])
-            for first, stop in spans:
-                peak[block] = max(peak[block], int(live[first:stop].max()) - int(before[block]))
-            traffic[block] = sum(int(made[first:stop].sum()) for first, stop in spans)
-        head = max(head, int(live[forward[-1] : backward[-1]].max(initial=0)) - int(before[-1]))
-        inside[forward[0] : backward[0]] = True
-    outside = live[events.phases[0][0] :][~inside[events.phases[0][0] :]]
-    elsewhere = int(outside.max(initial=0))
-    return _BlockFigures(kept, peak, head, elsewhere, traffic, sum(trace.flops.values()))
-
-
-def _passes(events: EventList, num_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Where blocks begin, in every forward pass and the backward pass after it.
-
-    Returns:
-        For each pass two arrays of length `num_blocks + 1`. Block `i` runs forward from the first array's entry `i` to
-        its entry `i + 1`, and backward from the second's entry `i + 1` to its entry `i`.
-
-    Raises:
-        BudgetError: If blocks don't run one after the other, once per pass.
-    """
-    bounds = [*(at for at, _ in events.phases), len(events)]
-    spans = [(name, at, stop) for (at, name), stop in zip(events.phases, bounds[1:], strict=True)]
-    found = []
-    for (name, first, middle), (following, _, last) in zip(spans, spans[1:], strict=False):
-        if name == "forward" and following == "backward":
-            forward = _starts(events, first, middle, range(num_blocks))
-            backward = _starts(events, middle, last, range(num_blocks - 1, -1, -1))
-            found.append((forward, backward[::-1]))
-    if not found:
-        raise BudgetError("`budget` needs a training step with a forward and a backward pass; none was traced.")
-    return found
-
-
-def _starts(events: EventList, first: int, stop: int, order: Sequence[int]) -> np.ndarray:
-    """Index of each block's first allocation in a phase, and of the end of the last one's run."""
-    blocks = np.where(events.events[first:stop] > 0, events.event_blocks[first:stop], -1)
-    starts, end = [], 0
-    for block in order:
-        places = np.flatnonzero(blocks == block)
-        if not len(places) or int(places[0]) < end:
-            raise BudgetError(
-                f"`budget`: block {block} {'is not alone' if len(places) else 'allocates nothing'} in its turn; blocks "
-                "must run one after the other, once per pass. Choose `mode` or `choices` instead."
-            )
-        starts.append(int(places[0]))
-        end = int(places[-1]) + 1
-    own = events.event_blocks[first:stop]
-    while end < stop - first and own[end] == order[-1]:
-        end += 1
-    return first + np.array([*starts, end])

@@ -2,30 +2,54 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 
-from lightning_memfit.checkpointing.apply import apply_checkpointing, disable_caches, refuse_checkpointed
+from lightning_memfit.checkpointing.apply import (
+    AppliedCheckpointing,
+    apply_checkpointing,
+    disable_caches,
+    refuse_checkpointed,
+)
 from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks, select_blocks
+from lightning_memfit.checkpointing.knapsack import CheckpointingPlan
 from lightning_memfit.checkpointing.policies import Choice, Keep, Mode, check_mode, choices_for
 from lightning_memfit.checkpointing.segments import apply_segments
+from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.techniques.base import TechniqueCallback, describe
 from lightning_memfit.techniques.wrapping import wrap_method
+
+if TYPE_CHECKING:
+    from lightning_memfit.techniques.checkpointing_budget import ResolvedBudget
 
 
 class ActivationCheckpointing(TechniqueCallback):
     """Checkpoint the repeated blocks of the module: exact gradients, less memory, up to a third more time.
 
+    With a budget each block gets a choice of its own, so that the step stays within it at the least extra time. The
+    plan is made when `fit` begins, from traces of the step on one real batch, and saved in checkpoints: a run that is
+    resumed with the same budget follows the same plan.
+
     Args:
         mode: `full` (keep only each block's inputs), `every` (one block in `every`), `selective` (keep also the outputs
-            named by `keep`), `sqrt` (segments of about sqrt(n) blocks; only for blocks in an nn.Sequential) or `none`.
+            named by `keep`), `offload` (keep everything, in pinned host memory), `sqrt` (segments of about sqrt(n)
+            blocks; only for blocks in an nn.Sequential) or `none`.
         every: With mode `every`: checkpoint one block in this many.
         keep: With mode `selective`: `attention` (fused kernels' outputs), `matmul` (products with weights) or both.
         blocks: Class name, or dotted names of blocks or of their containers; by default they are found by structure.
-        choices: Instead of a mode, one of `none`, `full`, `keep_attention`, `keep_matmul`, `keep_matmul_attention` for
-            each block, as a plan gives them.
+        choices: Instead of a mode, one of `none`, `full`, `keep_attention`, `keep_matmul`, `keep_matmul_attention`,
+            `offload` for each block, as a plan gives them.
+        budget: Instead of a mode: the peak of the whole step (`6GiB`; on CUDA `torch.cuda.max_memory_allocated`), the
+            share of its activations at the peak that may stay (`40%`), or `auto` for all that the device has left (on
+            the CPU the limit of a `MemoryLimit`). Plans for the largest group of equal blocks.
+
+    Attributes:
+        resolved: The plan made for the budget of the current or last run.
+        largest_group_only: Whether blocks of other, smaller groups are left alone; so with a budget.
 
     Raises:
         ValueError: If the arguments do not fit together.
@@ -38,21 +62,57 @@ class ActivationCheckpointing(TechniqueCallback):
         keep: Sequence[Keep] = (),
         blocks: str | Sequence[str] | None = None,
         choices: Sequence[Choice] | None = None,
+        budget: str | int | None = None,
     ) -> None:
         super().__init__()
         check_mode(mode, every, tuple(keep))
         if choices is not None and mode != "full":
             raise ValueError(f"`choices` replaces a mode; leave `mode={mode!r}` out.")
+        if budget is not None and (mode != "full" or choices is not None or blocks is not None):
+            raise ValueError(
+                f"`budget={budget!r}` chooses for each block by itself: leave mode, blocks and choices out."
+            )
+        self.budget = None if budget is None else check_budget(budget)
+        self.resolved: ResolvedBudget | None = None
+        self.largest_group_only = budget is not None
         self.mode = mode
         self.every = every
         self.keep = tuple(keep)
         self.blocks = blocks
         self.choices = None if choices is None else tuple(choices)
+        self._applied: AppliedCheckpointing | None = None
+        self._blocks: list[nn.Module] = []
 
     @property
     def depends_on_depth(self) -> bool:
         """True where not every block is checkpointed alike."""
-        return self.choices is not None or self.mode in ("every", "sqrt")
+        return self.choices is not None or self.budget is not None or self.mode in ("every", "sqrt")
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Make the plan for a budget, then apply."""
+        if stage == "fit" and self.budget is not None:
+            self._resolve(trainer, pl_module)
+        super().setup(trainer, pl_module, stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan made for a budget."""
+        if self.resolved is None:
+            return {}
+        return {"budget": self.budget, "choices": list(self.resolved.plan.choices), "plan": asdict(self.resolved)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Follow the plan that the run was begun with, if it was made for the same budget and still fits."""
+        if self.resolved is None or state_dict.get("budget") != self.budget:
+            return
+        plan = CheckpointingPlan(**{**state_dict["plan"]["plan"], "choices": tuple(state_dict["choices"])})
+        fits = plan.peak_bytes <= self.resolved.limit_bytes and len(plan.choices) == len(self.resolved.plan.choices)
+        if not fits or plan.choices == self.resolved.plan.choices:
+            return
+        self.resolved = replace(self.resolved, plan=plan)
+        if self._applied is not None:
+            self._applied.remove()
+            self._apply_to(self._blocks)
+        self.announce(f"resumed with the plan of the checkpoint, {self._label()}")
 
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_model`: the model is complete after it, and not yet wrapped by the strategy."""
@@ -66,6 +126,8 @@ class ActivationCheckpointing(TechniqueCallback):
     def _checkpoint(self, module: nn.Module) -> None:
         refuse_checkpointed(module)
         groups = select_blocks(module, self.blocks) if self.blocks is not None else find_blocks(module)
+        if self.largest_group_only and groups:
+            groups = [max(groups, key=lambda group: group.num_parameters)]
         if not groups:
             raise ValueError(
                 f"{type(module).__name__} has no ModuleList or Sequential with two or more blocks of one class. Name "
@@ -74,16 +136,48 @@ class ActivationCheckpointing(TechniqueCallback):
         self.on_restore(disable_caches(module))
         if self.mode == "sqrt":
             applied = apply_segments(module, groups)
+            self.on_restore(applied.remove)
         else:
-            blocks = [block for group in groups for block in group.modules]
-            applied = apply_checkpointing(blocks, self._choices(len(blocks)))
-        self.on_restore(applied.remove)
+            applied = self._apply_to([block for group in groups for block in group.modules])
         self.announce(f"{self._label()}, {describe(_count(groups))} found, {applied.num_blocks} checkpointed")
 
+    def _apply_to(self, blocks: list[nn.Module]) -> AppliedCheckpointing:
+        applied = apply_checkpointing(blocks, self._choices(len(blocks)))
+        self._applied, self._blocks = applied, blocks
+        self.on_restore(self._forget)
+        self.on_restore(applied.remove)
+        return applied
+
+    def _forget(self) -> None:
+        self._applied, self._blocks = None, []
+
+    def _resolve(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Plan, unless this is a copy of a callback with a plan in somebody's trace."""
+        assert self.budget is not None
+        if torch._guards.detect_fake_mode(()) is None:
+            from lightning_memfit.techniques.checkpointing_budget import resolve_budget
+
+            self.restore()
+            self.resolved = resolve_budget(self.budget, trainer, pl_module)
+        elif self.resolved is None:
+            raise ValueError(
+                f"`budget={self.budget!r}` has no plan yet. Put ActivationCheckpointing before the callback that "
+                "predicts the run, or predict it with the `choices` of a plan."
+            )
+
     def _choices(self, num_blocks: int) -> tuple[Choice, ...]:
+        if self.resolved is not None:
+            return self.resolved.plan.choices
         return self.choices or choices_for(self.mode, num_blocks, self.every, self.keep)
 
     def _label(self) -> str:
+        if self.resolved is not None:
+            plan = self.resolved.plan
+            share = 100 * plan.seconds / self.resolved.plain_seconds
+            return (
+                f"budget {self.budget}: {describe(Counter(plan.choices))}, predicted peak "
+                f"{format_bytes(plan.peak_bytes)} of {format_bytes(self.resolved.limit_bytes)}, {share:.1f} % more time"
+            )
         if self.choices is not None:
             return "choices " + describe(Counter(self.choices))
         detail = self.every if self.every is not None else "+".join(self.keep)
@@ -95,3 +189,24 @@ def _count(groups: list[BlockGroup]) -> dict[str, int]:
     for group in groups:
         counts[group.class_name] += len(group.modules)
     return dict(counts)
+
+
+def check_budget(budget: str | int) -> str:
+    """A budget as it was meant: `auto`, a percentage or a size.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    text = str(budget).strip()
+    if text == "auto":
+        return text
+    if not text.endswith("%"):
+        parse_bytes(text, "budget")
+        return text
+    try:
+        percentage = float(text[:-1])
+    except ValueError:
+        percentage = -1.0
+    if not 0 <= percentage <= 100:
+        raise ValueError(f"`budget={budget!r}` must be a percentage from 0% to 100%, a size such as 6GiB, or auto.")
+    return text

@@ -1,0 +1,1 @@
+"""Activation checkpointing to a budget: predicted, traced and executed peaks over ten budgets."""

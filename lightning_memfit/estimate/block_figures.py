@@ -1,0 +1,97 @@
+"""What repeated blocks keep and need, read off a trace in which all of them follow one checkpointing choice."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from lightning_memfit.profile.events import EventList
+from lightning_memfit.profile.trace import Trace
+
+
+class BudgetError(ValueError):
+    """No plan keeps the budget, or the module's blocks can't be planned for; the message says what would work."""
+
+
+@dataclass(frozen=True)
+class BlockFigures:
+    """What one choice, followed by all blocks, means; arrays have one entry per block."""
+
+    kept: np.ndarray
+    peak: np.ndarray
+    """Highest level while a block runs, less what the blocks before it keep."""
+    head: int
+    elsewhere: int
+    traffic: np.ndarray
+    """Bytes allocated in forward and backward of a block."""
+    flops: int
+
+
+def block_figures(trace: Trace, rounding: int) -> BlockFigures:
+    """Read off a trace what its blocks keep and need; the maximum over the micro-batches and steps that were traced."""
+    events, num_blocks = trace.events, trace.num_blocks
+    live = events.live_bytes(rounding)
+    rounded = -(-events.sizes // rounding) * rounding
+    made = np.where(events.events > 0, rounded[events.storages], 0)
+    kept, peak = np.zeros(num_blocks, dtype=np.int64), np.zeros(num_blocks, dtype=np.int64)
+    traffic = np.zeros(num_blocks, dtype=np.int64)
+    head = 0
+    inside = np.zeros(len(events), dtype=bool)
+    for edges in _passes(events, num_blocks):
+        forward, backward = edges
+        levels = live[np.maximum(forward - 1, 0)]
+        kept = np.maximum(kept, np.diff(levels))
+        before = np.concatenate(([0], np.cumsum(np.diff(levels))))
+        for block in range(num_blocks):
+            spans = (forward[block], forward[block + 1]), (backward[block + 1], backward[block])
+            for first, stop in spans:
+                peak[block] = max(peak[block], int(live[first:stop].max()) - int(before[block]))
+            traffic[block] = sum(int(made[first:stop].sum()) for first, stop in spans)
+        head = max(head, int(live[forward[-1] : backward[-1]].max(initial=0)) - int(before[-1]))
+        inside[forward[0] : backward[0]] = True
+    outside = live[events.phases[0][0] :][~inside[events.phases[0][0] :]]
+    elsewhere = int(outside.max(initial=0))
+    return BlockFigures(kept, peak, head, elsewhere, traffic, sum(trace.flops.values()))
+
+
+def _passes(events: EventList, num_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Where blocks begin, in every forward pass and the backward pass after it.
+
+    Returns:
+        For each pass two arrays of length `num_blocks + 1`. Block `i` runs forward from the first array's entry `i` to
+        its entry `i + 1`, and backward from the second's entry `i + 1` to its entry `i`.
+
+    Raises:
+        BudgetError: If blocks don't run one after the other, once per pass.
+    """
+    bounds = [*(at for at, _ in events.phases), len(events)]
+    spans = [(name, at, stop) for (at, name), stop in zip(events.phases, bounds[1:], strict=True)]
+    found = []
+    for (name, first, middle), (following, _, last) in pairwise(spans):
+        if name == "forward" and following == "backward":
+            forward = _starts(events, first, middle, range(num_blocks))
+            backward = _starts(events, middle, last, range(num_blocks - 1, -1, -1))
+            found.append((forward, backward[::-1]))
+    if not found:
+        raise BudgetError("`budget` needs a training step with a forward and a backward pass; none was traced.")
+    return found
+
+
+def _starts(events: EventList, first: int, stop: int, order: Sequence[int]) -> np.ndarray:
+    """Index of each block's first allocation in a phase, and of the end of the last one's run."""
+    blocks = np.where(events.events[first:stop] > 0, events.event_blocks[first:stop], -1)
+    starts, end = [], 0
+    for block in order:
+        places = np.flatnonzero(blocks == block)
+        if not len(places) or int(places[0]) < end:
+            raise BudgetError(
+                f"`budget`: block {block} {'is not alone' if len(places) else 'allocates nothing'} in its turn; blocks "
+                "must run one after the other, once per pass. Choose `mode` or `choices` instead."
+            )
+        starts.append(int(places[0]))
+        end = int(places[-1]) + 1
+    own = events.event_blocks[first:stop]
+    while end < stop - first and own[end] == order[-1]:
+        end += 1
+    return first + np.array([*starts, end])

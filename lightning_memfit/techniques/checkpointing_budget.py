@@ -1,0 +1,203 @@
+"""What `ActivationCheckpointing(budget=...)` resolves its budget with: traces of the run that is about to begin."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from lightning_memfit.checkpointing.knapsack import CheckpointingPlan
+from lightning_memfit.checkpointing.policies import Choice, Keep
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
+from lightning_memfit.estimate.block_figures import BudgetError
+from lightning_memfit.estimate.checkpointing_budget import BudgetPlanner, ComputeRate
+from lightning_memfit.estimate.compute_rate import cpu_rate, device_rate
+from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_total_bytes
+from lightning_memfit.estimate.target import live_target
+from lightning_memfit.memory import parse_bytes
+from lightning_memfit.profile.events import EventList
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.step import AUTOCAST_DTYPES, TRUE_DTYPES, StepOptions
+from lightning_memfit.profile.trace import Emulation, Trace, TraceError, trace_step
+from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.first_batch import first_batch
+
+_KEPT: dict[Choice, tuple[Keep, ...]] = {
+    "keep_attention": ("attention",),
+    "keep_matmul": ("matmul",),
+    "keep_matmul_attention": ("matmul", "attention"),
+}
+
+
+@dataclass(frozen=True)
+class ResolvedBudget:
+    """A budget in bytes and the plan made for it."""
+
+    limit_bytes: int
+    plan: CheckpointingPlan
+    plain_seconds: float
+    """Of a step without checkpointing, by the same rates as the plan's extra time."""
+
+
+def make_planner(
+    module: Any,
+    batch: Any,
+    options: StepOptions,
+    emulation: Emulation,
+    rate: ComputeRate,
+    techniques: tuple[TechniqueCallback, ...] = (),
+    rounding_bytes: int = CUDA_ROUNDING,
+) -> BudgetPlanner:
+    """Trace what planning for any budget needs.
+
+    Args:
+        module: LightningModule, its weights real or meta; not changed.
+        batch: One real batch.
+        options: Precision, accumulation, clipping.
+        emulation: Device to stand for.
+        rate: How fast it computes. Without a host link, offloading is no option.
+        techniques: Other techniques of the run, unused.
+        rounding_bytes: Sizes are rounded up to a multiple of this.
+
+    Raises:
+        TraceError: If the step can't be traced.
+        BudgetError: If the blocks can't be planned for.
+    """
+
+    def trace(callback: ActivationCheckpointing, shorten: bool) -> Trace:
+        callback.largest_group_only = True
+        return trace_step(module, batch, options, emulation, (*techniques, callback), shorten=shorten)
+
+    def trace_uniform(choice: Choice) -> Trace:
+        return trace(_following(choice), True)
+
+    def trace_plan(choices: tuple[Choice, ...]) -> Trace:
+        return trace(ActivationCheckpointing(choices=choices), False)
+
+    return BudgetPlanner(trace_uniform, trace_plan, rate, rounding_bytes)
+
+
+def _following(choice: Choice) -> ActivationCheckpointing:
+    """All blocks following one choice, said as a mode, so that a trace may be shortened."""
+    if choice in _KEPT:
+        return ActivationCheckpointing("selective", keep=_KEPT[choice])
+    return ActivationCheckpointing(choice)  # type: ignore[arg-type]
+
+
+def resolve_budget(budget: str, trainer: pl.Trainer, module: pl.LightningModule) -> ResolvedBudget:
+    """Plan for the run that a Trainer is about to begin; every rank gets the plan of the first.
+
+    Raises:
+        ValueError: If there is no such plan, or none can be made; the message says why and what to do.
+    """
+    outcome: Any = None
+    if trainer.global_rank == 0:
+        try:
+            outcome = _resolve(budget, trainer, module)
+        except (ValueError, TraceError) as error:
+            outcome = error
+    if trainer.world_size > 1:
+        outcome = trainer.strategy.broadcast(outcome)
+    if isinstance(outcome, BudgetError):
+        raise outcome
+    if isinstance(outcome, Exception):
+        raise ValueError(
+            f"`budget={budget!r}` can't be planned for: {outcome} Or choose `mode` or `choices` instead."
+        ) from outcome
+    assert isinstance(outcome, ResolvedBudget)
+    return outcome
+
+
+def _resolve(budget: str, trainer: pl.Trainer, module: pl.LightningModule) -> ResolvedBudget:
+    _refuse_untraced_memory(budget, trainer)
+    device = trainer.strategy.root_device
+    cuda = device.type == "cuda"
+    emulation = Emulation("cuda", torch.cuda.get_device_capability(device)) if cuda else Emulation("cpu")
+    precision = trainer.precision
+    options = StepOptions(
+        precision,  # type: ignore[arg-type]
+        trainer.accumulate_grad_batches,
+        trainer.gradient_clip_val,
+        trainer.gradient_clip_algorithm,
+    )
+    dtype = {**AUTOCAST_DTYPES, **TRUE_DTYPES}.get(precision, torch.float32)
+    rate = device_rate(torch.cuda.get_device_name(device), dtype) if cuda else cpu_rate(dtype)
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    techniques = [c for c in callbacks if isinstance(c, TechniqueCallback)]
+    others = tuple(c for c in techniques if not isinstance(c, ActivationCheckpointing))
+    with ExitStack() as stack:
+        for technique in techniques:
+            stack.enter_context(technique.taken_off(trainer, module))
+        # A MemoryLimit rounds on the CPU as CUDA's allocator does.
+        rounding = CUDA_ROUNDING if cuda or budget == "auto" else 1
+        planner = make_planner(module, first_batch(trainer), options, emulation, rate, others, rounding)
+        runtime = runtime_memory(emulation.capability) if cuda else None
+        return _plan(budget, planner, trainer, runtime)
+
+
+def _plan(budget: str, planner: BudgetPlanner, trainer: pl.Trainer, runtime: RuntimeMemory | None) -> ResolvedBudget:
+    workspace = runtime.allocated_bytes if runtime is not None else 0
+    measure: Callable[[EventList], int] | None = None
+    if budget == "auto":
+        limit, counts_reserved = _available_bytes(trainer, runtime)
+        workspace += runtime.context_bytes if runtime is not None else 0
+        measure = _total_bytes(runtime) if counts_reserved else None
+    elif budget.endswith("%"):
+        limit = planner.share_bytes(float(budget[:-1]) / 100) + workspace
+    else:
+        limit = parse_bytes(budget, "budget")
+    plan, _ = planner.plan(limit, workspace, measure)
+    return ResolvedBudget(limit, plan, planner.plain_seconds)
+
+
+def _total_bytes(runtime: RuntimeMemory | None) -> Callable[[EventList], int]:
+    """What a device with a caching allocator must have: reserved memory and the context."""
+
+    def measure(events: EventList) -> int:
+        return predict_total_bytes(ModelProfile("", events, 1, ()), 1, runtime)
+
+    return measure
+
+
+def _available_bytes(trainer: pl.Trainer, runtime: RuntimeMemory | None) -> tuple[int, bool]:
+    """What `auto` stands for: everything that the device has left, or that a `MemoryLimit` leaves it.
+
+    Returns:
+        Bytes, and whether they are of reserved memory rather than of live tensors.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    limits = [c for c in callbacks if isinstance(c, MemoryLimit)]
+    if runtime is not None:
+        target = live_target(trainer.strategy.root_device.index or 0)
+        assert target is not None
+        assert target.usable_bytes is not None
+        return min([target.usable_bytes, *(c.limit_bytes + runtime.context_bytes for c in limits)]), True
+    if not limits:
+        raise ValueError(
+            "on the CPU `auto` needs a MemoryLimit callback (or the fragment `memory_limit`), whose limit it keeps."
+        )
+    tightest = min(limits, key=lambda limit: limit.limit_bytes)
+    return tightest.limit_bytes, tightest.caching
+
+
+def _refuse_untraced_memory(budget: str, trainer: pl.Trainer) -> None:
+    strategy = trainer.strategy
+    alone = isinstance(strategy, SingleDeviceStrategy) or (
+        isinstance(strategy, DDPStrategy) and trainer.world_size == 1
+    )
+    if not alone and not budget.endswith("%"):
+        raise ValueError(
+            f"a trace does not see what {type(strategy).__name__} shards or puts into buckets. Give a percentage of "
+            "the activations, such as 40%."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if getattr(callback, "micro_batch_size_in_use", callback) is not callback:
+            raise ValueError(
+                f"{type(callback).__name__} cuts batches into micro-batches of a size of its own, and a plan needs to "
+                "know it."
+            )
