@@ -5,6 +5,7 @@ import random
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
@@ -210,3 +211,24 @@ def test_precision_and_clipping_are_lightnings(precision: str) -> None:
     fit(plain, **options)
     fit(split, MicroBatching(micro_batch_size=5), **options)
     assert difference(plain, split) < (2e-2 if precision == "bf16-mixed" else 1e-12)
+
+
+def test_gradient_scaler_and_lbfgs() -> None:
+    def scaled() -> dict[str, object]:
+        return {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))}
+
+    class WithLbfgs(Tagger):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    plain, split, failing = Tagger(), Tagger(), Failing("backward", (3,))
+    trainer = fit(plain, **scaled())
+    other = fit(split, MicroBatching(micro_batch_size=5), **scaled())
+    fit(failing, MicroBatching(), **scaled())
+    assert difference(plain, split) < 1e-3
+    assert difference(plain, failing) < 1e-3
+    assert trainer.precision_plugin.scaler.state_dict() == other.precision_plugin.scaler.state_dict()
+    plain, split = WithLbfgs(), WithLbfgs()
+    fit(plain)
+    fit(split, MicroBatching(micro_batch_size=5))
+    assert difference(plain, split) < 1e-3
