@@ -26,8 +26,8 @@ class Float32Step(Optimizer):
     A step takes some of the weights, or a part of a large one, makes float32 stand-ins of weights and gradients, has
     the optimizer step these, and rounds the result into the weights. A float32 copy of the weights never exists as a
     whole: a step needs 9 bytes for each of `chunk_elements`, or 8 and the optimizer's own scratch memory where that is
-    more (none for fused kernels and bitsandbytes, 8 bytes for batched ones). What the optimizer keeps is float32, or 8
-    bits wide, as it would be for float32 weights.
+    more (none for fused kernels and, on CUDA, for bitsandbytes; 8 bytes for batched ones). States are float32, or 8
+    bits wide, as they would be for float32 weights.
 
     Elementwise optimizers (`pieces.can_be_cut`) step parts of a weight; others step a weight as a whole, so that the
     largest weight counts where it exceeds `chunk_elements`. Weights of other dtypes are stepped as they are.

@@ -38,7 +38,7 @@ def measure_step(
     trainer = getattr(module, "_trainer", None)
     clone = copy.deepcopy(module, {id(trainer): None} if trainer is not None else {})
     with kept_random_state():
-        recorder = EventRecorder()
+        recorder = EventRecorder(python_kernels=True)
         run_step(recorder, clone, copy.deepcopy(batch), options, callbacks, make_optimizer)
     total, per_block = recorder.flops()
     return ModelProfile(
