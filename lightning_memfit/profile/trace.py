@@ -129,7 +129,8 @@ def _trace(
         with contextlib.ExitStack() as stack:
             dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
             if make_optimizer is None and hasattr(clone, "configure_model"):
-                clone.configure_model()  # type: ignore[operator]
+                with _default_dtype(TRUE_DTYPES.get(options.precision)):
+                    clone.configure_model()  # type: ignore[operator]
             table = parameter_table(clone)
             fold = fold_blocks(clone, shorten)
             cuda = emulation.device == "cuda"
@@ -152,6 +153,17 @@ def _trace(
         flops={phase: flops + extra * per_block.get(phase, 0) for phase, flops in total.items()},
         block_flops=per_block,
     )
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """What Lightning's `*-true` precisions set while a module builds itself."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _enter_modes(
