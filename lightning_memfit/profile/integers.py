@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -87,7 +87,11 @@ class RealIntegers(TorchDispatchMode):
         return fake
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Real values of a fake tensor, where known."""
+        """Real values of a fake tensor, where known; of a real one, such as a literal, a copy."""
+        if not isinstance(tensor, FakeTensor):
+            known = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() <= _MAX_FLOATS
+            with _disable_current_modes():
+                return tensor.detach().clone() if known else None
         entry = self._values.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
@@ -96,7 +100,8 @@ class RealIntegers(TorchDispatchMode):
 
         def remember(real: torch.Tensor, fake: torch.Tensor) -> None:
             if real.dtype in _INTEGER_TYPES and real.device.type != "meta":
-                self.attach(fake, real)
+                with _disable_current_modes():
+                    self.attach(fake, real.detach().cpu().clone())  # the step may write to it
 
         return fake_clone(batch, self.fake_mode, on_copy=remember)
 
@@ -130,7 +135,25 @@ class RealIntegers(TorchDispatchMode):
         result = func(*args, **kwargs)
         if real is not None:
             self._attach_all(result, real, finite)
+        elif func._schema.is_mutable:
+            self._forget_written(func, args, kwargs)
         return result
+
+    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Forget the values of tensors that unknown ones were written to, and of their views."""
+        arguments = func._schema.arguments
+        given = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
+        written = {
+            tensor.untyped_storage()._cdata
+            for argument in arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tree_leaves(given.get(argument.name))
+            if isinstance(tensor, torch.Tensor)
+        }
+        for key, (reference, _, _) in list(self._values.items()):
+            tensor = reference()
+            if tensor is not None and tensor.untyped_storage()._cdata in written:
+                del self._values[key]
 
     def _rests_on_finite(self, tensor: torch.Tensor) -> bool:
         entry = self._values.get(id(tensor))
