@@ -57,11 +57,14 @@ def test_a_transformer_unrolls_to_its_full_trace():
 class EveryThird(Stack):
     """Work between the blocks, at some of them."""
 
+    def __init__(self, num_blocks: int = 9) -> None:
+        super().__init__(num_blocks)
+        for index, block in enumerate(self.blocks):
+            block.id = index
+
     def run_blocks(self, x):
-        index = 0
         for block in self.blocks:
-            x = block(x if index % 3 else x.exp())
-            index += 1
+            x = block(x if block.id % 3 else x.exp())
         return x
 
 

@@ -1,0 +1,494 @@
+"""Modules that strain tracing: each gets the figure of a real run, or a refusal that says why."""
+
+import collections
+import dataclasses
+import random
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import TraceError, trace_step
+
+from .modules import (
+    CLASSES,
+    SAMPLES,
+    WIDTH,
+    Classifier,
+    LanguageModel,
+    batch,
+    ids,
+    peak,
+    really_run,
+    tiny_gpt2,
+    trace_cpu,
+)
+
+CASES: list = []
+
+
+def case(make_batch=batch, options=None, assumes=False):
+    def register(module):
+        CASES.append(pytest.param(module, make_batch, options or StepOptions(), assumes, id=module.__name__))
+        return module
+
+    return register
+
+
+@case(assumes=True)
+class ReadsFloatsForLogging(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("item", loss.item())
+        self.log("numpy", float(loss.detach().cpu().numpy()))
+        self.log("epoch mean", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        self.history = self.head(batch["x"]).detach().mean(0).tolist()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self.net, norm_type=2))
+
+
+@case()
+class UsesTheTrainer(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = torch.zeros(2, WIDTH)
+
+    def setup(self, stage):
+        self.worlds = nn.Linear(WIDTH, self.trainer.world_size)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen = batch["x"].shape
+
+    def training_step(self, batch, batch_idx):
+        self.logger.experiment.add_scalar("anything", 1, batch_idx)
+        self.log("epoch", float(self.current_epoch + self.trainer.num_training_batches))
+        assert self.trainer.datamodule is None
+        return self.loss(batch) + self.all_gather(self.worlds(batch["x"]).mean())
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.last = outputs["loss"].detach()
+
+
+@case(assumes=True)
+class BranchesAlike(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        assert torch.isfinite(loss)
+        if torch.isnan(loss).any():
+            return None
+        return loss * 2 if loss > 0.5 else loss * 3
+
+
+@case()
+class FollowsIds(Classifier):
+    """Every branch is the real batch's."""
+
+    def training_step(self, batch, batch_idx):
+        loss, y = self.loss(batch), batch["y"]
+        if (y == CLASSES - 1).any() and y.float().mean() > 1:
+            loss = loss + self.net(batch["x"].repeat(4, 1)).mean()
+        hidden = batch["x"]
+        for _ in range(int(y.max()) // 4):
+            hidden = self.net(hidden)
+        longest = int(y.cpu().numpy().max()) + max(y.tolist()) + len(y.unique())
+        return loss + hidden[y > 4].mean() + torch.zeros(longest * 100, WIDTH).mean()
+
+
+class Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.randn(500, x.size(-1)))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].mean()
+
+
+class AllocatesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.ones(2000, gradient.size(-1)).mean()
+
+
+@case()
+class OwnFunctions(Classifier):
+    def training_step(self, batch, batch_idx):
+        hidden = AllocatesInBackward.apply(Saves.apply(self.net(batch["x"])))
+        return F.cross_entropy(self.head(hidden), batch["y"])
+
+
+@case(assumes=True)
+class Gan(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, WIDTH))
+        self.critic = nn.Sequential(nn.Linear(WIDTH, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
+
+    def training_step(self, batch, batch_idx):
+        real, (one, other) = batch["x"], self.optimizers()
+        noise, true = torch.randn(len(real), 16), torch.ones(len(real), 1)
+        self.toggle_optimizer(one)
+        fooled = F.binary_cross_entropy_with_logits(self.critic(self.generator(noise)), true)
+        one.zero_grad()
+        self.manual_backward(fooled)
+        one.step()
+        self.untoggle_optimizer(one)
+        self.toggle_optimizer(other)
+        found = F.binary_cross_entropy_with_logits(self.critic(real), true)
+        found = found + F.binary_cross_entropy_with_logits(self.critic(self.generator(noise).detach()), 1 - true)
+        other.zero_grad()
+        self.manual_backward(found)
+        other.step()
+        self.untoggle_optimizer(other)
+        self.log_dict({"fooled": fooled, "found": found}, prog_bar=True)
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(self.generator.parameters()), torch.optim.Adam(self.critic.parameters())], []
+
+
+def ragged():
+    lengths = torch.tensor([3, 1, 8, 2])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)[:-1]])
+    return {"ids": torch.arange(14), "offsets": offsets, "y": torch.tensor([1, 0, 3, 2])}
+
+
+@case(ragged)
+class Bag(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.EmbeddingBag(100, WIDTH, mode="mean"), nn.Linear(WIDTH, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.head(self.embedding(batch["ids"], batch["offsets"])), batch["y"])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+@case(options=StepOptions(gradient_clip_val=0.5))
+class OverridesSteps(Classifier):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm="norm")
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("validation loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "validation loss"}}
+
+
+@case()
+class Reparametrized(Classifier):
+    """Weight and spectral norm, an orthogonal layer, tied weights, buffers, a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        p = nn.utils.parametrizations
+        self.net = nn.Sequential(
+            p.weight_norm(nn.Linear(WIDTH, WIDTH)),
+            p.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+            p.orthogonal(nn.Linear(WIDTH, WIDTH)),
+        )
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("kept", torch.zeros(50, 50))
+        self.register_buffer("dropped", torch.zeros(60, 60), persistent=False)
+        self.noise = torch.Generator().manual_seed(0)
+
+    def loss(self, batch):
+        x = batch["x"] + torch.randn(batch["x"].shape, generator=self.noise)
+        return F.cross_entropy(self.head(self.second(self.first(self.net(x)))), batch["y"])
+
+
+@case()
+class PartlyTrained(Classifier):
+    """Half-precision parameters, frozen ones, and a part without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = nn.Linear(WIDTH, WIDTH).bfloat16()
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            target = self.net(batch["x"])
+        found = self.net(self.small(batch["x"].bfloat16()).float())
+        return (found - target).square().mean() + self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
+
+
+@case()
+class Checkpointed(Classifier):
+    def loss(self, batch):
+        x = batch["x"].clone().requires_grad_()
+        a = checkpoint(self.net, x, use_reentrant=True)
+        return F.cross_entropy(self.head(a + checkpoint(self.net, x, use_reentrant=False)), batch["y"])
+
+
+@case()
+class CompiledAndReading(Classifier):
+    """A compiled part runs uncompiled, as a fake has nothing to compile for."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.compile(self.net)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) + torch.zeros(len(Path(__file__).read_text()) // 100, WIDTH).mean()
+
+
+class Measures(Classifier):
+    validates = True
+
+    def __init__(self):
+        super().__init__()
+        settings = {"task": "multiclass", "num_classes": CLASSES, "validate_args": self.validates}
+        self.scores = torchmetrics.MetricCollection(
+            {
+                "accuracy": torchmetrics.Accuracy(**settings),
+                "f1": torchmetrics.F1Score(**settings, average="macro"),
+                "confusion": torchmetrics.ConfusionMatrix(**settings),
+            }
+        )
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        scores = self.head(self.net(batch["x"]))
+        loss = F.cross_entropy(scores, batch["y"])
+        self.scores(scores, batch["y"])
+        self.mean(loss)
+        self.log("mean", self.mean)
+        self.log("accuracy", self.scores["accuracy"], on_step=True, on_epoch=True)
+        return loss
+
+
+@case(assumes=True)
+class MeasuresValidated(Measures):
+    pass
+
+
+@case(assumes=True)
+class MeasuresUnchecked(Measures):
+    validates = False
+
+
+@pytest.mark.parametrize(("module", "make_batch", "options", "assumes"), CASES)
+def test_the_figure_is_that_of_a_real_run(module, make_batch, options, assumes):
+    torch.manual_seed(0)
+    module = module()
+    trace = trace_cpu(module, make_batch(), options)
+    assert bool(trace.assumptions) is assumes
+    assert peak(trace.events) == pytest.approx(peak(really_run(module, make_batch(), options)), rel=1e-3)
+
+
+def test_gradient_checkpointing_of_hugging_face():
+    peaks = {}
+    for reentrant in (None, False, True):
+        model = tiny_gpt2(n_layer=4)
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        module = LanguageModel(model)
+        peaks[reentrant] = peak(trace_cpu(module, ids()).events)
+        assert peaks[reentrant] == pytest.approx(peak(really_run(module, ids())), rel=1e-3)
+    assert peaks[False] < peaks[None]
+
+
+Pair = collections.namedtuple("Pair", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    y: torch.Tensor
+    name: str = "a sample"
+
+
+class Opaque:
+    """Nothing that Lightning or a collection walk can look into."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
+class TakesAny(Classifier):
+    def training_step(self, batch, batch_idx):
+        if isinstance(batch, (list, tuple)) and not hasattr(batch, "x"):
+            batch = Pair(*batch)
+        x, y = (batch["x"], batch["y"]) if hasattr(batch, "keys") else (batch.x, batch.y)
+        return self.loss({"x": x, "y": y})
+
+
+def encoded(x, y):
+    from transformers import BatchEncoding
+
+    return BatchEncoding({"x": x, "y": y})
+
+
+@pytest.mark.parametrize("make", [lambda x, y: (x, y), Pair, Sample, encoded, Opaque])
+def test_batches_of_any_class_are_input(make):
+    module = TakesAny()
+    of_dict = trace_cpu(module, batch())
+    assert peak(trace_cpu(module, make(**batch())).events) == peak(of_dict.events)
+
+
+class DrawsLots(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        for draw in (random.random(), float(np.random.rand()), torch.rand(())):  # noqa: NPY002
+            loss = loss * 2 if draw < 0.5 else loss * 3
+        return loss
+
+
+def test_random_states_are_given_back():
+    def states():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+
+    module, data = DrawsLots(), batch()
+    before = states()
+    trace_cpu(module, data)
+    assert states() == before
+
+
+class GrowsIfTrue(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if loss > 0.5:
+            loss = loss + torch.randn(2000, 100).mean()
+        return loss
+
+
+class GrowsIfSmall(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss + self.net(batch["x"]).mean() if loss.item() < 0.01 else loss
+
+
+class GrowsIfNegative(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss + self.net(batch["x"]).mean() if float(self.head.weight.min()) < -0.01 else loss
+
+
+class SelectsIfLarge(Classifier):
+    """One way of the branch can be traced, the other can't: what it allocates is unknown all the same."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch["x"]
+        return self.loss(batch) + x[x > 0].mean() if self.head.weight.max().item() > 100 else self.loss(batch)
+
+
+class SelectsByFloats(Classifier):
+    def training_step(self, batch, batch_idx):
+        scores = self.head(self.net(batch["x"]))
+        wrong = scores.argmax(1) != batch["y"]
+        return F.cross_entropy(scores[wrong], batch["y"][wrong])
+
+
+class RunsUntil(Classifier):
+    def training_step(self, batch, batch_idx):
+        hidden, turns = self.net(batch["x"]), 0
+        while hidden.norm() > 1 and turns < 5:
+            hidden, turns = self.net(hidden), turns + 1
+        return F.cross_entropy(self.head(hidden), batch["y"])
+
+
+class SecondOrder(Classifier):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), max_iter=4, history_size=3)
+
+
+class NeedsData(Classifier):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * self.trainer.datamodule.weight
+
+
+class Sparse(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(100, WIDTH, mode="sum", sparse=True)
+
+    def training_step(self, batch, batch_idx):
+        return self.embedding(batch["ids"], batch["offsets"]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SparseAdam(list(self.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("module", "make_batch", "reason"),
+    [
+        (GrowsIfTrue, batch, "unknown bool value was read as False"),
+        (GrowsIfSmall, batch, "unknown float32 value was read as 1.0"),
+        (GrowsIfNegative, batch, "unknown float32 value was read as 1.0"),
+        (SelectsIfLarge, batch, "boolean index computed from floating-point tensors"),
+        (SelectsByFloats, batch, "boolean index computed from floating-point tensors"),
+        (RunsUntil, batch, "only real data can tell"),
+        (SecondOrder, batch, "only real data can tell"),
+        (NeedsData, batch, "has no attribute 'weight'"),
+        (Sparse, ragged, "SparseTensorImpl"),
+    ],
+)
+def test_what_can_not_be_known_is_refused(module, make_batch, reason):
+    with pytest.raises(TraceError, match=f"training step .*{reason}.*measure_step"):
+        trace_cpu(module(), make_batch())
+
+
+class Hopes(Classifier):
+    """Ends in an error of its own with the values that are assumed first."""
+
+    def training_step(self, batch, batch_idx):
+        if not (self.head.weight.abs() >= 0).all():
+            raise ArithmeticError("a negative magnitude")
+        return self.loss(batch)
+
+
+def test_values_that_make_the_module_fail_are_not_taken():
+    assert peak(trace_cpu(Hopes(), batch()).events) == peak(trace_cpu(Classifier(), batch()).events)
+
+
+def test_an_error_of_the_module_is_told_with_its_cause():
+    class Fails(Classifier):
+        def training_step(self, batch, batch_idx):
+            raise KeyError("no such column")
+
+    with pytest.raises(TraceError, match="training step of Fails can't be traced: KeyError.*no such column") as caught:
+        trace_cpu(Fails(), batch())
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_tracing_leaves_the_module_alone():
+    module = Reparametrized()
+    module.history = [torch.zeros(3)]
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    attributes = {name: sorted(vars(child)) for name, child in module.named_modules()}
+    trace_step(module, batch(), StepOptions("bf16-mixed"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert {name: sorted(vars(child)) for name, child in module.named_modules()} == attributes
+    assert all(p.grad is None and p.dtype is torch.float32 for p in module.parameters())
+    assert module._trainer is None
+    assert type(module.history[0]) is torch.Tensor
+    assert module.noise.initial_seed() == 0
+    assert SAMPLES == len(batch()["x"])
