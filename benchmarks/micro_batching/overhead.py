@@ -102,8 +102,8 @@ def main() -> None:
     figures = {"empty_loop": alternate(Empty, torch.zeros(1000, 1), 1, rounds=12)}
     print(figures, flush=True)
     if not arguments.skip_gpt2:
-        tokens = torch.randint(0, 50257, (12, 256), generator=torch.Generator().manual_seed(0))
-        figures["gpt2_124m_cpu_1x256"] = alternate(Gpt2, tokens, 1, rounds=3)
+        tokens = torch.randint(0, 50257, (10, 128), generator=torch.Generator().manual_seed(0))
+        figures["gpt2_124m_cpu_1x128"] = alternate(Gpt2, tokens, 1, rounds=2)
         print(figures, flush=True)
     write(arguments.output, figures)
 

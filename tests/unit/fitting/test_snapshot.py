@@ -9,6 +9,7 @@ from torch import nn
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_memfit.device.simulated import SimulatedDevice
+from lightning_memfit.fitting import random_state
 from lightning_memfit.fitting.host import HostCopy
 from lightning_memfit.fitting.random_state import RandomState
 from lightning_memfit.fitting.snapshot import OptimizerSnapshot, TrainingSnapshot
@@ -120,15 +121,24 @@ def test_host_copies_do_not_count_on_a_simulated_device() -> None:
     assert tensor[9].item() == 9.0
 
 
-def test_numpy_state_is_right_whether_or_not_it_is_used() -> None:
-    numpy.random.seed(3)
-    first = RandomState(CPU)
-    again = RandomState(CPU)
-    expected = numpy.random.rand(3)
+@pytest.mark.parametrize(("seed", "draw"), [(numpy.random.seed, numpy.random.rand), (random.seed, random.random)])
+def test_states_are_right_whether_or_not_a_generator_is_used(seed: object, draw: object) -> None:
+    seed(3)  # type: ignore[operator]
+    first, again = RandomState(CPU), RandomState(CPU)
+    expected = [draw() for _ in range(3)]  # type: ignore[operator]
     for saved in (first, again):
         saved.restore()
-        assert (numpy.random.rand(3) == expected).all()
+        assert [draw() for _ in range(3)] == expected  # type: ignore[operator]
     later = RandomState(CPU)
-    expected = numpy.random.rand(3)
+    expected = [draw() for _ in range(3)]  # type: ignore[operator]
     later.restore()
-    assert (numpy.random.rand(3) == expected).all()
+    assert [draw() for _ in range(3)] == expected  # type: ignore[operator]
+
+
+def test_the_words_of_pythons_generator_are_found() -> None:
+    """Without them every step asks for the whole state, which is slower but right."""
+    assert random_state._python_address is not None
+    before = random_state._peek_python()
+    assert random_state._peek_python() == before
+    random.random()
+    assert random_state._peek_python() != before
