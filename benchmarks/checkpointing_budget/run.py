@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -138,6 +139,11 @@ def _peak(events: EventList, rounding_bytes: int) -> int:
     return int(events.live_bytes(rounding_bytes)[events.phases[0][0] :].max())
 
 
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT)
@@ -146,6 +152,7 @@ def main() -> None:
     hardware = {"python": platform.python_version(), "machine": f"{os.cpu_count()} cores, {platform.machine()}"}
     document = {
         "command": "python -m benchmarks.checkpointing_budget.run",
+        "commit": _commit(),
         "versions": {**versions, **hardware},
         "cases": [run_case(case) for case in CASES],
     }

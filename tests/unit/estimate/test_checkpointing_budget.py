@@ -172,7 +172,7 @@ def test_gpt2_xl_over_ten_budgets():
         plan = frontier.plan_for(budget)
         assert plan.peak_bytes <= budget
         assert plan.seconds <= 1.02 * milp_bound_seconds(problem, budget) + 1e-9
-        if index % 4 == 1:
+        if index == 4:
             traced = int(planner._live(planner._trace_plan(plan.choices).events).max())
             assert traced <= budget
             assert plan.peak_bytes == pytest.approx(traced, rel=0.005)
