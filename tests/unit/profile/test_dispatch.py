@@ -1,0 +1,155 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+
+from lightning_memfit.profile.dispatch import CudaDispatch, choose_attention, cuda_autocast_lists
+
+from .modules import Classifier, batch, trace_cpu
+
+AMPERE, RTX_3090, HOPPER, VOLTA, PASCAL = (8, 0), (8, 6), (9, 0), (7, 0), (6, 1)
+BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
+
+
+def heads(dtype=BF16, head=64, num=4, dims=4):
+    shape = (2, num, 16, head)[-dims:]
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("query", "settings", "expected"),
+    [
+        (heads(), {}, "flash"),
+        (heads(HALF), {}, "flash"),
+        (heads(FULL), {}, "efficient"),  # flash takes half precision only
+        (heads(), {"mask": True}, "efficient"),  # and no mask
+        (heads(), {"capability": VOLTA}, "math"),  # no bf16 there
+        (heads(HALF), {"capability": VOLTA}, "efficient"),
+        (heads(FULL), {"capability": PASCAL}, "efficient"),
+        (heads(head=256), {}, "flash"),
+        (heads(head=264), {}, "efficient"),
+        (heads(head=256), {"capability": RTX_3090, "dropout": 0.1}, "efficient"),
+        (heads(head=256), {"capability": RTX_3090}, "flash"),
+        (heads(FULL, head=30), {}, "math"),  # unaligned
+        (heads(head=30), {}, "flash"),  # padded
+        (heads(dims=3), {}, "math"),
+        (heads(), {"capability": HOPPER}, "cudnn"),
+        (heads(head=256), {"capability": HOPPER}, "flash"),
+        (heads(num=8), {"grouped": True, "mask": True}, "math"),
+    ],
+)
+def test_the_kernel_that_cuda_takes(query, settings, expected):
+    key = heads(query.dtype, query.size(-1), 4, query.dim())
+    mask = torch.empty(16, 16, dtype=query.dtype, device="meta") if settings.pop("mask", False) else None
+    arguments = {"capability": AMPERE, "dropout": 0.0, "grouped": False, **settings}
+    assert choose_attention(query, key, key, mask, **arguments) == expected
+
+
+def saved_bytes(function):
+    """Distinct storages that autograd keeps, in bytes."""
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = function()
+    del kept
+    return sum(storages.values())
+
+
+@pytest.fixture
+def fake():
+    with FakeTensorMode() as mode:
+        yield mode
+
+
+def test_dropout_keeps_one_byte_per_element_on_cuda_and_a_float_on_the_cpu(fake):
+    x = torch.randn(1000, requires_grad=True)
+    with CudaDispatch():
+        assert saved_bytes(lambda: F.dropout(x, 0.1)) == 1000
+        assert saved_bytes(lambda: nn.Dropout(0.1)(x)) == 1000
+        assert saved_bytes(lambda: F.dropout(x, 0.1, training=False)) == 0
+    assert saved_bytes(lambda: F.dropout(x, 0.1)) >= 4000
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "math"])
+def test_scores_are_kept_by_the_math_kernel_only(fake, kernel):
+    q, k, v = (torch.randn(2, 4, 128, 64, dtype=BF16, requires_grad=True) for _ in range(3))
+    dispatch = CudaDispatch(attention=kernel)
+    with dispatch:
+        kept = saved_bytes(lambda: F.scaled_dot_product_attention(q, k, v))
+    scores = 2 * 4 * 128 * 128 * 2
+    inputs_and_output = 4 * 2 * 4 * 128 * 64 * 2
+    assert dispatch.used == {kernel: 1}
+    if kernel == "math":
+        assert kept >= scores + inputs_and_output / 4 * 3
+    else:
+        assert inputs_and_output < kept < inputs_and_output + scores / 4
+
+
+def test_attention_runs_in_half_precision_under_autocast(fake):
+    q = torch.randn(2, 4, 16, 64, requires_grad=True)
+    dispatch = CudaDispatch()
+    with dispatch, torch.autocast("cpu", BF16):
+        assert F.scaled_dot_product_attention(q, q, q).dtype is BF16
+    assert dispatch.used == {"flash": 1}
+
+
+def test_functions_that_were_imported_by_name_are_followed(fake):
+    q = torch.randn(2, 4, 16, 64, dtype=BF16)
+    dispatch = CudaDispatch()
+    with dispatch:
+        imported_by_name(q, q, q)
+    assert dispatch.used == {"flash": 1}
+
+
+def test_the_functions_are_put_back_after_an_error():
+    before = {"functions": [F.dropout, F.scaled_dot_product_attention, imported_by_name]}
+    with pytest.raises(KeyError), CudaDispatch():
+        assert before["functions"][0] is not F.dropout
+        raise KeyError
+    assert before["functions"] == [F.dropout, F.scaled_dot_product_attention, imported_by_name]
+
+
+def test_a_module_that_fails_leaves_nothing_patched():
+    class Fails(Classifier):
+        def training_step(self, batch, batch_idx):
+            raise KeyError
+
+    before = [F.dropout, F.scaled_dot_product_attention, torch.tensor, torch.as_tensor]
+    with pytest.raises(RuntimeError):
+        trace_cpu(Fails(), batch())
+    assert before == [F.dropout, F.scaled_dot_product_attention, torch.tensor, torch.as_tensor]
+    assert "numpy" not in vars(torch._subclasses.fake_tensor.FakeTensor)
+
+
+def dtypes_under_autocast():
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", BF16):
+        hidden = x @ torch.randn(8, 8)
+        return {
+            "matmul": hidden.dtype,
+            "exp": hidden.exp().dtype,
+            "pow": hidden.pow(2).dtype,
+            "sum": hidden.sum().dtype,
+            "softmax": hidden.softmax(-1).dtype,
+            "layer_norm": F.layer_norm(hidden, (8,)).dtype,
+            "mse_loss": F.mse_loss(hidden, hidden).dtype,
+            "gelu": F.gelu(hidden).dtype,
+        }
+
+
+def test_autocast_has_cudas_list_and_the_cpus_afterwards():
+    before = dtypes_under_autocast()
+    with cuda_autocast_lists():
+        inside = dtypes_under_autocast()
+    assert dtypes_under_autocast() == before
+    assert {name for name, dtype in inside.items() if dtype is BF16} == {"matmul", "gelu"}
+    assert before["exp"] is BF16
+    with pytest.raises(KeyError), cuda_autocast_lists():
+        raise KeyError
+    assert dtypes_under_autocast() == before

@@ -1,0 +1,171 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from lightning_memfit.profile.fake import (
+    copyable_fakes,
+    fake_clone,
+    fake_pretrained_weights,
+    replaced,
+    tensors_in,
+    transformers_not_tracing,
+)
+
+from .modules import Classifier, LanguageModel, batch, ids, tiny_gpt2, trace_cpu
+
+
+class Rich(Classifier):
+    """Tied weights, buffers, a plain tensor, a generator, a list that holds one of its own parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("kept", torch.ones(3))
+        self.register_buffer("dropped", torch.ones(2, dtype=torch.long), persistent=False)
+        self.plain = {"inside": [torch.arange(3.0)]}
+        self.mine = [self.first.weight]
+        self.noise = torch.Generator().manual_seed(3)
+        self.first.bias.requires_grad_(False)
+        self._trainer = object()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    module, mode = Rich(), FakeTensorMode()
+    before = copy.deepcopy(module.state_dict())
+    drawn = torch.get_rng_state()
+    clone = fake_clone(module, mode)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    return module, clone, before
+
+
+def test_a_clone_has_the_structure_without_the_memory(pair):
+    module, clone, _ = pair
+    assert type(clone) is Rich
+    for (name, mine), (its_name, its) in zip(module.named_parameters(), clone.named_parameters(), strict=True):
+        assert name == its_name
+        assert isinstance(its, nn.Parameter)
+        assert isinstance(its.data, FakeTensor)
+        assert (its.shape, its.dtype, its.stride(), its.requires_grad) == (
+            mine.shape,
+            mine.dtype,
+            mine.stride(),
+            mine.requires_grad,
+        )
+    assert isinstance(clone.kept, FakeTensor)
+    assert isinstance(clone.plain["inside"][0], FakeTensor)
+    assert clone.first.weight is clone.second.weight is clone.mine[0]
+    assert clone._non_persistent_buffers_set == {"dropped"}
+    assert clone._trainer is None
+
+
+def test_the_original_is_untouched(pair):
+    module, clone, before = pair
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert module._trainer is not None
+    assert "_apply" not in vars(module.first)
+    assert type(module.plain["inside"][0]) is torch.Tensor
+    assert module.noise is not clone.noise
+    assert clone.noise.initial_seed() == 3
+
+
+def test_a_clone_can_have_another_dtype():
+    clone = fake_clone(Rich(), FakeTensorMode(), torch.bfloat16)
+    assert {p.dtype for p in clone.parameters()} == {torch.bfloat16}
+    assert clone.dropped.dtype is torch.long
+
+
+def test_meta_modules_can_be_cloned():
+    with torch.device("meta"):
+        module = nn.Linear(3, 3)
+    clone = fake_clone(module, FakeTensorMode())
+    assert clone.weight.device.type == "cpu"
+    assert module.weight.device.type == "meta"
+
+
+def test_moving_a_clone_changes_nothing():
+    clone = fake_clone(Rich(), FakeTensorMode())
+    weight = clone.first.weight
+    assert clone.to("cpu").half().float().first.weight is weight
+
+
+def test_fakes_can_be_copied_while_it_is_wanted():
+    with FakeTensorMode(), copyable_fakes():
+        parameter = nn.Parameter(torch.empty(3))
+        copied = copy.deepcopy({"a": parameter, "b": parameter})
+    assert copied["a"] is copied["b"] is not parameter
+    assert isinstance(copied["a"], nn.Parameter)
+    assert copied["a"].requires_grad
+
+
+def test_tensors_are_found_in_any_object():
+    class Holder:
+        def __init__(self):
+            self.one, self.more = torch.zeros(1), {"x": (torch.zeros(2),), "again": None}
+            self.more["again"] = self.one
+
+    assert [tensor.numel() for tensor in tensors_in(Holder())] == [1, 2]
+    with FakeTensorMode(), copyable_fakes():
+        assert [tensor.numel() for tensor in tensors_in(Holder())] == [1, 2]
+
+
+def test_replaced_attributes_come_back():
+    class Owner:
+        there = 1
+
+    with pytest.raises(KeyError), replaced(Owner, "there", 2), replaced(Owner, "new", 3):
+        assert (Owner.there, Owner.new) == (2, 3)
+        raise KeyError
+    assert Owner.there == 1
+    assert not hasattr(Owner, "new")
+
+
+def test_transformers_still_has_the_name_that_is_replaced():
+    import transformers.utils.import_utils as import_utils
+
+    with FakeTensorMode():
+        fake = torch.empty(2)
+    assert import_utils.is_fake_tensor(fake)
+    with transformers_not_tracing():
+        assert not import_utils.is_fake_tensor(fake)
+    assert import_utils.is_fake_tensor(fake)
+
+
+def test_pretrained_weights_are_not_read(tmp_path):
+    from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+
+    tiny_gpt2().save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"not weights at all")
+
+    class Pretrained(LanguageModel):
+        def __init__(self, kind):
+            super().__init__(nn.Identity())
+            self.kind = kind
+
+        def configure_model(self):
+            if isinstance(self.model, nn.Identity):
+                self.model = self.kind.from_pretrained(tmp_path, attn_implementation="eager").train()
+
+    for kind in (GPT2LMHeadModel, AutoModelForCausalLM):
+        trace = trace_cpu(Pretrained(kind), ids())
+        assert sum(p.numel for p in trace.parameters if not p.shared_with) == tiny_gpt2().num_parameters()
+    with pytest.raises(Exception, match=r"(?i)header|safetensors"):
+        GPT2LMHeadModel.from_pretrained(tmp_path)
+    with fake_pretrained_weights():
+        assert isinstance(GPT2LMHeadModel.from_pretrained(tmp_path), GPT2LMHeadModel)
+
+
+def test_trained_modules_can_be_traced():
+    """After `fit` a module points at its trainer, has gradients and metrics of the last run."""
+    module = Classifier()
+    trace_before = trace_cpu(module, batch())
+    module.loss(batch()).backward()
+    gradients = [p.grad.clone() for p in module.parameters()]
+    module._trainer = object()
+    assert len(trace_cpu(module, batch()).events) == len(trace_before.events)
+    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), gradients, strict=True))
