@@ -55,8 +55,12 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     both = parser.add_argument_group("for both")
-    both.add_argument("--device", metavar="NAME", help="GPU by name, a size such as 12GiB, or cpu (default: what is here)")
-    both.add_argument("--micro-batch-size", type=_positive, metavar="N", help="samples at a time (default: the recipe's)")
+    both.add_argument(
+        "--device", metavar="NAME", help="GPU by name, a size such as 12GiB, or cpu (default: what is here)"
+    )
+    both.add_argument(
+        "--micro-batch-size", type=_positive, metavar="N", help="samples at a time (default: the recipe's)"
+    )
     both.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     both.add_argument("--timeline", metavar="FILE.html", help="draw memory over the step; never overwrites")
     both.add_argument("--no-cache", action="store_true", help="neither read nor write cached profiles")

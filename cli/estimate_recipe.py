@@ -21,7 +21,6 @@ from lightning_memfit.profile.build import batch_size, profile_module, resize_ba
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.measured import measure_step
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.techniques.base import TechniqueCallback
 
@@ -40,7 +39,9 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
     for name in NAMED_OPTIONS:
         if getattr(arguments, name) is not None:
             option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"`{option}` is for `--model NAME`. A recipe states it: override `trainer`, `model` or `data`.")
+            raise ValueError(
+                f"`{option}` is for `--model NAME`. A recipe states it: override `trainer`, `model` or `data`."
+            )
     with _quiet():
         run = load_recipe(overrides)
         target = _target(arguments.device, run)
@@ -68,7 +69,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*(worker|Paged optimizers)", UserWarning)
+            warnings.filterwarnings("ignore", ".*(worker|Paged optimizers|No seed found)", UserWarning)
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
@@ -86,7 +87,9 @@ def _target(name: str | None, run: RecipeRun) -> Target:
         if run.accelerator != "auto":
             return unnamed_target()
     elif run.accelerator != "cpu":
-        raise ValueError(f"`trainer.accelerator={run.accelerator!r}`: estimates are for CUDA and the CPU. Pass `--device`.")
+        raise ValueError(
+            f"`trainer.accelerator={run.accelerator!r}`: estimates are for CUDA and the CPU. Pass `--device`."
+        )
     limits = [callback.limit_bytes for callback in run.callbacks if isinstance(callback, MemoryLimit)]
     return host_target(min(limits) if limits else None)
 

@@ -110,14 +110,17 @@ def _left_out(recipe: dict[str, Any], processes: int, callbacks: tuple[pl.Callba
         name = strategy if isinstance(strategy, str) else strategy.get("class_path", "").rpartition(".")[2]
         yield f"`trainer.strategy={name}` is not in the figures: they are those of one device that holds everything."
     elif processes > 1:
-        yield f"Figures are per device; DDP's buckets over {processes} devices (up to one more copy of the gradients) are not in them."
+        yield (
+            f"Figures are per device; the buckets of DDP over {processes} devices (up to one more copy of the "
+            "gradients) are not in them."
+        )
     for callback in callbacks:
         kind = type(callback)
         if kind.__name__ in _COPIES_OF_WEIGHTS or not kind.__module__.startswith(("lightning", "pytorch_lightning")):
             yield f"What the callback {kind.__name__} may allocate is not in the figures."
 
 
-# --- data ---------------------------------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 class _PlannedTrainer:

@@ -1,6 +1,7 @@
 """`estimate_step`: the peak of a profiled step by category and phase, as allocated and as reserved."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -179,9 +180,7 @@ def timeline(events: EventList, rounding_bytes: int = 1, num_points: int = 800) 
     live = np.cumsum(signed)
     start = _first_step(events)
     edges = np.unique(np.linspace(start, len(events), num_points + 1).astype(np.int64))
-    moments = [
-        int(first + live[first:stop].argmax()) for first, stop in zip(edges[:-1], edges[1:], strict=True) if stop > first
-    ]
+    moments = [first + int(live[first:stop].argmax()) for first, stop in pairwise(edges.tolist()) if stop > first]
     present = [i for i in range(len(CATEGORIES)) if np.any(categories == i)]
     rows = [np.cumsum(np.where(categories == i, signed, 0))[moments] for i in present]
     return Timeline(

@@ -1,6 +1,7 @@
 """`profile_named`: the profile of a model that only a name or a configuration is known of.
 
-What is in the disk cache comes back without torch; otherwise `named_model` builds the model without memory and traces it.
+What is in the disk cache comes back without torch; otherwise `named_model` builds the model without memory and traces
+it.
 """
 
 import hashlib
@@ -134,7 +135,9 @@ def _check_length(run: NamedRun, architecture: Architecture) -> None:
     if wanted is None:
         return
     if architecture.sequence_length is None:
-        raise ValueError(f"`sequence_length={wanted}`: {architecture.name} takes images, which have none. Leave it out.")
+        raise ValueError(
+            f"`sequence_length={wanted}`: {architecture.name} takes images, which have none. Leave it out."
+        )
     if longest is not None and wanted > longest:
         raise ValueError(f"`sequence_length={wanted}` is longer than the {longest} positions of {architecture.name}.")
 

@@ -82,7 +82,7 @@ def make_batch(architecture: Architecture, config: Any, size: int, length: int |
         return {"pixel_values": torch.zeros(size, config.num_channels, side, side), "labels": classes}
     assert length is not None
     tokens = 3 + torch.arange(size * length).view(size, length) % (min(config.vocab_size, 1000) - 3)
-    return {"input_ids": tokens, "labels": classes if architecture.kind == "text classification" else tokens}
+    return {"input_ids": tokens, "labels": classes if architecture.kind == "text classification" else tokens.clone()}
 
 
 def _checkpoint(model: torch.nn.Module) -> None:

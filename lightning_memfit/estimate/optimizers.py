@@ -36,8 +36,8 @@ class OptimizerFamily:
     paged: bool = False
     """States lie in unified memory that the driver moves between host and device."""
     scratch_copies: int | None = 0
-    """Copies of all trained weights that a step on CUDA needs beside the states (`_foreach_` kernels); None where only a
-    trace tells."""
+    """Copies of all trained weights that a step on CUDA needs beside the states (`_foreach_` kernels); None where only
+    a trace tells."""
 
     def tensor_bytes(self, parameter: ParameterInfo, keep_32bit: bool = False) -> list[int]:
         """Bytes of every state tensor of one trained parameter. Step counts, which lie on the host, are left out.
@@ -100,9 +100,7 @@ class OptimizerFamily:
 
 
 def _torch(name: str, num_states: int, scratch_copies: int | None = 0, factored: bool = False) -> OptimizerFamily:
-    return OptimizerFamily(
-        name, num_states, follows_parameter=True, factored=factored, scratch_copies=scratch_copies
-    )
+    return OptimizerFamily(name, num_states, follows_parameter=True, factored=factored, scratch_copies=scratch_copies)
 
 
 def _eight_bit(name: str, num_states: int, paged: bool = False) -> OptimizerFamily:

@@ -75,7 +75,9 @@ def build_report(
     Raises:
         ValueError: If that micro-batch size isn't known.
     """
-    scaling = scaling if profile.slopes is None else profile
+    scaling = profile if profile.slopes is not None else scaling
+    if scaling is not None and scaling.slopes is None:
+        scaling = None
     wanted = micro_batch_size or profile.micro_batch_size
     source = profile if wanted == profile.micro_batch_size or scaling is None else scaling
     estimate = estimate_step(source, wanted, target.runtime)

@@ -55,7 +55,9 @@ def with_sharding(
 
 
 def with_offload(
-    variant: Variant, optimizer: Literal["none", "cpu", "nvme"] = "none", parameters: Literal["none", "cpu", "nvme"] = "none"
+    variant: Variant,
+    optimizer: Literal["none", "cpu", "nvme"] = "none",
+    parameters: Literal["none", "cpu", "nvme"] = "none",
 ) -> Variant:
     """Optimizer states (gradients follow them to the host) or stage 3's shards of the weights on another tier.
 

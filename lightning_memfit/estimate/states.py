@@ -110,8 +110,8 @@ def _check(
         raise ValueError(f"`offload_optimizer={offload_optimizer!r}` needs `zero_stage` 1, 2 or 3 (found 0).")
     if offload_optimizer == "nvme" and zero_stage != 3:
         raise ValueError(
-            f"`offload_optimizer='nvme'` needs `zero_stage=3` (found {zero_stage}): below it DeepSpeed keeps the states "
-            "in host memory without saying so."
+            f"`offload_optimizer='nvme'` needs `zero_stage=3` (found {zero_stage}): below it DeepSpeed keeps the "
+            "states in host memory without saying so."
         )
     if offload_parameters != "none" and zero_stage != 3:
         raise ValueError(f"`offload_parameters={offload_parameters!r}` needs `zero_stage=3` (found {zero_stage}).")

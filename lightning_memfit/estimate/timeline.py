@@ -30,7 +30,8 @@ _PLOT_WIDTH, _PLOT_HEIGHT = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 _CHARACTER = 7.2  # pixels, upper end for 13 px text
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1b1b1b; --soft: #5b5b5b; --paper: #ffffff; --grid: #d8d8d8; --band: #00000009; }
+:root { color-scheme: light dark; --ink: #1b1b1b; --soft: #5b5b5b; --paper: #ffffff; --grid: #d8d8d8;
+  --band: #00000009; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #ececec; --soft: #ababab; --paper: #17181a; --grid: #3a3c40; --band: #ffffff0d; }
 }
@@ -38,11 +39,13 @@ body { margin: 24px auto; max-width: 1120px; padding: 0 12px; background: var(--
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 20px; margin: 0 0 4px; } p { margin: 0 0 10px; color: var(--soft); }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--ink); font: 13px system-ui, sans-serif; }
-svg .soft { fill: var(--soft); } .grid { stroke: var(--grid); } .band { fill: var(--band); } .edge { stroke: var(--soft); }
+svg .soft { fill: var(--soft); } .grid { stroke: var(--grid); } .band { fill: var(--band); }
+.edge { stroke: var(--soft); }
 .limit { stroke: var(--ink); stroke-width: 2; stroke-dasharray: 8 4; }
 .hover rect { fill: transparent; } .hover rect:hover { fill: var(--ink); fill-opacity: .18; }
 ul { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 22px; padding: 0; margin: 10px 0; }
-li i { display: inline-block; width: 13px; height: 13px; margin-right: 7px; vertical-align: -1px; border: 1px solid var(--soft); }
+li i { display: inline-block; width: 13px; height: 13px; margin-right: 7px; vertical-align: -1px;
+  border: 1px solid var(--soft); }
 """
 
 
@@ -82,8 +85,8 @@ def render(report: EstimateReport) -> str:
     size = f"micro-batch {estimate.micro_batch_size}"
     size += f" x {profile.sequence_length} tokens" if profile.sequence_length else ""
     facts = (
-        f"{profile.num_parameters:,} parameters, {profile.precision}, {profile.optimizer}, {size}. Peak of live tensors "
-        f"{format_bytes(max(_totals(timeline)))} in {estimate.phase}"
+        f"{profile.num_parameters:,} parameters, {profile.precision}, {profile.optimizer}, {size}. Peak of live "
+        f"tensors {format_bytes(max(_totals(timeline)))} in {estimate.phase}"
     )
     if report.target.kind == "cuda":
         facts += f"; with cached memory and CUDA context {format_bytes(estimate.total_bytes)}"
@@ -126,7 +129,9 @@ class _Axes:
         rough = top_bytes / unit_bytes / 6
         power = 10.0 ** (len(str(int(rough))) - 1) if rough >= 1 else 0.1
         step = next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor >= rough)
-        return cls(timeline.events[0], max(timeline.events[-1], timeline.events[0] + 1), top_bytes, unit_bytes, unit, step)
+        return cls(
+            timeline.events[0], max(timeline.events[-1], timeline.events[0] + 1), top_bytes, unit_bytes, unit, step
+        )
 
     def x(self, event: int) -> float:
         share = (event - self.first_event) / (self.last_event - self.first_event)
@@ -192,7 +197,9 @@ def _bands(axes: _Axes, timeline: Timeline) -> str:
         if name == "end" or right <= left:
             continue
         if index % 2:
-            parts.append(f'<rect class="band" x="{left}" y="{_TOP}" width="{right - left:.1f}" height="{_PLOT_HEIGHT}"/>')
+            parts.append(
+                f'<rect class="band" x="{left}" y="{_TOP}" width="{right - left:.1f}" height="{_PLOT_HEIGHT}"/>'
+            )
         parts.append(f'<line class="edge" x1="{left}" x2="{left}" y1="{base}" y2="{base + 6}"/>')
         parts.append(_fitting_text(name, left, right, base + 20))
         if name == "step":
@@ -268,8 +275,8 @@ def _legend(timeline: Timeline) -> str:
     at = _totals(timeline).index(max(_totals(timeline)))
     rows = dict(zip(timeline.categories, timeline.live_bytes, strict=True))
     items = [
-        f'<li><i style="background:{colour}"></i>{_label(category)}, {format_bytes(rows[category][at])} at the peak</li>'
+        f'<li><i style="background:{colour}"></i>{_label(category)}, {format_bytes(rows[category][at])}</li>'
         for category, colour in COLOURS.items()
         if category in rows
     ]
-    return f"<ul>{''.join(items)}</ul>"
+    return f"<ul><li>At the peak:</li>{''.join(items)}</ul>"

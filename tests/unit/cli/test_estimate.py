@@ -1,0 +1,244 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cli.estimate import make_parser, split_arguments
+from cli.main import main
+
+DATA = [
+    "--data=lightning_memfit.data.StandardLibraryText",
+    "--data.tokenizer=bytes",
+    "--data.sequence_length=64",
+    "--data.batch_size=2",
+    "--data.max_files=20",
+]
+MODEL = [
+    "--model=lightning_memfit.models.CausalLM",
+    "--model.config={model_type: gpt2, n_layer: 2, n_embd: 64, n_head: 2, vocab_size: 258, n_positions: 64}",
+]
+
+
+@pytest.fixture(autouse=True)
+def somewhere_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text("trainer: {max_steps: 4, logger: true, accelerator: cpu}\n")
+    return ["--config", str(path), *MODEL, *DATA]
+
+
+def estimate(capsys, *arguments):
+    code = main(["estimate", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def split(*arguments):
+    return split_arguments(make_parser(), arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ours", "theirs"),
+    [
+        (["--model", "gpt2", "--json"], ["--model", "gpt2", "--json"], []),
+        (["--config", "a", "--model", "X"], ["--config", "a"], ["--config", "a", "--model", "X"]),
+        (["-c=a", "--model.x=1", "--device", "T4"], ["-c=a", "--device", "T4"], ["-c=a", "--model.x=1"]),
+        (["--micro_batch_size=2", "--model", "gpt2"], ["--micro-batch-size=2", "--model", "gpt2"], []),
+        (["--a.b", "16", "--json", "-c", "a"], ["--json", "-c", "a"], ["--a.b", "16", "-c", "a"]),
+        (["-c", "a", "--trainer.max_steps=-1"], ["-c", "a"], ["-c", "a", "--trainer.max_steps=-1"]),
+    ],
+)  # fmt: skip
+def test_options_are_told_apart(arguments, ours, theirs):
+    assert split(*arguments) == (ours, theirs)
+
+
+# --- a recipe ---------------------------------------------------------------------------------------------------------
+
+
+def test_recipe_for_a_gpu_is_estimated_without_one_and_leaves_nothing(capsys, recipe, tmp_path):
+    before = {path.name for path in tmp_path.iterdir()}
+    code, report = estimate(capsys, *recipe, "--device", "RTX 3060", "--trainer.accelerator=gpu", "--no-cache")
+    assert code == 0
+    assert report["device"]["name"] == "RTX 3060 12GB"
+    assert report["device"]["capability"] == [8, 6]
+    assert report["verdict"]["fits"] is True
+    assert report["micro_batch_size"] == 2
+    assert report["sequence_length"] == 64
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_settings_come_from_the_recipe(capsys, recipe):
+    _, plain = estimate(capsys, *recipe, "--device", "12GiB")
+    _, changed = estimate(
+        capsys, *recipe, "--device", "12GiB", "--trainer.precision=bf16-true", "--trainer.accumulate_grad_batches=4",
+        "--trainer.gradient_clip_val=1.0",
+        "--trainer.callbacks+=lightning_memfit.techniques.optimizer_8bit.Optimizer8bit",
+    )  # fmt: skip
+    assert (plain["precision"], changed["precision"]) == ("32-true", "bf16-true")
+    assert (plain["optimizer"], changed["optimizer"]) == ("AdamW", "AdamW8bit")
+    assert changed["accumulate_grad_batches"] == 4
+    weights = [report["peak"]["breakdown"]["device"]["parameter"] for report in (plain, changed)]
+    assert weights[0] == pytest.approx(2 * weights[1], rel=0.05)
+
+
+def test_exit_codes_and_largest_micro_batch(capsys, recipe):
+    code, report = estimate(capsys, *recipe, "--device", "900MiB")
+    assert code == (0 if report["verdict"]["fits"] else 1)
+    largest = report["largest_micro_batch_size"]
+    assert largest >= 1
+    for size, expected in ((largest, 0), (largest + 1, 1)):
+        code, report = estimate(capsys, *recipe, "--device", "900MiB", "--micro-batch-size", str(size))
+        assert (code, report["micro_batch_size"]) == (expected, size)
+
+
+def test_recipe_without_device_is_held_against_this_machine(capsys, recipe):
+    code, report = estimate(capsys, *recipe)
+    assert code == 0
+    assert report["device"]["kind"] == "cpu"
+    code, report = estimate(capsys, *recipe, "--trainer.callbacks+={class_path: lightning_memfit.device.limit.MemoryLimit, init_args: {limit: 1MiB}}")  # fmt: skip # noqa: E501
+    assert code == 1
+    assert report["device"]["capacity_bytes"] == 1 << 20
+
+
+def test_recipe_that_insists_on_a_gpu_gets_no_verdict(capsys, recipe, monkeypatch):
+    monkeypatch.setattr("cli.estimate_recipe.live_target", lambda: None)
+    code, report = estimate(capsys, *recipe, "--trainer.accelerator=cuda")
+    assert code == 2
+    assert report["verdict"]["fits"] is None
+    assert any("--device" in note for note in report["notes"])
+
+
+def test_what_is_left_out_is_said(capsys, recipe):
+    _, report = estimate(
+        capsys, *recipe, "--device", "12GiB", "--trainer.devices=2", "--trainer.strategy=ddp",
+        "--trainer.callbacks+=lightning.pytorch.callbacks.StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.1",
+    )  # fmt: skip
+    assert any("strategy=ddp" in note for note in report["notes"])
+    assert any("StochasticWeightAveraging" in note for note in report["notes"])
+
+
+def test_global_batch_size_of_several_devices_is_accepted(capsys, recipe):
+    code, _ = estimate(capsys, *recipe, "--device", "12GiB", "--trainer.devices=2", "--data.global_batch_size=4")
+    assert code == 0
+
+
+def test_table_reads_well(capsys, recipe, tmp_path):
+    page = tmp_path / "page.html"
+    assert main(["estimate", *recipe, "--device", "12GiB", "--timeline", str(page)]) == 0
+    output = capsys.readouterr().out
+    for text in (
+        "bytes per parameter",
+        "optimizer states",
+        "Largest tensors",
+        "Peak by phase",
+        "reserved",
+        "Fits: needs",
+    ):
+        assert text in output
+    assert page.read_text().startswith("<!doctype html>")
+    assert main(["estimate", *recipe, "--timeline", str(page)]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+UNTRACEABLE = """
+import torch, lightning.pytorch as pl
+class Branching(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+    def training_step(self, batch, batch_idx):
+        output = self.layer(batch[0])
+        kept = output[output > 0]
+        return kept.square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8)), batch_size=2)
+"""
+
+
+def test_step_that_cannot_be_traced_says_how_to_measure(capsys, tmp_path, monkeypatch):
+    (tmp_path / "branching.py").write_text(UNTRACEABLE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "b.yaml").write_text("model: branching.Branching\ntrainer: {max_steps: 2, accelerator: cpu}\n")
+    assert main(["estimate", "--config", "b.yaml", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--measure" in captured.err
+    code, report = estimate(capsys, "--config", "b.yaml", "--measure")
+    assert code == 0
+    assert report["profile"]["method"] == "measured"
+    assert any("Measured" in note for note in report["notes"])
+
+
+def test_missing_weights_are_a_mistake_with_a_way_out(capsys, recipe, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    arguments = [argument for argument in recipe if not argument.startswith("--model.config")]
+    assert main(["estimate", *arguments, "--model.pretrained=/no/such/folder", "--device", "12GiB"]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+# --- a named model ----------------------------------------------------------------------------------------------------
+
+
+def test_named_model(capsys):
+    code, report = estimate(
+        capsys, "--model", "gpt2", "--micro-batch-size", "2", "--sequence-length", "128", "--precision", "bf16-mixed",
+        "--checkpointing", "full", "--device", "RTX 3060",
+    )  # fmt: skip
+    assert code == 0
+    assert report["num_parameters"] == 124_439_808
+    assert report["peak"]["breakdown"]["device"]["optimizer_state"] == pytest.approx(8 * 124_439_808, rel=0.01)
+    assert report["largest_micro_batch_size"] > 2
+
+
+def test_batch_of_one_still_tells_the_largest(capsys):
+    _, report = estimate(capsys, "--model", "gpt2", "--sequence-length", "64", "--device", "12GiB")
+    assert report["micro_batch_size"] == 1
+    assert report["largest_micro_batch_size"] > 1
+
+
+def test_named_model_without_device_gets_no_verdict(capsys, monkeypatch):
+    monkeypatch.setattr("cli.estimate_named.live_target", lambda: None)
+    code, report = estimate(capsys, "--model", "gpt2", "--sequence-length", "64")
+    assert code == 2
+    assert report["device"]["capacity_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--config RECIPE"),
+        (["--model", "gpt5"], "Closest: gpt2"),
+        (["--model", "gpt2", "--trainer.precision=16"], "needs `--config`"),
+        (["--model", "gpt2", "--device", "RTX 9999"], "RTX 9999"),
+        (["--model", "gpt2", "--optimizer", "adamv"], "adamv"),
+        (["--model", "gpt2", "--measure"], "needs a recipe"),
+        (["--config", "quickstart", "--precision", "16-true"], "A recipe states it"),
+        (["--config", "quickstrat"], "quickstart"),
+        (["--model", "gpt2", "--micro-batch-size", "0"], "at least 1"),
+    ],
+)
+def test_mistakes_are_explained(capsys, arguments, message):
+    assert main(["estimate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_cached_answer_needs_neither_torch_nor_lightning():
+    code = """
+import sys
+from lightning_memfit.cli.main import main
+main(["estimate", "--model", "gpt2", "--sequence-length", "64", "--micro-batch-size", "2", "--device", "12GiB"])
+print("torch" in sys.modules, "lightning" in sys.modules, file=sys.stderr)
+"""
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120) for _ in range(2)]
+    assert runs[0].stderr.split()[-2:] == ["True", "False"]
+    assert runs[1].stderr.split()[-2:] == ["False", "False"]
+    assert runs[0].stdout == runs[1].stdout

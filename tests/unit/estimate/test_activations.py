@@ -1,0 +1,79 @@
+"""The closed formulae against traced GPT-2 layers; b, s, h, a = 2, 512, 512, 8, figures in units of s·b·h bytes."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from lightning_memfit.estimate.activations import checkpointed_segments, layer_activation_bytes
+from lightning_memfit.estimate.architectures import ARCHITECTURES
+from lightning_memfit.estimate.named import NamedRun
+from lightning_memfit.estimate.named_model import trace_named
+from lightning_memfit.memory import Category
+
+BATCH, SEQUENCE, HIDDEN, HEADS = 2, 512, 512, 8
+UNIT = BATCH * SEQUENCE * HIDDEN
+
+
+@cache
+def traced_layer(precision, attention, checkpointing, gelu):
+    """Bytes a layer keeps for backward: what a model of three keeps more than one of two."""
+
+    def kept(layers):
+        sizes = {"n_layer": layers, "n_embd": HIDDEN, "n_head": HEADS, "activation_function": gelu}
+        architecture = replace(ARCHITECTURES["gpt2"], config=sizes)
+        run = NamedRun("gpt2", BATCH, SEQUENCE, precision=precision, attention=attention, checkpointing=checkpointing)
+        events = trace_named(run, architecture, shorten=False).events
+        end_of_forward = next(at for at, name in events.phases if name == "backward") - 1
+        return events.breakdown_at(end_of_forward).get(Category.ACTIVATION)
+
+    return (kept(3) - kept(2)) / UNIT
+
+
+def formula(recompute):
+    return layer_activation_bytes(BATCH, SEQUENCE, HIDDEN, HEADS, recompute) / UNIT
+
+
+def test_layer_as_the_paper_has_it():
+    # + 0.016: mean and reciprocal deviation of two layer norms
+    assert formula("none") == 74
+    assert traced_layer("bf16-true", "eager", "none", "gelu") == pytest.approx(74.016, abs=0.001)
+
+
+def test_flash_attention_is_the_selective_case():
+    # + 0.063: flash attention keeps its log-sum-exp in fp32, 4·a·s·b bytes
+    assert formula("selective") == 34
+    assert traced_layer("bf16-true", "sdpa", "none", "gelu") == pytest.approx(34.078, abs=0.001)
+
+
+def test_checkpointed_layer_keeps_its_input():
+    assert traced_layer("bf16-true", "sdpa", "full", "gelu") == formula("full") == 2
+
+
+def test_gelu_of_gpt2_keeps_three_more_tensors():
+    # Hugging Face writes GPT-2's tanh approximation out in operators; each result is 4h wide
+    more = traced_layer("bf16-true", "sdpa", "none", "gelu_new") - traced_layer("bf16-true", "sdpa", "none", "gelu")
+    assert more == pytest.approx(3 * 4 * 2)
+
+
+def test_autocast_keeps_the_residual_stream_in_fp32():
+    # + 4: two residual sums in fp32. Layer norms' outputs are kept as their half-precision copies: as large as before
+    assert traced_layer("bf16-mixed", "sdpa", "none", "gelu") == pytest.approx(38.094, abs=0.001)
+    assert traced_layer("bf16-mixed", "sdpa", "full", "gelu") == 2 * formula("full")
+
+
+def test_autocast_keeps_eager_probabilities_in_fp32():
+    # softmax runs in fp32: 2·a·s/h more for its output, beside the residual stream
+    assert traced_layer("bf16-mixed", "eager", "none", "gelu") == pytest.approx(74 + 4 + 2 * HEADS, abs=0.04)
+
+
+def test_square_root_of_the_depth():
+    assert [checkpointed_segments(n) for n in (1, 12, 48, 96)] == [1, 3, 7, 10]
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1, 1), (1, -1, 1, 1)])
+def test_sizes_must_be_positive(sizes):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        layer_activation_bytes(*sizes)
+    with pytest.raises(ValueError, match="recompute='some'"):
+        layer_activation_bytes(1, 1, 1, 1, "some")

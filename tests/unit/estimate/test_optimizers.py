@@ -1,0 +1,94 @@
+import pytest
+import torch
+
+from lightning_memfit.estimate.optimizers import OPTIMIZER_FAMILIES, optimizer_family
+from lightning_memfit.profile.parameters import parameter_table
+from lightning_memfit.profile.record import ParameterInfo
+
+SHAPES = [(300, 200), (64,), (5000,), (3, 50, 70), (100, 100), (4096,), (4095,), (1, 7)]
+
+
+def torch_optimizer(name, **options):
+    return lambda parameters: getattr(torch.optim, name)(parameters, 1e-3, **options)
+
+
+def bitsandbytes_optimizer(name, **options):
+    return lambda parameters: getattr(pytest.importorskip("bitsandbytes").optim, name)(parameters, lr=1e-3, **options)
+
+
+REAL = {
+    "sgd": torch_optimizer("SGD"),
+    "sgd_momentum": torch_optimizer("SGD", momentum=0.9),
+    "adam": torch_optimizer("Adam"),
+    "adamw": torch_optimizer("AdamW"),
+    "adamw_fused": torch_optimizer("AdamW", fused=True),
+    "rmsprop": torch_optimizer("RMSprop"),
+    "adafactor": torch_optimizer("Adafactor"),
+    "lion": bitsandbytes_optimizer("Lion"),
+    "adam_8bit": bitsandbytes_optimizer("Adam8bit"),
+    "adamw_8bit": bitsandbytes_optimizer("AdamW8bit"),
+    "lion_8bit": bitsandbytes_optimizer("Lion8bit"),
+    "sgd_8bit": bitsandbytes_optimizer("SGD8bit", momentum=0.9),
+    "rmsprop_8bit": bitsandbytes_optimizer("RMSprop8bit"),
+}
+
+
+def real_state_bytes(make, module):
+    optimizer = make(list(module.parameters()))
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    storages = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", REAL)
+def test_bytes_of_real_states(name, dtype):
+    module = torch.nn.ParameterList([torch.randn(shape, dtype=dtype) for shape in SHAPES])
+    assert optimizer_family(name).total_bytes(parameter_table(module)) == real_state_bytes(REAL[name], module)
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+@pytest.mark.parametrize(("name", "real"), [("paged_adamw", "PagedAdamW"), ("paged_adamw_8bit", "PagedAdamW8bit")])
+def test_paged_states_are_as_large(name, real):
+    module = torch.nn.ParameterList([torch.randn(shape) for shape in SHAPES])
+    family = optimizer_family(name)
+    assert family.paged
+    assert family.total_bytes(parameter_table(module)) == real_state_bytes(bitsandbytes_optimizer(real), module)
+
+
+def test_frozen_and_tied_parameters_have_no_states_of_their_own():
+    table = (
+        ParameterInfo("a", 100, 4),
+        ParameterInfo("frozen", 100, 4, trainable=False),
+        ParameterInfo("tied", 100, 4, shared_with="a"),
+    )
+    assert optimizer_family("adamw").total_bytes(table) == 800
+
+
+def test_exempt_parameters_keep_32_bits_and_rounding_is_per_tensor():
+    table = (ParameterInfo("embedding", 5000, 4), ParameterInfo("weight", 5000, 4))
+    family = optimizer_family("adamw_8bit")
+    one_quantized = 2 * (5000 + 4 * 20)
+    assert family.total_bytes(table, keep_32bit=("embedding",)) == 2 * 4 * 5000 + one_quantized + 2048
+    assert family.total_bytes(table, rounding_bytes=512) == 2 * 2 * (5120 + 512) + 2048
+
+
+def test_adafactor_needs_shapes():
+    with pytest.raises(ValueError, match="shape of w"):
+        optimizer_family("adafactor").total_bytes([ParameterInfo("w", 6, 4, dims=2)])
+    with pytest.raises(ValueError, match="total_bytes"):
+        optimizer_family("adafactor").bytes_per_parameter()
+
+
+def test_per_parameter_figures_agree_with_large_tensors():
+    table = [ParameterInfo("w", 1 << 20, 4, dims=2, shape=(1 << 10, 1 << 10))]
+    for family in OPTIMIZER_FAMILIES.values():
+        if not family.factored:
+            assert family.total_bytes(table) / (1 << 20) == pytest.approx(family.bytes_per_parameter(), abs=0.002)
