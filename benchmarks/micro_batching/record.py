@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 def write(path: Path, figures: dict[str, Any]) -> None:
     """Write one JSON file: figures, versions, hardware and commit."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    module = getattr(sys.modules["__main__"], "__spec__", None)
     record = {
+        "command": f"python -m {module.name if module else Path(sys.argv[0]).name}",
         "versions": {
             "torch": torch.__version__,
             "lightning": lightning.__version__,

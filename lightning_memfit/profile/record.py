@@ -126,9 +126,7 @@ class ModelProfile:
                 phases=tuple((at, name) for at, name in header.pop("phases")),
             )
             slopes = data["slopes"] if "slopes" in data.files else None
-        header["parameters"] = tuple(
-            ParameterInfo(**{**p, "shape": tuple(p["shape"])}) for p in header["parameters"]
-        )
+        header["parameters"] = tuple(ParameterInfo(**{**p, "shape": tuple(p["shape"])}) for p in header["parameters"])
         header["assumptions"] = tuple(header["assumptions"])
         return cls(events=events, slopes=slopes, **header)
 
