@@ -71,7 +71,7 @@ def _largest(report: EstimateReport) -> Table:
     table = Table(title="Largest tensors at the peak", box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("GiB", justify="right")
     for heading in ("category", "module", "operator"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for tensor in report.estimate.largest:
         module, _, operator = tensor.site.rpartition(" | ")
         if not module and not operator.startswith("aten."):
