@@ -43,7 +43,7 @@ def readable_errors() -> Iterator[Outcome]:
 def user_mistake(error: BaseException) -> BaseException | None:
     """Return what was raised on purpose to tell the user something: the error itself, or what caused it.
 
-    That is Lightning's `MisconfigurationException` and its refusal to overwrite a run's configuration, and a `ValueError`
+    That is Lightning's `MisconfigurationException`, its refusal to overwrite a run's configuration, and a `ValueError`
     or `ModuleNotFoundError` raised by our own code.
     jsonargparse wraps what a constructor raises, hence the causes.
     """

@@ -9,7 +9,6 @@ from lightning_memfit.profile.recorder import EventRecorder
 
 from .modules import Block
 
-
 MIDDLE = (1, 2)
 """The blocks at the edges get what passes between them and their neighbours."""
 
