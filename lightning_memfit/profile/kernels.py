@@ -31,16 +31,29 @@ def python_kernel(operator: Any) -> Callable[..., Any] | None:
     return None if kernel is None else getattr(sys.modules[_MODULE], kernel)
 
 
-def kernel_scratch_bytes(operator: Any, args: Any) -> int:
+def kernel_scratch_bytes(operator: Any, args: Any, result: Any) -> int:
     """Bytes that an operator's CPU kernel takes from torch's allocator while it runs and gives back.
 
-    oneDNN reorders the weight of a convolution wider than one pixel; its backward accumulates half precision in fp32.
+    oneDNN convolves in a layout of its own. Forward copies input and weight into it, gives them back, and copies the
+    output out of it; backward holds copies in the shapes of input and output, and in half precision accumulates the
+    weight's gradient in fp32. Pointwise convolutions in fp32 need no copies.
+
+    Args:
+        operator: The operator that was called.
+        args: Its arguments.
+        result: What it returned.
     """
     if operator is _CONVOLUTION:
-        weight, width = args[1], args[1].element_size()
+        (data, weight), output = args[:2], result
     elif operator is _CONVOLUTION_BACKWARD:
-        weight, width = args[2], 4
+        output, data, weight = args[:3]
     else:
         return 0
-    pixels = math.prod(weight.shape[2:])
-    return weight.numel() * width if pixels > 1 else 0
+    half = weight.element_size() < 4
+    if math.prod(weight.shape[2:]) == 1 and not half:
+        return 0
+    if operator is _CONVOLUTION:
+        return max(data.nbytes + weight.nbytes, output.nbytes)
+    if half:
+        return data.nbytes + output.nbytes + 4 * weight.numel()
+    return max(data.nbytes + output.nbytes, weight.nbytes)

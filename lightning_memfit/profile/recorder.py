@@ -144,7 +144,7 @@ class EventRecorder(StorageLedger):
                         if isinstance(inner, torch.Tensor):
                             self._see(func, args, inner)
         if self._python_kernels:
-            self._record_scratch(kernel_scratch_bytes(func, args))
+            self._record_scratch(kernel_scratch_bytes(func, args, result))
         return result
 
     def _record_scratch(self, size_bytes: int) -> None:
