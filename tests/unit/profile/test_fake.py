@@ -117,9 +117,13 @@ def test_replaced_attributes_come_back():
     class Owner:
         there = 1
 
-    with pytest.raises(KeyError), replaced(Owner, "there", 2), replaced(Owner, "new", 3):
-        assert (Owner.there, Owner.new) == (2, 3)
-        raise KeyError
+    def fail():
+        with replaced(Owner, "there", 2), replaced(Owner, "new", 3):
+            assert (Owner.there, Owner.new) == (2, 3)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert Owner.there == 1
     assert not hasattr(Owner, "new")
 

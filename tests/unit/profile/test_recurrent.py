@@ -45,7 +45,7 @@ def test_on_the_cpu_the_figure_is_that_of_a_real_run(settings, precision):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_on_cuda_trained_recurrence_is_refused(kind):
-    with pytest.raises(TraceError, match="can't be traced for CUDA.*known to the device only"):
+    with pytest.raises(TraceError, match=r"can't be traced for CUDA.*known to the device only"):
         trace_step(Recurrent(kind), BATCH, StepOptions())
 
 

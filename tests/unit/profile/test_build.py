@@ -1,0 +1,84 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_memfit.profile.build import batch_size, profile_module, resize_batch, sequence_length
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import Emulation
+
+from .modules import WIDTH, Classifier, LanguageModel, batch, ids, peak, tiny_gpt2, trace_cpu
+from .test_trace import Bag, Opaque, TakesAny, ragged
+
+
+def test_every_size_follows_from_two():
+    module, options = LanguageModel(tiny_gpt2()), StepOptions("bf16-mixed")
+    profile = profile_module(module, ids(2), options, Emulation("cpu"))
+    assert (profile.micro_batch_size, profile.only_this_size) == (2, "")
+    for samples in (1, 2, 7):
+        assert peak(profile.events_at(samples)) == pytest.approx(
+            peak(trace_cpu(module, ids(samples), options).events), rel=1e-5 if samples > 1 else 1e-3
+        )
+
+
+def test_what_a_profile_tells():
+    profile = profile_module(Classifier(), batch(), any_micro_batch=False)
+    assert (profile.name, profile.optimizer, profile.device, profile.measured) == ("Classifier", "AdamW", "cuda", False)
+    assert profile.num_parameters == sum(p.numel() for p in Classifier().parameters())
+    assert profile.flops["backward"] > profile.flops["forward"] > 0
+    assert {"torch", "lightning", "transformers"} <= set(profile.versions)
+    with pytest.raises(ValueError, match="at one size"):
+        profile.events_at(2)
+
+
+class OfOneSize(Classifier):
+    """Works with the batch it was built for only."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weights", torch.ones(32, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.loss({"x": batch["x"] * self.weights, "y": batch["y"]})
+
+
+class GrowsInSteps(Classifier):
+    """Another structure where a sample more comes in."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss + self.net(batch["x"]).mean() if len(batch["x"]) % 2 else loss
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "reason"),
+    [
+        (OfOneSize, batch, "broadcast a dimension of length 32"),
+        (GrowsInSteps, batch, "does not allocate in the same order at micro-batch sizes 32 and 33"),
+        (Bag, ragged, r"differ in their first dimension \(14 and 4\)"),
+        (TakesAny, lambda: Opaque(**batch()), "Opaque holds tensors where they can't be resized"),
+    ],
+)
+def test_where_one_size_is_known_only_the_profile_says_why(module, data, reason):
+    profile = profile_module(module(), data(), emulation=Emulation("cpu"))
+    assert peak(profile.events) > 0
+    assert profile.slopes is None
+    with pytest.raises(ValueError, match=f"known at .* only .*{reason}"):
+        profile.events_at(3)
+
+
+def test_batches_are_repeated_and_cut():
+    small = resize_batch({"x": torch.arange(6).view(3, 2), "scalar": torch.tensor(1), "one": torch.ones(1, 5)}, 3, 2)
+    assert small["x"].tolist() == [[0, 1], [2, 3]]
+    assert small["one"].shape == (1, 5)
+    assert resize_batch((torch.arange(2),), 2, 5)[0].tolist() == [0, 1, 0, 1, 0]
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(2, WIDTH), torch.zeros(1, WIDTH)])
+    with pytest.raises(ValueError, match=r"first dimension|can't be resized"):
+        resize_batch(packed, 3, 4)
+
+
+def test_sizes_of_batches():
+    assert batch_size({"temperature": torch.tensor(1.0), "x": torch.zeros(5, 2)}) == 5
+    assert sequence_length({"input_ids": torch.zeros(2, 9)}) == 9
+    assert sequence_length(torch.zeros(2, 9)) is None
+    with pytest.raises(ValueError, match="no tensor with a batch dimension"):
+        batch_size({"scalar": torch.tensor(1)})
