@@ -36,8 +36,8 @@ def kernel_scratch_bytes(operator: Any, args: Any, result: Any) -> int:
 
     oneDNN convolves in a layout of its own. Forward copies input and weight into it, gives them back, and copies the
     output out of it; backward holds copies in the shapes of input and output, and in half precision accumulates the
-    weight's gradient in fp32. Pointwise convolutions in fp32 need no copies. On one thread this is exact in fp32; in bf16
-    the backward takes up to a fifth more.
+    weight's gradient in fp32. Pointwise convolutions in fp32 need no copies. On one thread this is exact in fp32; in
+    bf16 the backward takes up to a fifth more.
 
     Args:
         operator: The operator that was called.
