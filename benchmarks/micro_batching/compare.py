@@ -8,6 +8,7 @@ during backward; its true maximum is found by bisection. Trial steps, errors and
 """
 
 import argparse
+import json
 import logging
 import time
 import warnings
@@ -22,12 +23,8 @@ from benchmarks.micro_batching.models import CASES, Case, Lit
 from benchmarks.micro_batching.record import write
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.device.simulated import SimulatedDevice
-from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.memory.attach import TrainerAttachment
-from lightning_memfit.profile.build import profile_module
-from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.profile.trace import Emulation
 
 SHARE = 1024  # at least two full micro-batches of the largest case
 HUGE = 1 << 40
@@ -92,19 +89,8 @@ def true_maximum_without(case: Case, limit_bytes: int) -> int:
     return low
 
 
-def memory_model(case: Case) -> Any:
-    """The memory model's prediction for windows of several micro-batches, from two traces."""
-    module = Lit(case, 2)
-    batch = next(iter(module.train_dataloader()))
-    profile = profile_module(module, batch, StepOptions(accumulate_grad_batches=2), Emulation(device="cpu"))
-    return lambda size: predict_peak_bytes(profile, size)
-
-
-def run_ours(case: Case, limit_bytes: int, with_model: bool) -> dict[str, Any]:
-    started = time.perf_counter()
-    predict = memory_model(case) if with_model else None
-    predicted = time.perf_counter() - started
-    callback, limit, module = MicroBatching(predictor=predict), MemoryLimit(limit_bytes), Lit(case, SHARE)
+def run_ours(case: Case, limit_bytes: int) -> dict[str, Any]:
+    callback, limit, module = MicroBatching(), MemoryLimit(limit_bytes), Lit(case, SHARE)
     started = time.perf_counter()
     trainer_of(callback, limit, max_steps=1).fit(module)
     assert limit.ledger is not None
@@ -115,7 +101,6 @@ def run_ours(case: Case, limit_bytes: int, with_model: bool) -> dict[str, Any]:
         "steps": callback.found.num_trials,
         "errors": limit.ledger.num_ooms,
         "size_used": callback.changes[0][1],
-        "seconds_prediction": round(predicted, 2),
         "seconds": round(time.perf_counter() - started, 2),
     }
 
@@ -143,13 +128,16 @@ def compare(case: Case) -> dict[str, Any]:
     row: dict[str, Any] = {"model": case.name, "limit_bytes": limit_bytes, "true_maximum": case.largest}
     row["checked"] = ours_fits(case, case.largest, limit_bytes) and not ours_fits(case, case.largest + 1, limit_bytes)
     row["true_maximum_without_micro_batches"] = true_maximum_without(case, limit_bytes)
-    row["memfit"] = run_ours(case, limit_bytes, with_model=True)
-    row["memfit_without_model"] = run_ours(case, limit_bytes, with_model=False)
+    row["memfit"] = run_ours(case, limit_bytes)
     for mode in ("power", "binsearch"):
         row[f"lightning_{mode}"] = run_lightning(case, limit_bytes, mode)
+    return rated(row)
+
+
+def rated(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with every size as a share of the true maximum of its kind of run."""
     for name, base in (
         ("memfit", "true_maximum"),
-        ("memfit_without_model", "true_maximum"),
         ("lightning_power", "true_maximum_without_micro_batches"),
         ("lightning_binsearch", "true_maximum_without_micro_batches"),
     ):
@@ -160,14 +148,19 @@ def compare(case: Case) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="name of one model")
+    parser.add_argument(
+        "--ours", action="store_true", help="measure ours anew and keep the other figures of the output"
+    )
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/micro_batching_compare.json"))
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    known = {row["model"]: row for row in json.loads(arguments.output.read_text())["rows"]} if arguments.ours else {}
     rows = []
     for case in CASES:
         if arguments.only in (None, case.name):
-            rows.append(compare(case))
+            row = known.get(case.name)
+            rows.append(rated({**row, "memfit": run_ours(case, row["limit_bytes"])}) if row else compare(case))
             print(rows[-1], flush=True)
     write(arguments.output, {"share": SHARE, "rows": rows})
 

@@ -31,3 +31,31 @@ def test_every_result_names_its_command_and_versions(path: Path) -> None:
     document = json.loads(path.read_text())
     assert document.get("command")
     assert "torch" in document.get("versions", {})
+
+
+def test_comparison_of_batch_fitters_is_what_its_results_give() -> None:
+    from benchmarks.micro_batching.table import PAGE, page
+
+    assert PAGE.read_text() == page(), "run `python -m benchmarks.micro_batching.table`"
+
+
+def test_sizes_found_keep_their_bar() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/micro_batching_compare.json").read_text())["rows"]
+    assert len(rows) >= 10
+    for row in rows:
+        ours = row["memfit"]
+        assert ours["fraction"] >= 0.97 or ours["largest"] >= row["true_maximum"] - 1
+        assert ours["steps"] <= 3
+        assert ours["errors"] <= 1
+
+
+def test_readme_states_the_accuracy_that_was_measured() -> None:
+    from benchmarks.estimator.table import summary
+
+    document = json.loads((ROOT / "benchmarks/results/estimator_cpu.json").read_text())
+    figures = summary([row["error_allocated"] for row in document["rows"]])
+    sentence = (
+        f"Over {figures['runs']} real training runs on the CPU the median error is {100 * figures['median']:.3f} %, "
+        f"the largest {100 * figures['max']:.2f} %."
+    )
+    assert sentence in " ".join((ROOT / "README.md").read_text().split())
