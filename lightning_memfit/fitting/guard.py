@@ -8,7 +8,8 @@ without a copy leaves weights nobody should train on, and the error says so.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,29 +42,16 @@ class StepGuard:
         self._is_first = True
         self.num_retries = 0
 
-    @contextmanager
-    def __call__(self, optimizer: Optimizer) -> Iterator[None]:
+    def __call__(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Guard the steps of an optimizer within the context."""
         if isinstance(optimizer, LBFGS):  # evaluates its closure several times within a step
-            yield
-            return
-        own = vars(optimizer).get("step")
-        step = optimizer.step
+            return nullcontext()
+        return _Guarded(self, optimizer)
 
-        def guarded_step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            return self._step(optimizer, step, closure, **kwargs)
-
-        vars(optimizer)["step"] = guarded_step
-        try:
-            yield
-        finally:
-            del vars(optimizer)["step"]
-            if own is not None:
-                vars(optimizer)["step"] = own
-
-    def _step(
-        self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None, **kwargs: Any
+    def step(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
+        """Run the closure, then the step, and repeat the step if memory ran out in it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -106,6 +94,27 @@ class StepGuard:
             return False
         sizes = [p.nbytes for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         return self._gauge.limit_bytes - self._gauge.live_bytes < 2 * sum(sizes)
+
+
+class _Guarded(AbstractContextManager[None]):
+    """An optimizer whose `step` is the guard's meanwhile. A class, not a generator: it is entered in every step."""
+
+    __slots__ = ("_attributes", "_guard", "_optimizer", "_own")
+
+    def __init__(self, guard: StepGuard, optimizer: Optimizer) -> None:
+        self._guard = guard
+        self._optimizer = optimizer
+        self._attributes = vars(optimizer)
+        self._own = self._attributes.get("step")
+
+    def __enter__(self) -> None:
+        self._attributes["step"] = partial(self._guard.step, self._optimizer, self._optimizer.step)
+
+    def __exit__(self, *_: Any) -> None:
+        if self._own is None:
+            del self._attributes["step"]
+        else:
+            self._attributes["step"] = self._own
 
 
 def _versions(optimizer: Optimizer) -> list[int]:

@@ -61,6 +61,9 @@ class _WholeBatchClosure(Closure):
         return self._step_fn()
 
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
 class MicroBatchLoop(_AutomaticOptimization):
     """Lightning's automatic optimization, with forward and backward of a loader batch done by `run_step`.
 
@@ -81,22 +84,23 @@ class MicroBatchLoop(_AutomaticOptimization):
         self._guard = guard
         self._replaced: _AutomaticOptimization | None = None
         self._hooks_in_use: bool | None = None
+        self._epoch_loop = trainer.fit_loop.epoch_loop
+        self._is_alone = trainer.world_size == 1
 
     # --- taking Lightning's place -----------------------------------------------------------------------------------
 
     def install(self) -> None:
         """Take the place of the trainer's loop, its counters included."""
-        epoch_loop = self.trainer.fit_loop.epoch_loop
-        self._replaced = epoch_loop.automatic_optimization
+        self._replaced = self._epoch_loop.automatic_optimization
         self.optim_progress = self._replaced.optim_progress
         self._skip_backward = self._replaced._skip_backward
-        epoch_loop.automatic_optimization = self
+        self._epoch_loop.automatic_optimization = self
 
     def uninstall(self) -> None:
         """Put the trainer's own loop back."""
         if self._replaced is not None:
             self._replaced.optim_progress = self.optim_progress
-            self.trainer.fit_loop.epoch_loop.automatic_optimization = self._replaced
+            self._epoch_loop.automatic_optimization = self._replaced
             self._replaced = None
 
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
@@ -110,7 +114,7 @@ class MicroBatchLoop(_AutomaticOptimization):
             optimizer=optimizer,
             batch_idx=batch_idx,
             zero_grad=self._make_zero_grad_fn(batch_idx, optimizer),
-            is_last=not self.trainer.fit_loop._should_accumulate(),
+            is_last=self.trainer.accumulate_grad_batches == 1 or not self.trainer.fit_loop._should_accumulate(),
         )
         return _WholeBatchClosure(lambda: self._run_step(request))
 
@@ -123,7 +127,7 @@ class MicroBatchLoop(_AutomaticOptimization):
     @property
     def results(self) -> Any:
         """Where `self.log` writes."""
-        return self.trainer._results
+        return self._epoch_loop._results  # `trainer._results` looks this up anew through five properties
 
     @property
     def module(self) -> LightningModule:
@@ -137,7 +141,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         with self.unsynchronized():  # DistributedDataParallel decides in forward whether backward reduces
             output = call._call_strategy_hook(self.trainer, "training_step", *arguments.values())
         self.trainer.strategy.post_training_step()
-        if output is None and self.trainer.world_size > 1:
+        if output is None and not self._is_alone:
             raise RuntimeError(
                 "`training_step` returned None, which skips a batch. With several devices that is not possible: return "
                 "a loss of zero weight."
@@ -173,8 +177,8 @@ class MicroBatchLoop(_AutomaticOptimization):
 
     def unsynchronized(self) -> AbstractContextManager[None]:
         """A context in which backward does not reduce gradients over ranks."""
-        if self.trainer.world_size == 1:
-            return nullcontext()
+        if self._is_alone:
+            return _NOTHING
         return _block_parallel_sync_behavior(self.trainer.strategy, block=True)
 
     def settle_after_failure(self, hook_name: str | None) -> None:

@@ -160,6 +160,6 @@ def test_the_recipe_itself_is_the_flagship(capsys):
     assert data["sequence_length"] == 1024
     assert data["batch_size"] * trainer["accumulate_grad_batches"] == data["global_batch_size"] == 64
     assert trainer["precision"].startswith("bf16")
-    callbacks = {entry["class_path"].rpartition(".")[2]: entry["init_args"] for entry in trainer["callbacks"]}
+    callbacks = {entry["class_path"].rpartition(".")[2]: entry.get("init_args", {}) for entry in trainer["callbacks"]}
     assert callbacks["Optimizer8bit"]["keep_32bit_embeddings"] is True
     assert callbacks["ActivationCheckpointing"]["mode"] == "full"
