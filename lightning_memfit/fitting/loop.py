@@ -84,23 +84,23 @@ class MicroBatchLoop(_AutomaticOptimization):
         self._guard = guard
         self._replaced: _AutomaticOptimization | None = None
         self._hooks_in_use: bool | None = None
-        self._epoch_loop = trainer.fit_loop.epoch_loop
         self._is_alone = trainer.world_size == 1
 
     # --- taking Lightning's place -----------------------------------------------------------------------------------
 
     def install(self) -> None:
         """Take the place of the trainer's loop, its counters included."""
-        self._replaced = self._epoch_loop.automatic_optimization
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        self._replaced = epoch_loop.automatic_optimization
         self.optim_progress = self._replaced.optim_progress
         self._skip_backward = self._replaced._skip_backward
-        self._epoch_loop.automatic_optimization = self
+        epoch_loop.automatic_optimization = self
 
     def uninstall(self) -> None:
         """Put the trainer's own loop back."""
         if self._replaced is not None:
             self._replaced.optim_progress = self.optim_progress
-            self._epoch_loop.automatic_optimization = self._replaced
+            self.trainer.fit_loop.epoch_loop.automatic_optimization = self._replaced
             self._replaced = None
 
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
@@ -127,7 +127,7 @@ class MicroBatchLoop(_AutomaticOptimization):
     @property
     def results(self) -> Any:
         """Where `self.log` writes."""
-        return self._epoch_loop._results  # `trainer._results` looks this up anew through five properties
+        return self.trainer.fit_loop.epoch_loop._results  # `trainer._results` takes five properties to get here
 
     @property
     def module(self) -> LightningModule:
