@@ -148,9 +148,7 @@ def rated(row: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="name of one model")
-    parser.add_argument(
-        "--ours", action="store_true", help="measure ours anew, keep the rest"
-    )
+    parser.add_argument("--ours", action="store_true", help="measure ours anew, keep the rest")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/micro_batching_compare.json"))
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
