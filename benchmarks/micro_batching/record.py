@@ -17,7 +17,7 @@ def write(path: Path, figures: dict[str, Any]) -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     module = getattr(sys.modules["__main__"], "__spec__", None)
     record = {
-        "command": f"python -m {module.name if module else Path(sys.argv[0]).name}",
+        "command": " ".join(["python -m", module.name if module else Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": {
             "torch": torch.__version__,
             "lightning": lightning.__version__,
