@@ -1,0 +1,64 @@
+"""`memfit doctor`: what this machine has, and what would hinder training, each with its fix."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_memfit.device.health import Finding
+
+_EPILOG = "exit codes: 0 nothing hinders training here, 1 something does, 2 a mistake, which is explained"
+_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+def main(argv: list[str]) -> int:
+    """Examine the machine, print, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="memfit doctor",
+        description="Say what this machine has and what would hinder training or offloading, each with its fix.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "--folder", default=".", help="where checkpoints and offloaded states would lie (default: here)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    arguments = parser.parse_args(argv)
+
+    from lightning_memfit.device.examine import examine
+    from lightning_memfit.device.health import hinders
+
+    findings = examine(arguments.folder)
+    problem = hinders([finding for group in findings.values() for finding in group])
+    if arguments.json:
+        document = {"hinders": problem, "findings": {k: [asdict(f) for f in group] for k, group in findings.items()}}
+        json.dump(document, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        print_findings(findings, problem)
+    return int(problem)
+
+
+def print_findings(findings: dict[str, list[Finding]], problem: bool) -> None:
+    """Print a table by subject and a verdict."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("check", "", "found", "fix"):
+        table.add_column(heading, overflow="fold")
+    for subject, group in findings.items():
+        table.add_section()
+        table.add_row(f"[bold]{subject}[/bold]")
+        for finding in group:
+            style = _STYLES[finding.level]
+            table.add_row(finding.name, f"[{style}]{finding.level}[/{style}]", finding.found, finding.fix)
+    console.print(table)
+    console.print(
+        "Something would hinder training here: see `problem` above." if problem else "Nothing hinders training."
+    )

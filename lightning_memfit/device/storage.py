@@ -1,0 +1,96 @@
+"""Trying a folder out: direct I/O and sequential speed, with one small file that is removed again."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_memfit.memory import MIB
+
+_CHUNK_BYTES = 8 * MIB
+"""Aligned, and large enough for a drive's full rate."""
+
+
+@dataclass(frozen=True)
+class StorageSpeed:
+    """What a folder's drive does."""
+
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    direct_error: str | None
+    """Why O_DIRECT can't be used; None where it was."""
+
+
+def measure_storage(folder: str | Path, size_bytes: int = 256 * MIB) -> StorageSpeed:
+    """Write a file to the drive and read it back, past the page cache where the file system can.
+
+    Without O_DIRECT the file is synchronised after writing and dropped from the cache before reading.
+
+    Args:
+        folder: Where; must exist and be writable.
+        size_bytes: Of the file, in whole chunks of 8 MiB.
+
+    Raises:
+        ValueError: If the folder can't be written to.
+    """
+    size_bytes = max(_CHUNK_BYTES, size_bytes // _CHUNK_BYTES * _CHUNK_BYTES)
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="memfit-doctor-", dir=folder)
+    except OSError as error:
+        raise ValueError(f"`--folder {folder}` can't be written to: {error.strerror}.") from error
+    os.close(descriptor)
+    try:
+        direct_error = _direct_error(name)
+        flag = 0 if direct_error is not None else os.O_DIRECT
+        write = _write(name, flag, size_bytes)
+        read = _read(name, flag)
+    except OSError as error:
+        raise ValueError(f"`--folder {folder}`: the test file can't be written: {error.strerror}.") from error
+    finally:
+        os.unlink(name)
+    return StorageSpeed(write, read, direct_error)
+
+
+def _direct_error(name: str) -> str | None:
+    if not hasattr(os, "O_DIRECT"):
+        return "this system has no O_DIRECT"
+    try:
+        os.close(os.open(name, os.O_WRONLY | os.O_DIRECT))
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def _write(name: str, flag: int, size_bytes: int) -> float:
+    with mmap.mmap(-1, _CHUNK_BYTES) as chunk:  # page-aligned, as O_DIRECT asks for
+        chunk.write(os.urandom(MIB) * (_CHUNK_BYTES // MIB))  # drives that compress would flatter themselves
+        descriptor = os.open(name, os.O_WRONLY | flag)
+        started = time.perf_counter()
+        try:
+            for _ in range(size_bytes // _CHUNK_BYTES):
+                os.write(descriptor, chunk)
+            os.fsync(descriptor)
+            seconds = time.perf_counter() - started
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+    return size_bytes / seconds
+
+
+def _read(name: str, flag: int) -> float:
+    total = 0
+    with mmap.mmap(-1, _CHUNK_BYTES) as chunk:
+        descriptor = os.open(name, os.O_RDONLY | flag)
+        started = time.perf_counter()
+        try:
+            while count := os.readv(descriptor, [chunk]):
+                total += count
+            seconds = time.perf_counter() - started
+        finally:
+            os.close(descriptor)
+    return total / seconds

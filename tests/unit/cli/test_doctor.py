@@ -1,0 +1,38 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from cli import doctor
+from lightning_memfit.device.health import Finding
+
+FINE = {"GPU": [Finding("driver", "ok", "NVIDIA 570.1")], "disk": [Finding("O_DIRECT", "note", "no", "another folder")]}
+BAD = {"GPU": [Finding("driver", "problem", "1 NVIDIA card(s), no driver", "install the driver")]}
+
+
+@pytest.mark.parametrize(("findings", "code"), [(FINE, 0), (BAD, 1)])
+def test_exit_code_and_json(
+    findings: dict[str, list[Finding]], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lightning_memfit.device.examine.examine", lambda folder: findings)
+    assert doctor.main(["--json"]) == code
+    document = json.loads(capsys.readouterr().out)
+    assert document["hinders"] == bool(code)
+    assert document["findings"]["GPU"][0]["name"] == "driver"
+
+
+def test_table_shows_the_fix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("lightning_memfit.device.examine.examine", lambda folder: BAD)
+    assert doctor.main([]) == 1
+    output = capsys.readouterr().out
+    assert "install the driver" in output
+    assert "hinder" in output
+
+
+def test_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from cli.main import main
+
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["doctor", "--folder", str(file)]) == 1
+    assert "disk space" in capsys.readouterr().out
