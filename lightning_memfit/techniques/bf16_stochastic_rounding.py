@@ -4,14 +4,18 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.optim import Optimizer
 
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.rounding import Kahan, Rounding, Stochastic
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.base import TechniqueCallback
-from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from lightning_memfit.techniques.cost import Cost, Work
+from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.read_facts import run_of
+from lightning_memfit.techniques.step_cost import num_trained
+from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.wrapping import wrap_method
 
 _ROUNDINGS: dict[str, type[Rounding]] = {"stochastic": Stochastic, "kahan": Kahan}
@@ -55,7 +59,7 @@ class StochasticRounding(TechniqueCallback):
 
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap `configure_optimizers`."""
-        reason = unsupported(trainer, self)
+        reason = unsupported(run_of(trainer, pl_module))
         if reason is not None:
             raise ValueError(f"StochasticRounding: {reason}")
 
@@ -71,16 +75,53 @@ class StochasticRounding(TechniqueCallback):
         return converted
 
 
-def unsupported(trainer: Any, callback: pl.Callback) -> str | None:
+def unsupported(run: Run, options: Options | None = None) -> str | None:
     """Reason and fix, or None where weights can be rounded."""
-    if trainer.precision != "bf16-true":
-        return f"`precision={trainer.precision!r}` keeps other than bfloat16 weights. Set precision='bf16-true'."
-    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+    if run.precision != "bf16-true":
+        return f"`precision={run.precision!r}` keeps other than bfloat16 weights. Set precision='bf16-true'."
+    if run.strategy not in ("SingleDeviceStrategy", "DDPStrategy"):
         return (
-            f"{type(trainer.strategy).__name__} shards weights or keeps float32 ones itself. Use one device or DDP, or "
+            f"{run.strategy} shards weights or keeps float32 ones itself. Use one device or DDP, or "
             "leave StochasticRounding out."
         )
-    callbacks = trainer.callbacks
-    if any(isinstance(other, Optimizer8bit) for other in callbacks[callbacks.index(callback) + 1 :]):
-        return "Optimizer8bit stands after it and would find no optimizer to convert. List Optimizer8bit first."
+    after = run.callbacks[run.callbacks.index("StochasticRounding") + 1 :]
+    for name in _BEFORE:
+        if name in after:
+            return f"{name} stands after it and would find no optimizer to convert. List {name} first."
     return None
+
+
+def _cost(profile: ModelProfile, options: Options) -> Cost:
+    """Weights and gradients are widened, stepped and rounded back: 24 bytes per weight beside the step itself."""
+    count = num_trained(profile)
+    if profile.device == "cpu":
+        return Cost(step=Work(host_seconds=_CPU_SECONDS * count))
+    return Cost(step=Work(device_bytes=24.0 * count))
+
+
+_BEFORE = ("Optimizer8bit", "ReplaceOptimizer")
+_CPU_SECONDS = 0.2 / 50e6
+_SPEC = CallbackSpec("lightning_memfit.techniques.bf16_stochastic_rounding.StochasticRounding")
+_PAGE = "bf16_stochastic_rounding"
+
+STOCHASTIC_ROUNDING = Technique(
+    name="bf16_stochastic_rounding",
+    kind="precision",
+    summary="bfloat16 weights alone, rounded at random so that small updates count",
+    numerics=frozenset({"bf16", "stochastic"}),
+    callbacks=(_SPEC,),
+    trainer={"precision": "bf16-true"},
+    unsupported=unsupported,
+    cost=_cost,
+)
+KAHAN_SUMMATION = Technique(
+    name="bf16_kahan_summation",
+    kind="precision",
+    summary="bfloat16 weights with a compensation term of 2 more bytes, without randomness",
+    numerics=frozenset({"bf16"}),
+    callbacks=(CallbackSpec(_SPEC.class_path, {"rounding": "kahan"}),),
+    trainer={"precision": "bf16-true"},
+    unsupported=unsupported,
+    cost=_cost,
+    page=_PAGE,
+)

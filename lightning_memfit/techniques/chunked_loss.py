@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.cost import Cost, Work
+from lightning_memfit.techniques.facts import Run
 from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy
+from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.wrapping import wrap_method
 
 
@@ -52,7 +56,7 @@ def find_causal_models(module: nn.Module) -> list[nn.Module]:
     Raises:
         ValueError: If there are none.
     """
-    models = [child for child in module.modules() if _is_causal(child)]
+    models = [child for child in module.modules() if is_causal_lm(child)]
     if not models:
         raise ValueError(
             f"{type(module).__name__} holds no Hugging Face causal language model (a PreTrainedModel with an "
@@ -62,7 +66,8 @@ def find_causal_models(module: nn.Module) -> list[nn.Module]:
     return models
 
 
-def _is_causal(module: Any) -> bool:
+def is_causal_lm(module: Any) -> bool:
+    """Whether a module is such a model."""
     if not hasattr(module, "get_output_embeddings") or not isinstance(module.get_output_embeddings(), nn.Linear):
         return False
     return getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
@@ -181,3 +186,30 @@ def causal_loss(
     if torch.is_tensor(num_items_in_batch):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
+
+
+def unsupported(run: Run, options: Options) -> str | None:
+    """Reason and fix, or None where the loss can be computed in chunks."""
+    if run.facts.causal_lm is False:
+        return (
+            "the module holds no Hugging Face causal language model with the standard loss. Leave ChunkedLoss out, or "
+            "call `linear_cross_entropy` yourself."
+        )
+    return None
+
+
+def _cost(profile: ModelProfile, options: Options) -> Cost:
+    return Cost(micro_batch=Work(kernels=_KERNELS_PER_CHUNK * int(options.get("num_chunks", 8))))
+
+
+_KERNELS_PER_CHUNK = 15
+
+TECHNIQUE = Technique(
+    name="chunked_loss",
+    kind="loss",
+    summary="computes a causal language model's loss without the logits ever being whole",
+    numerics=frozenset({"exact"}),
+    callbacks=(CallbackSpec("lightning_memfit.techniques.chunked_loss.ChunkedLoss"),),
+    unsupported=unsupported,
+    cost=_cost,
+)

@@ -4,14 +4,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_memfit.estimate.variants import trained
 from lightning_memfit.optim import gradient_release
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.cost import Cost, Work
+from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.read_facts import run_of
+from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.wrapping import wrap_method
-
-_SEES_GRADIENTS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
 
 
 class GradientRelease(TechniqueCallback):
@@ -24,7 +26,7 @@ class GradientRelease(TechniqueCallback):
 
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, before anything is loaded."""
-        reason = unsupported(trainer, pl_module)
+        reason = unsupported(run_of(trainer, pl_module))
         if reason is not None:
             raise ValueError(f"GradientRelease: {reason}")
         # Gradients are clipped as they come; Lightning's own clipping afterwards would find none, which torch refuses.
@@ -48,31 +50,52 @@ def _leave_out(inner: Any, *args: Any, **kwargs: Any) -> None:
     """Do nothing in place of a hook."""
 
 
-def unsupported(trainer: Any, pl_module: Any) -> str | None:
+def unsupported(run: Run, options: Options | None = None) -> str | None:
     """Reason and fix, or None where gradients can be released."""
-    if not pl_module.automatic_optimization:
+    facts = run.facts
+    if not facts.automatic_optimization:
         return "with manual optimization a backward pass is not known to be a whole step. Use automatic optimization."
-    if trainer.accumulate_grad_batches != 1:
+    if run.accumulate_grad_batches != 1:
         return (
-            f"`accumulate_grad_batches={trainer.accumulate_grad_batches}` adds up gradients that would be gone. "
+            f"`accumulate_grad_batches={run.accumulate_grad_batches}` adds up gradients that would be gone. "
             "Set it to 1 (a larger batch, or a smaller learning rate), or leave GradientRelease out."
         )
-    if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm").endswith("norm"):
+    if facts.gradient_clip_val and facts.gradient_clip_algorithm == "norm":
         return (
-            f"`gradient_clip_val={trainer.gradient_clip_val}` by norm needs all gradients before the first step. "
+            f"`gradient_clip_val={facts.gradient_clip_val}` by norm needs all gradients before the first step. "
             "Set gradient_clip_algorithm='value', or leave one of the two out."
         )
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+    if run.strategy != "SingleDeviceStrategy":
         return (
-            f"{type(trainer.strategy).__name__} reduces gradients across devices after they are accumulated, and "
+            f"{run.strategy} reduces gradients across devices after they are accumulated, and "
             "parameters would step before. Use one device, or leave GradientRelease out."
         )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+    if run.precision == "16-mixed":
         return "loss scaling (16-mixed) needs all gradients to look for overflow. Use bf16-mixed."
-    overridden = [name for name in _SEES_GRADIENTS if is_overridden(name, pl_module)]
+    if facts.num_optimizers > 1:
+        return f"it releases gradients to one optimizer, and the module has {facts.num_optimizers}. Leave it out."
+    overridden = sorted(facts.overridden)
     if overridden:
         return (
             f"the module's `{overridden[0]}` runs when gradients are gone already. Remove it, or leave GradientRelease "
             "out."
         )
     return None
+
+
+def _cost(profile: ModelProfile, options: Options) -> Cost:
+    """Every parameter is stepped by itself, so that batched kernels have nothing to batch."""
+    return Cost(step=Work(kernels=_KERNELS_PER_STEP * len(trained(profile.parameters))))
+
+
+_KERNELS_PER_STEP = 12
+
+TECHNIQUE = Technique(
+    name="gradient_release",
+    kind="gradient",
+    summary="steps each parameter during backward and frees its gradient at once",
+    numerics=frozenset({"exact"}),
+    callbacks=(CallbackSpec("lightning_memfit.techniques.gradient_release.GradientRelease"),),
+    unsupported=unsupported,
+    cost=_cost,
+)

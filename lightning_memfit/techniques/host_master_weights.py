@@ -6,24 +6,25 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memfit.optim.host_master import HostMaster
 from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.base import TechniqueCallback
-from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
-from lightning_memfit.techniques.gradient_release import GradientRelease
-from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from lightning_memfit.techniques.cost import Cost, Work
+from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.read_facts import run_of
+from lightning_memfit.techniques.step_cost import CPU_SECONDS, FOREACH_PASSES, num_trained
+from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.wrapping import wrap_method
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _CONFLICTS = {
-    GradientRelease: "both take gradients away during backward",
-    Optimizer8bit: "8-bit states save memory of the device, and here they lie on the host, where 8-bit steps are slow",
-    StochasticRounding: "with masters in float32 nothing is left for it to do",
+    "GradientRelease": "both take gradients away during backward",
+    "Optimizer8bit": "8-bit states save memory of the device, and here they are on the host, where 8 bits are slow",
+    "StochasticRounding": "with masters in float32 nothing is left for it to do",
 }
 
 
@@ -47,7 +48,7 @@ class HostMasterWeights(TechniqueCallback):
 
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap what converts, configures, loads and saves."""
-        reason = unsupported(trainer, pl_module)
+        reason = unsupported(run_of(trainer, pl_module))
         if reason is not None:
             raise ValueError(f"HostMasterWeights: {reason}")
         self.on_restore(self._forget)
@@ -145,21 +146,49 @@ class HostMasterWeights(TechniqueCallback):
         self._hosts.clear()
 
 
-def unsupported(trainer: Any, pl_module: Any) -> str | None:
+def unsupported(run: Run, options: Options | None = None) -> str | None:
     """Reason and fix, or None where masters can lie on the host."""
-    if trainer.precision != "bf16-true":
+    facts = run.facts
+    if run.precision != "bf16-true":
         return (
-            f"`precision={trainer.precision!r}`: the device is to hold bfloat16 weights alone, whose gradients need no "
+            f"`precision={run.precision!r}`: the device is to hold bfloat16 weights alone, whose gradients need no "
             "loss scaling. Set precision='bf16-true'."
         )
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
-        return f"{type(trainer.strategy).__name__} reduces gradients on the device, which are gone. Use one device."
-    if not pl_module.automatic_optimization:
+    if run.strategy != "SingleDeviceStrategy":
+        return f"{run.strategy} reduces gradients on the device, which are gone. Use one device."
+    if not facts.automatic_optimization:
         return "with manual optimization gradients may be read before they have arrived. Use automatic optimization."
-    for kind, reason in _CONFLICTS.items():
-        if any(isinstance(callback, kind) for callback in trainer.callbacks):
-            return f"{reason}. Leave {kind.__name__} out."
+    if facts.num_optimizers > 1:
+        return f"it moves one optimizer, and the module has {facts.num_optimizers}. Return one with several groups."
+    for name, reason in _CONFLICTS.items():
+        if run.has(name):
+            return f"{reason}. Leave {name} out."
     for hook in _SEES_GRADIENTS:
-        if is_overridden(hook, pl_module):
+        if hook in facts.overridden:
             return f"the module's `{hook}` would find no gradients on its parameters. Remove it, or leave this out."
     return None
+
+
+def _cost(profile: ModelProfile, options: Options) -> Cost:
+    """Gradients go out during backward; weights come back when the host has stepped, beside nothing."""
+    count = num_trained(profile)
+    if profile.device == "cpu":
+        return Cost(step=Work(host_seconds=(CPU_SECONDS["adamw_fused"] - CPU_SECONDS["adamw"]) * count))
+    step = Work(
+        device_bytes=-4.0 * FOREACH_PASSES * count,
+        host_link_bytes=2.0 * count,
+        host_seconds=CPU_SECONDS["adamw_fused"] * count,
+    )
+    return Cost(Work(host_link_bytes=2.0 * count), step, overlap=False)
+
+
+TECHNIQUE = Technique(
+    name="host_master_weights",
+    kind="precision",
+    summary="bfloat16 weights on the device, float32 weights and optimizer in host memory",
+    numerics=frozenset({"bf16"}),
+    callbacks=(CallbackSpec("lightning_memfit.techniques.host_master_weights.HostMasterWeights"),),
+    trainer={"precision": "bf16-true"},
+    unsupported=unsupported,
+    cost=_cost,
+)

@@ -7,10 +7,21 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
+from lightning_memfit.estimate.optimizers import OptimizerFamily, optimizer_family
 from lightning_memfit.optim.exchange import exchange
 from lightning_memfit.optim.families import family_named
 from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.cost import Cost, Work
+from lightning_memfit.techniques.step_cost import (
+    CPU_SECONDS,
+    FOREACH_PASSES,
+    FUSED_PASSES,
+    num_trained,
+    other_states,
+)
+from lightning_memfit.techniques.technique import CallbackSpec, Numerics, Options, Technique
 from lightning_memfit.techniques.wrapping import wrap_method
 
 
@@ -59,3 +70,106 @@ class ReplaceOptimizer(TechniqueCallback):
         note = family_named(self.name).note
         self.announce(f"{type(optimizer).__name__} -> {self.name}" + (f"; {note}" if note else ""))
         return converted
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+_CLASS_PATH = "lightning_memfit.techniques.optimizer.ReplaceOptimizer"
+_EIGHT_BIT = CallbackSpec("lightning_memfit.techniques.optimizer_8bit.Optimizer8bit")
+
+
+def _record(
+    name: str,
+    summary: str,
+    numerics: set[Numerics],
+    init_args: Options,
+    states: OptimizerFamily,
+    cpu: str,
+    package: str = "",
+    then: tuple[CallbackSpec, ...] = (),
+) -> Technique:
+    def cost(profile: ModelProfile, options: Options) -> Cost:
+        return Cost(step=other_states(profile, states, cpu))
+
+    return Technique(
+        name=name,
+        kind="optimizer",
+        summary=summary,
+        numerics=frozenset(numerics),
+        callbacks=(CallbackSpec(_CLASS_PATH, init_args), *then),
+        cost=cost,
+        package=package,
+        page="optimizer",
+    )
+
+
+def _cost_of_fusing(profile: ModelProfile, options: Options) -> Cost:
+    count = num_trained(profile)
+    if profile.device == "cpu":
+        return Cost(step=Work(host_seconds=(CPU_SECONDS["adamw_fused"] - CPU_SECONDS["adamw"]) * count))
+    return Cost(step=Work(device_bytes=-4.0 * (FOREACH_PASSES - FUSED_PASSES) * count))
+
+
+FUSED_ADAMW = Technique(
+    name="fused_adamw",
+    kind="optimizer",
+    summary="AdamW in one kernel, without the scratch memory of the batched one",
+    numerics=frozenset({"exact"}),
+    callbacks=(CallbackSpec(_CLASS_PATH, {"name": "torch.AdamW", "options": {"fused": True}}),),
+    cost=_cost_of_fusing,
+    page="optimizer",
+)
+ADAFACTOR = _record(
+    "adafactor",
+    "a row and a column of statistics per weight matrix instead of two states per weight",
+    {"optimizer"},
+    {"name": "torch.Adafactor", "options": {"eps": [None, 1.0e-3]}, "drop": ["betas"]},
+    optimizer_family("adafactor"),
+    "adafactor",
+)
+LION = _record(
+    "lion",
+    "one state per weight instead of two; wants a learning rate three to ten times smaller",
+    {"optimizer"},
+    {"name": "bitsandbytes.Lion", "options": {"betas": [0.9, 0.99]}, "drop": ["eps"]},
+    optimizer_family("lion"),
+    "lion",
+    "bitsandbytes",
+)
+LION_8BIT = _record(
+    "lion_8bit",
+    "Lion with 8-bit states: one byte per weight",
+    {"optimizer", "8bit"},
+    {"name": "bitsandbytes.Lion", "options": {"betas": [0.9, 0.99]}, "drop": ["eps"]},
+    optimizer_family("lion_8bit"),
+    "lion_8bit",
+    "bitsandbytes",
+    (_EIGHT_BIT,),
+)
+TORCHAO_8BIT = _record(
+    "torchao_adamw_8bit",
+    "AdamW with 8-bit states in torchao's compiled form",
+    {"8bit"},
+    {"name": "torchao.AdamW8bit"},
+    optimizer_family("adamw_8bit"),
+    "torchao_8bit",
+    "torchao",
+)
+TORCHAO_4BIT = _record(
+    "torchao_adamw_4bit",
+    "AdamW with 4-bit states: one byte per weight",
+    {"4bit"},
+    {"name": "torchao.AdamW4bit"},
+    optimizer_family("adamw_4bit"),
+    "torchao_4bit",
+    "torchao",
+)
+TORCHAO_FP8 = _record(
+    "torchao_adamw_fp8",
+    "AdamW with float8 states; quick on the CPU",
+    {"8bit"},
+    {"name": "torchao.AdamWFp8"},
+    optimizer_family("adamw_8bit"),
+    "torchao_fp8",
+    "torchao",
+)

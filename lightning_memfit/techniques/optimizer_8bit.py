@@ -7,10 +7,15 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
+from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.optim.bitsandbytes_states import check_states, embedding_parameters, repage_states
 from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.cost import Cost, Work
+from lightning_memfit.techniques.step_cost import other_states, state_bytes
+from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.wrapping import wrap_method
 
 
@@ -116,3 +121,54 @@ def _summary(optimizer: Any) -> str:
         for parameter in group["params"]:
             numbers[optimizer.state_widths.bits_of(parameter)] += parameter.numel()
     return f"{numbers[8]:,} parameters with 8-bit states, {numbers[32]:,} with 32-bit states"
+
+
+def _cost_of_8bit(profile: ModelProfile, options: Options) -> Cost:
+    work = other_states(profile, optimizer_family("adamw_8bit"), "adamw_8bit")
+    return Cost(step=work + (_paging(state_bytes(profile) / 4) if options.get("paged") else Work()))
+
+
+def _cost_of_paging(profile: ModelProfile, options: Options) -> Cost:
+    return Cost(step=_paging(state_bytes(profile)) if profile.device == "cuda" else Work())
+
+
+def _paging(size_bytes: float) -> Work:
+    """All states come and go in every step, as they do where the device has no room for any."""
+    return Work(host_link_bytes=2.0 * size_bytes)
+
+
+_CLASS_PATH = "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"
+_EXTRA = "'bitsandbytes>=0.49,<0.51'"
+
+OPTIMIZER_8BIT = Technique(
+    name="optimizer_8bit",
+    kind="optimizer",
+    summary="the module's own AdamW, Adam, SGD, RMSprop or Lion with 8-bit states",
+    numerics=frozenset({"8bit"}),
+    callbacks=(CallbackSpec(_CLASS_PATH),),
+    cost=_cost_of_8bit,
+    package="bitsandbytes",
+    extra=_EXTRA,
+)
+PAGED_OPTIMIZER_8BIT = Technique(
+    name="paged_optimizer_8bit",
+    kind="optimizer",
+    summary="8-bit states in memory that moves to the host under pressure",
+    numerics=frozenset({"8bit"}),
+    callbacks=(CallbackSpec(_CLASS_PATH, {"paged": True}),),
+    cost=lambda profile, options: _cost_of_8bit(profile, {"paged": profile.device == "cuda"}),
+    package="bitsandbytes",
+    extra=_EXTRA,
+    page="optimizer_8bit",
+)
+PAGED_OPTIMIZER = Technique(
+    name="paged_optimizer",
+    kind="optimizer",
+    summary="32-bit states in memory that moves to the host under pressure",
+    numerics=frozenset({"exact"}),
+    callbacks=(CallbackSpec(_CLASS_PATH, {"paged": True, "bits": 32}),),
+    cost=_cost_of_paging,
+    package="bitsandbytes",
+    extra=_EXTRA,
+    page="optimizer_8bit",
+)

@@ -1,0 +1,29 @@
+"""The record of `MicroBatching`, whose callback lives in `fitting`."""
+
+from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
+
+_SINGLE_BACKWARD = ("GradientRelease", "HostMasterWeights")
+
+
+def unsupported(run: Run, options: Options) -> str | None:
+    """Reason and fix, or None where batches can be cut."""
+    if not run.facts.automatic_optimization:
+        return "with manual optimization the module runs its own forward and backward. Use automatic optimization."
+    if run.strategy.startswith("DeepSpeed"):
+        return "DeepSpeed accumulates gradients on its own. Set the micro-batch in the strategy's configuration."
+    for name in _SINGLE_BACKWARD:
+        if run.has(name):
+            return f"{name} uses gradients up during backward, which may have to be repeated. Leave one of the two out."
+    return None
+
+
+TECHNIQUE = Technique(
+    name="micro_batching",
+    kind="batching",
+    summary="cuts the effective batch into micro-batches that fit",
+    numerics=frozenset({"exact"}),
+    callbacks=(CallbackSpec("lightning_memfit.fitting.callback.MicroBatching"),),
+    unsupported=unsupported,
+    traced=False,
+)

@@ -1,0 +1,51 @@
+"""Lightning's own half precisions, as records: trainer options without a callback."""
+
+from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.technique import Options, Technique
+
+_PAGE = "mixed_precision"
+
+
+def _needs_bfloat16(run: Run, options: Options) -> str | None:
+    capability = run.facts.capability
+    if run.facts.device == "cuda" and capability is not None and capability < (8, 0):
+        return (
+            f"compute capability {capability[0]}.{capability[1]} has no bfloat16 tensor cores. "
+            "Use fp16_mixed, or a device from 8.0 (Ampere) on."
+        )
+    return None
+
+
+def _needs_scaling(run: Run, options: Options) -> str | None:
+    if run.has("GradientRelease"):
+        return "loss scaling needs all gradients to look for overflow, and GradientRelease frees them. Use bf16_mixed."
+    return None
+
+
+BF16_MIXED = Technique(
+    name="bf16_mixed",
+    kind="precision",
+    summary="computes in bfloat16 where that is safe; weights, gradients and states stay float32",
+    numerics=frozenset({"bf16"}),
+    trainer={"precision": "bf16-mixed"},
+    unsupported=_needs_bfloat16,
+    page=_PAGE,
+)
+FP16_MIXED = Technique(
+    name="fp16_mixed",
+    kind="precision",
+    summary="computes in float16 with loss scaling, for devices without bfloat16",
+    numerics=frozenset({"fp16"}),
+    trainer={"precision": "16-mixed"},
+    unsupported=_needs_scaling,
+    page=_PAGE,
+)
+BF16_TRUE = Technique(
+    name="bf16_true",
+    kind="precision",
+    summary="holds weights, gradients and states in bfloat16; small updates get lost",
+    numerics=frozenset({"bf16"}),
+    trainer={"precision": "bf16-true"},
+    unsupported=_needs_bfloat16,
+    page=_PAGE,
+)

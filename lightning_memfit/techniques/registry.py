@@ -1,0 +1,53 @@
+"""Every technique there is, in one tuple. A new one is a file with its record, and a line here."""
+
+from difflib import get_close_matches
+
+from lightning_memfit.techniques import (
+    bf16_stochastic_rounding,
+    checkpointing,
+    chunked_loss,
+    gradient_release,
+    host_master_weights,
+    micro_batching,
+    mixed_precision,
+    optimizer,
+    optimizer_8bit,
+)
+from lightning_memfit.techniques.technique import Technique
+
+TECHNIQUES: tuple[Technique, ...] = (
+    optimizer_8bit.OPTIMIZER_8BIT,
+    optimizer_8bit.PAGED_OPTIMIZER,
+    optimizer_8bit.PAGED_OPTIMIZER_8BIT,
+    optimizer.FUSED_ADAMW,
+    optimizer.ADAFACTOR,
+    optimizer.LION,
+    optimizer.LION_8BIT,
+    optimizer.TORCHAO_8BIT,
+    optimizer.TORCHAO_4BIT,
+    optimizer.TORCHAO_FP8,
+    mixed_precision.BF16_MIXED,
+    mixed_precision.FP16_MIXED,
+    mixed_precision.BF16_TRUE,
+    bf16_stochastic_rounding.STOCHASTIC_ROUNDING,
+    bf16_stochastic_rounding.KAHAN_SUMMATION,
+    host_master_weights.TECHNIQUE,
+    gradient_release.TECHNIQUE,
+    chunked_loss.TECHNIQUE,
+    checkpointing.TECHNIQUE,
+    micro_batching.TECHNIQUE,
+)
+
+
+def find_technique(name: str) -> Technique:
+    """Look a technique up.
+
+    Raises:
+        ValueError: If there is none of that name; lists the closest.
+    """
+    for technique in TECHNIQUES:
+        if technique.name == name:
+            return technique
+    names = [technique.name for technique in TECHNIQUES]
+    closest = get_close_matches(name, names, n=3, cutoff=0.5) or names
+    raise ValueError(f"`technique={name!r}` is not known. Closest: {', '.join(closest)}.")
