@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test lint types unit format gpu clean
+.PHONY: quickstart test lint types unit format gpu gpu-wheels clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m cli fit --config recipes/quickstart.yaml
@@ -22,12 +22,15 @@ types: $(STAMP)
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu"
 
-# On a machine with a CUDA device and an environment of its own: PYTHON names its interpreter.
+# On a machine with a CUDA device and an environment of its own: PYTHON names its interpreter, FOLDER takes the results.
+# Goes on where it stopped. Without a package index, carry the wheels that `make gpu-wheels` collects.
+FOLDER ?= benchmarks/results/gpu
+MINUTES ?= 25
 gpu:
-	$(PYTHON) -m pytest -m gpu -p no:cacheprovider
-	$(PYTHON) -m benchmarks.estimator.attention
-	$(PYTHON) -m benchmarks.estimator.run --device cuda
-	$(PYTHON) -m benchmarks.estimator.table
+	$(PYTHON) -m benchmarks.gpu.suite --folder $(FOLDER) --minutes $(MINUTES)
+
+gpu-wheels: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu.pack wheels
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
