@@ -47,7 +47,7 @@ class TraceError(RuntimeError):
         self.assumptions = assumptions
 
 
-def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"]) -> "Trace":
+def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"], several: bool = True) -> "Trace":
     """Trace once if no value has to be assumed, otherwise with several; the trace with the highest peak is returned.
 
     Choices with which the step ends in an error of the module's own (`assert (scores >= 0).all()`) don't count.
@@ -55,6 +55,7 @@ def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"]) -> "T
     Args:
         name: Of the module, for messages.
         trace: Traces the step with given values.
+        several: False takes the first trace that succeeds.
 
     Raises:
         TraceError: If the traces differ by more than scalars and 0.5 % of the working memory, or none succeeds.
@@ -69,7 +70,7 @@ def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"]) -> "T
                 raise
             failure = failure or error
             continue
-        if not result.assumptions:
+        if not result.assumptions or not several:
             return result
         if found and not _allocate_alike(found[0].events, result.events):
             raise TraceError(

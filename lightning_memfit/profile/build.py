@@ -78,6 +78,8 @@ def profile_module(
         block_class=first.block_class,
         flops=first.flops,
         block_flops=first.block_flops,
+        operators=first.operators,
+        traffic=first.traffic,
         attention_kernels=first.attention_kernels,
         assumptions=first.assumptions,
         only_this_size=reason,

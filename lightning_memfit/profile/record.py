@@ -53,6 +53,10 @@ class ModelProfile:
     flops: dict[str, int] = field(default_factory=dict)
     """FLOPs of one micro-batch of `micro_batch_size` by phase."""
     block_flops: dict[str, int] = field(default_factory=dict)
+    operators: dict[str, int] = field(default_factory=dict)
+    """Operators by phase of the same micro-batch that compute something, views left out."""
+    traffic: dict[str, int] = field(default_factory=dict)
+    """Bytes by phase that operators other than matrix products read and write."""
     attention_kernels: dict[str, int] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
     only_this_size: str = ""

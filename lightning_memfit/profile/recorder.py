@@ -53,6 +53,8 @@ class EventRecorder(StorageLedger):
         self._blocks = {id(block): number for number, block in enumerate(blocks)}
         self._host_scalars = host_scalars
         self._flops: dict[tuple[int, int], int] = {}
+        self._operators: dict[tuple[int, int], int] = {}
+        self._traffic: dict[tuple[int, int], int] = {}
 
     # --- phases, modules and blocks ---------------------------------------------------------------------------------
 
@@ -126,10 +128,7 @@ class EventRecorder(StorageLedger):
             with self:
                 return kernel(*args, **(kwargs or {}))
         result = func(*args, **kwargs) if kwargs else func(*args)
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            key = (len(self._phases), self._block)
-            self._flops[key] = self._flops.get(key, 0) + count(*args, **(kwargs or {}), out_val=result)
+        self._count(func, args, kwargs or {}, result)
         if isinstance(result, torch.Tensor):
             self._see(func, args, result)
             if args and isinstance(args[0], (list, tuple)) and self._spans_blocks(args[0]):
@@ -146,6 +145,18 @@ class EventRecorder(StorageLedger):
         if self._python_kernels:
             self._record_scratch(kernel_scratch_bytes(func, args, result))
         return result
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add up work; views do none, and matrix products are bound by arithmetic."""
+        if func.is_view:
+            return
+        key = (len(self._phases), self._block)
+        self._operators[key] = self._operators.get(key, 0) + 1
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self._flops[key] = self._flops.get(key, 0) + count(*args, **kwargs, out_val=result)
+        elif not isinstance(result, (list, tuple)) or not args or not isinstance(args[0], (list, tuple)):
+            self._traffic[key] = self._traffic.get(key, 0) + _bytes_of(args) + _bytes_of((result,))
 
     def _record_scratch(self, size_bytes: int) -> None:
         if size_bytes:
@@ -243,13 +254,23 @@ class EventRecorder(StorageLedger):
 
         Recomputation under activation checkpointing happens in backward and counts there.
         """
+        return self._last_pass(self._flops)
+
+    def operators(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Operators by phase that compute something, of the last micro-batch: whole module and middle block."""
+        return self._last_pass(self._operators)
+
+    def traffic(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes that operators other than matrix products read and write, as `operators`."""
+        return self._last_pass(self._traffic)
+
+    def _last_pass(self, counts: dict[tuple[int, int], int]) -> tuple[dict[str, int], dict[str, int]]:
         last = {name: ordinal for ordinal, (_, name) in enumerate(self._phases, start=1)}
         middle = len(self._blocks) // 2
         total = {
-            name: sum(flops for (at, _), flops in self._flops.items() if at == ordinal)
-            for name, ordinal in last.items()
+            name: sum(value for (at, _), value in counts.items() if at == ordinal) for name, ordinal in last.items()
         }
-        block = {name: self._flops.get((ordinal, middle), 0) for name, ordinal in last.items()}
+        block = {name: counts.get((ordinal, middle), 0) for name, ordinal in last.items()}
         return {k: v for k, v in total.items() if v}, {k: v for k, v in block.items() if v}
 
     def result(self) -> EventList:
@@ -263,6 +284,17 @@ class EventRecorder(StorageLedger):
             site_names=tuple(self._site_index),
             phases=tuple(self._phases),
         )
+
+
+def _bytes_of(values: Any) -> int:
+    """Bytes of the tensors among values and in lists among them."""
+    total = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            total += value.numel() * value.element_size()
+        elif isinstance(value, (list, tuple)):
+            total += _bytes_of(value)
+    return total
 
 
 def _requiring_grad(values: Any) -> Iterator[torch.Tensor]:

@@ -20,6 +20,7 @@ from lightning_memfit.profile.fake import (
 )
 from lightning_memfit.profile.fold import fold_blocks
 from lightning_memfit.profile.foreach import foreach_defaults
+from lightning_memfit.profile.garbage import collector_paused
 from lightning_memfit.profile.integers import AssumedValues, RealIntegers
 from lightning_memfit.profile.parameters import parameter_table
 from lightning_memfit.profile.random_state import kept_random_state
@@ -64,6 +65,10 @@ class Trace:
     """FLOPs by phase of the steady step (one micro-batch), whole module."""
     block_flops: dict[str, int] = field(default_factory=dict)
     """FLOPs by phase of one repeated block."""
+    operators: dict[str, int] = field(default_factory=dict)
+    """Operators by phase of the same micro-batch that compute something, views left out."""
+    traffic: dict[str, int] = field(default_factory=dict)
+    """Bytes by phase that operators other than matrix products read and write."""
     parameters: tuple[ParameterInfo, ...] = ()
     optimizer: str = ""
     """Class names of the optimizers."""
@@ -81,6 +86,7 @@ def trace_step(
     callbacks: tuple[Any, ...] = (),
     make_optimizer: OptimizerFactory | None = None,
     shorten: bool = True,
+    check_assumptions: bool = True,
 ) -> Trace:
     """Trace two optimizer steps (the second is the steady state) of a LightningModule or a Hugging Face model.
 
@@ -93,6 +99,8 @@ def trace_step(
         callbacks: Technique callbacks to copy and apply to the clone.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         shorten: Trace five repeated blocks and unroll where they are proved alike; False traces every block.
+        check_assumptions: Trace with several values where one has to be assumed. False is for variants of a step that
+            has been traced with them.
 
     Raises:
         TraceError: If the step can't be traced.
@@ -103,6 +111,7 @@ def trace_step(
         return over_assumptions(
             type(module).__name__,
             lambda assumed: _trace(module, batch, options, emulation, callbacks, make_optimizer, shorten, assumed),
+            check_assumptions,
         )
 
     if shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
@@ -124,7 +133,7 @@ def _trace(
 ) -> Trace:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     integers = RealIntegers(fake_mode, assumed)
-    with kept_random_state(), _explained(module, integers):
+    with kept_random_state(), collector_paused(), _explained(module, integers):
         clone = fake_clone(module, fake_mode, TRUE_DTYPES.get(options.precision))
         with contextlib.ExitStack() as stack:
             dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
@@ -137,7 +146,7 @@ def _trace(
             recorder = EventRecorder(fold.blocks, host_scalars=cuda, python_kernels=not cuda)
             run_step(recorder, clone, integers.fake_batch(batch), options, callbacks, make_optimizer)
     events = recorder.result()
-    total, per_block = recorder.flops()
+    flops, per_block = recorder.flops()
     extra = fold.num_blocks - len(fold.blocks)
     if extra and recorder.gathered_bytes > _NEGLIGIBLE_BYTES:
         raise AlignmentError("a tensor is joined from those of several blocks, so that it grows with their number")
@@ -150,9 +159,16 @@ def _trace(
         traced_blocks=len(fold.blocks),
         assumptions=tuple(dict.fromkeys(integers.assumptions)),
         attention_kernels=dict(dispatch.used) if dispatch else {},
-        flops={phase: flops + extra * per_block.get(phase, 0) for phase, flops in total.items()},
+        flops=_unrolled(flops, per_block, extra),
         block_flops=per_block,
+        operators=_unrolled(*recorder.operators(), extra),
+        traffic=_unrolled(*recorder.traffic(), extra),
     )
+
+
+def _unrolled(total: dict[str, int], per_block: dict[str, int], extra: int) -> dict[str, int]:
+    """Counts by phase with that many more blocks."""
+    return {phase: count + extra * per_block.get(phase, 0) for phase, count in total.items()}
 
 
 @contextlib.contextmanager

@@ -141,3 +141,18 @@ def test_a_tensor_joined_from_several_blocks_is_noticed():
         joined = torch.cat([p.flatten() for p in module.blocks.parameters()])
     recorder.close()
     assert recorder.gathered_bytes == joined.nbytes
+
+
+def test_work_is_counted_by_phase_without_views():
+    recorder = EventRecorder()
+    recorder.phase("forward")
+    with recorder:
+        a = torch.ones(8, 16)
+        product = a.t() @ a
+        product.relu_()
+        product.view(-1)
+    operators, _ = recorder.operators()
+    traffic, _ = recorder.traffic()
+    assert operators == {"forward": 3}  # ones, mm, relu_
+    assert traffic == {"forward": a.nbytes + 2 * product.nbytes}  # written; read and written; the product has FLOPs
+    assert recorder.flops()[0] == {"forward": 2 * 16 * 16 * 8}
