@@ -21,6 +21,7 @@ from lightning_memfit.fitting.search import Found, PeakPredictor
 from lightning_memfit.fitting.session import FitSession, Options
 from lightning_memfit.fitting.split import BatchSplitter, SplitHook
 from lightning_memfit.fitting.weights import LossWeight
+from lightning_memfit.memory.idle_hooks import hide_idle_hooks
 
 
 class MicroBatching(Callback):
@@ -100,6 +101,7 @@ class MicroBatching(Callback):
         self._evaluation: EvaluationSplitter | None = None
         self._lent: tuple[Any, int] | None = None
         self._predictor = predictor
+        hide_idle_hooks(self)
 
     @property
     def micro_batch_size_in_use(self) -> int | None:

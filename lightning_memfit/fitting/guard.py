@@ -54,8 +54,7 @@ class StepGuard:
         """Run the closure, then the step, and repeat the step if memory ran out in it."""
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = closure()
             kwargs["closure"] = lambda: loss
         snapshot = OptimizerSnapshot(optimizer) if self._check(optimizer) else None
         versions = None if snapshot else _versions(optimizer)

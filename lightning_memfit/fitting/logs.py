@@ -1,7 +1,7 @@
 """Values logged by the micro-batches of one step, held back and logged once for the whole batch."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,22 @@ class _Record:
         return self.combined / self.weight if self.weight else self.combined
 
 
+class _Capture(AbstractContextManager[None]):
+    """A result collection whose `log` is ours meanwhile. A class, not a generator: it is entered in every step."""
+
+    __slots__ = ("_record", "_results")
+
+    def __init__(self, results: Any, record: Callable[..., None]) -> None:
+        self._results = results
+        self._record = record
+
+    def __enter__(self) -> None:
+        self._results.log = self._record
+
+    def __exit__(self, *_: Any) -> None:
+        del self._results.log
+
+
 class StepLogs:
     """Stand in for a `_ResultCollection.log` while micro-batches run.
 
@@ -65,14 +81,9 @@ class StepLogs:
         """Forget what was logged."""
         self._records.clear()
 
-    @contextmanager
-    def capture(self, results: Any) -> Iterator[None]:
-        """Receive what is logged to a result collection of Lightning."""
-        results.log = self._record
-        try:
-            yield
-        finally:
-            del results.log
+    def capture(self, results: Any) -> AbstractContextManager[None]:
+        """Receive what is logged to a result collection of Lightning within the context."""
+        return _Capture(results, self._record)
 
     def commit(self, results: Any) -> None:
         """Log every name once, with its value over the whole batch."""

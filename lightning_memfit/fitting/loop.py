@@ -160,7 +160,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         if self._skip_backward:
             return
         muted = _BACKWARD_HOOKS[1:] if announce else _BACKWARD_HOOKS
-        with self.unsynchronized(), self._without_hooks(muted) if self._uses_hooks() else nullcontext():
+        with self.unsynchronized(), self._without_hooks(muted) if self._uses_hooks() else _NOTHING:
             call._call_strategy_hook(self.trainer, "backward", loss, request.optimizer)
 
     def to_device(self, batch: Any) -> Any:

@@ -12,6 +12,7 @@ from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
 from lightning_memfit.estimate.estimate import Estimate, estimate_step, predict_peak_bytes
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
+from lightning_memfit.memory.idle_hooks import hide_idle_hooks
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.events import CATEGORIES
@@ -52,7 +53,7 @@ def profile_fit(
         trainer.gradient_clip_algorithm,
     )
     with ExitStack() as stack:
-        for technique in techniques:
+        for technique in reversed(techniques):  # left, and applied again, in their own order
             stack.enter_context(technique.taken_off(trainer, module))
         return profile_module(
             module,
@@ -136,6 +137,7 @@ class MemoryPrediction(Callback):
 
     def __init__(self) -> None:
         self.estimate: Estimate | None = None
+        hide_idle_hooks(self)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Predict on the fake clone of the module."""

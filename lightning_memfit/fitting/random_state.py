@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 _MT19937_BYTES = 625 * 4  # 624 words and the position
+_PEEKED_BYTES = 16  # the position and the three words beside it
 
 
 class RandomState:
@@ -31,8 +33,6 @@ class RandomState:
 
     def restore(self) -> None:
         """Set all generators back."""
-        import numpy
-
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)  # noqa: NPY002
         torch.set_rng_state(self._cpu)
@@ -43,55 +43,57 @@ class RandomState:
 class _Generator:
     """A global generator whose state is expensive to ask for, and which training rarely draws from.
 
-    As long as its memory holds the same bytes as when the state was last asked for, that answer stands. Once it was
-    seen to change, it is asked every time.
+    A Mersenne twister moves its position with every draw and makes all words anew each 624. So the position and a few
+    words beside it tell whether anything was drawn since the state was last asked for; if not, that answer stands. Once
+    the generator was seen to change, it is asked every time, and also when it keeps the second of a pair of normal
+    numbers, which it gives out without moving.
 
     Args:
         ask: Returns the state.
-        peek: Returns the bytes the generator lives in, None where they can't be read.
+        peek: Returns the bytes to compare, None where they can't be read.
+        keeps_normal: Whether a state has the second of a pair of normal numbers in it.
     """
 
-    def __init__(self, ask: Callable[[], Any], peek: Callable[[], object]) -> None:
+    def __init__(
+        self, ask: Callable[[], Any], peek: Callable[[], bytes | None], keeps_normal: Callable[[Any], bool]
+    ) -> None:
         self._ask = ask
         self._peek = peek
-        self._seen: object = None
+        self._keeps_normal = keeps_normal
+        self._seen: bytes | None = None
         self._state: Any = None
         self._is_used = False
 
     def state(self) -> Any:
         """The generator's state."""
-        now = None if self._is_used else self._peek()
-        if now is None:
+        if self._is_used:
             return self._ask()
-        if self._seen != now:
-            self._is_used = self._seen is not None
-            self._seen, self._state = now, self._ask()
+        now = self._peek()
+        if now is None or now != self._seen:
+            self._state = self._ask()
+            self._is_used = now is None or self._seen is not None or self._keeps_normal(self._state)
+            self._seen = now
         return self._state
 
 
 def _ask_numpy() -> Any:
-    import numpy
-
     return numpy.random.get_state(legacy=False)  # noqa: NPY002
 
 
 def _peek_numpy() -> bytes | None:
-    import numpy
-
     generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, numpy.random.MT19937):
         return None
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    end = generator.ctypes.state_address + _MT19937_BYTES  # the position comes last
+    return ctypes.string_at(end - _PEEKED_BYTES, _PEEKED_BYTES)
 
 
-def _peek_python() -> tuple[bytes, float | None] | None:
-    if _python_address is None:
-        return None
-    return ctypes.string_at(_python_address, _MT19937_BYTES), random._inst.gauss_next  # type: ignore[attr-defined]
+def _peek_python() -> bytes | None:
+    return None if _python_address is None else ctypes.string_at(_python_address, _PEEKED_BYTES)
 
 
 def _find_python_state() -> int | None:
-    """Where CPython keeps the words of the global generator: behind the object's header, if a comparison proves it."""
+    """Where CPython keeps the position and words of the global generator: behind the object's header, if proven so."""
     generator = getattr(random, "_inst", None)
     size = object.__basicsize__ + _MT19937_BYTES
     if sys.implementation.name != "cpython" or generator is None or type(generator).__basicsize__ < size:
@@ -102,5 +104,5 @@ def _find_python_state() -> int | None:
 
 
 _python_address = _find_python_state()
-_python = _Generator(random.getstate, _peek_python)
-_numpy = _Generator(_ask_numpy, _peek_numpy)
+_python = _Generator(random.getstate, _peek_python, lambda state: state[2] is not None)
+_numpy = _Generator(_ask_numpy, _peek_numpy, lambda state: bool(state.get("has_gauss")))

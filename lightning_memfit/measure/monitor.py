@@ -11,6 +11,7 @@ from lightning_memfit.measure.report import RunReport, versions
 from lightning_memfit.measure.throughput import Throughput
 from lightning_memfit.memory import GIB, MemoryBreakdown
 from lightning_memfit.memory.attach import TrainerAttachment
+from lightning_memfit.memory.idle_hooks import hide_idle_hooks
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.memory.process import nvml_usage, peak_rss_bytes, rss_bytes
 
@@ -63,6 +64,7 @@ class MemoryMonitor(Callback):
         self.report: RunReport | None = None
         self._attachment: TrainerAttachment | None = None
         self._reset(torch.device("cpu"))
+        hide_idle_hooks(self)
 
     def _reset(self, device: torch.device) -> None:
         self._device = device

@@ -1,6 +1,7 @@
 # ruff: noqa: NPY002  (the global generator is what is tested)
 import copy
 import random
+from collections.abc import Callable
 
 import numpy
 import pytest
@@ -135,10 +136,38 @@ def test_states_are_right_whether_or_not_a_generator_is_used(seed: object, draw:
     assert [draw() for _ in range(3)] == expected  # type: ignore[operator]
 
 
-def test_the_words_of_pythons_generator_are_found() -> None:
-    """Without them every step asks for the whole state, which is slower but right."""
-    assert random_state._python_address is not None
-    before = random_state._peek_python()
-    assert random_state._peek_python() == before
-    random.random()
-    assert random_state._peek_python() != before
+@pytest.mark.parametrize(
+    ("seed", "draw"), [(numpy.random.seed, numpy.random.randn), (random.seed, lambda: random.gauss(0.0, 1.0))]
+)
+def test_a_kept_normal_number_is_part_of_the_state(
+    seed: Callable[[int], None], draw: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random_state, "_numpy", fresh(random_state._numpy))
+    monkeypatch.setattr(random_state, "_python", fresh(random_state._python))
+    seed(3)
+    draw()  # two were made, one is kept
+    RandomState(CPU)
+    draw()  # the kept one: the words don't move
+    later = RandomState(CPU)
+    expected = [draw() for _ in range(3)]
+    later.restore()
+    assert [draw() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize(
+    ("peek", "draw"),
+    [(random_state._peek_python, random.random), (random_state._peek_numpy, lambda: numpy.random.bytes(4))],
+)
+def test_every_draw_shows_in_the_bytes_compared(peek: Callable[[], bytes | None], draw: Callable[[], object]) -> None:
+    """Where they can't be read every step asks for the whole state, which is slower but right."""
+    seen = set()
+    for _ in range(1300):  # more than twice around the words
+        assert peek() == peek()
+        seen.add(peek())
+        draw()
+    assert None not in seen
+    assert len(seen) == 1300
+
+
+def fresh(generator: random_state._Generator) -> random_state._Generator:
+    return random_state._Generator(generator._ask, generator._peek, generator._keeps_normal)
