@@ -131,7 +131,7 @@ def _resolve(budget: str, trainer: pl.Trainer, module: pl.LightningModule) -> Re
     techniques = [c for c in callbacks if isinstance(c, TechniqueCallback)]
     others = tuple(c for c in techniques if not isinstance(c, ActivationCheckpointing))
     with ExitStack() as stack:
-        for technique in techniques:
+        for technique in reversed(techniques):  # left, and applied again, in their own order
             stack.enter_context(technique.taken_off(trainer, module))
         # A MemoryLimit rounds on the CPU as CUDA's allocator does.
         rounding = CUDA_ROUNDING if cuda or budget == "auto" else 1

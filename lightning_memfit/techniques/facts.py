@@ -19,9 +19,8 @@ class Facts:
     automatic_optimization: bool = True
     overridden: frozenset[str] = frozenset()
     """Hooks of LightningModule that the module defines itself."""
-    num_optimizers: int = 1
-    optimizer: str = ""
-    """Class name of the module's own optimizer, as profiles give it."""
+    optimizers: tuple[str, ...] = ()
+    """Class names of the module's own optimizers; empty where they are not known."""
     num_blocks: int | None = None
     """Repeated blocks found."""
     sequential_blocks: bool | None = None

@@ -24,7 +24,7 @@ def first_batch(trainer: Trainer) -> Any:
     """
     with isolate_rng():
         try:
-            source = trainer.fit_loop._data_source.dataloader()
+            source = training_data_source(trainer).dataloader()
         except Exception as error:
             raise ValueError(
                 f"the training data can't be had before the run: {type(error).__name__}: {error}. Give a DataLoader to "
@@ -36,6 +36,11 @@ def first_batch(trainer: Trainer) -> Any:
             if isinstance(source.dataset, torch.utils.data.IterableDataset):
                 _refuse_iterators(source.dataset)
             return _first(_in_this_process(source))
+
+
+def training_data_source(trainer: Trainer) -> Any:
+    """Where a Trainer gets its training loaders from: an object whose method `dataloader` gives them."""
+    return trainer.fit_loop._data_source
 
 
 def _in_this_process(loader: DataLoader[Any]) -> DataLoader[Any]:

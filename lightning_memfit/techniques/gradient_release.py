@@ -72,8 +72,8 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
         )
     if run.precision == "16-mixed":
         return "loss scaling (16-mixed) needs all gradients to look for overflow. Use bf16-mixed."
-    if facts.num_optimizers > 1:
-        return f"it releases gradients to one optimizer, and the module has {facts.num_optimizers}. Leave it out."
+    if len(facts.optimizers) > 1:
+        return f"it releases gradients to one optimizer, and the module has {len(facts.optimizers)}. Leave it out."
     overridden = sorted(facts.overridden)
     if overridden:
         return (

@@ -158,8 +158,8 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
         return f"{run.strategy} reduces gradients on the device, which are gone. Use one device."
     if not facts.automatic_optimization:
         return "with manual optimization gradients may be read before they have arrived. Use automatic optimization."
-    if facts.num_optimizers > 1:
-        return f"it moves one optimizer, and the module has {facts.num_optimizers}. Return one with several groups."
+    if len(facts.optimizers) > 1:
+        return f"it moves one optimizer, and the module has {len(facts.optimizers)}. Return one with several groups."
     for name, reason in _CONFLICTS.items():
         if run.has(name):
             return f"{reason}. Leave {name} out."

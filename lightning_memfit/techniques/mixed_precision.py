@@ -17,6 +17,8 @@ def _needs_bfloat16(run: Run, options: Options) -> str | None:
 
 
 def _needs_scaling(run: Run, options: Options) -> str | None:
+    if run.facts.device == "cpu":
+        return "Lightning computes bfloat16 instead of float16 on the CPU. Use bf16_mixed."
     if run.has("GradientRelease"):
         return "loss scaling needs all gradients to look for overflow, and GradientRelease frees them. Use bf16_mixed."
     return None

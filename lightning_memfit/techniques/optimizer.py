@@ -9,11 +9,12 @@ from torch.optim import Optimizer
 
 from lightning_memfit.estimate.optimizers import OptimizerFamily, optimizer_family
 from lightning_memfit.optim.exchange import exchange
-from lightning_memfit.optim.families import family_named
+from lightning_memfit.optim.families import FAMILIES, family_named
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.base import TechniqueCallback
 from lightning_memfit.techniques.cost import Cost, Work
+from lightning_memfit.techniques.facts import Run
 from lightning_memfit.techniques.step_cost import (
     CPU_SECONDS,
     FOREACH_PASSES,
@@ -78,6 +79,17 @@ _CLASS_PATH = "lightning_memfit.techniques.optimizer.ReplaceOptimizer"
 _EIGHT_BIT = CallbackSpec("lightning_memfit.techniques.optimizer_8bit.Optimizer8bit")
 
 
+def unsupported(run: Run, options: Options) -> str | None:
+    """Reason and fix, or None where the module's optimizer can be exchanged."""
+    known = {name.partition(".")[2] for name in FAMILIES}
+    other = next((name for name in run.facts.optimizers if name not in known), None)
+    if other is not None:
+        return f"what {other}'s hyper-parameters mean isn't known; only {', '.join(sorted(known))} can be exchanged."
+    if run.strategy.startswith("DeepSpeed"):
+        return f"{run.strategy} chooses the optimizer's kernel itself. Set the optimizer in the module."
+    return None
+
+
 def _record(
     name: str,
     summary: str,
@@ -97,6 +109,7 @@ def _record(
         summary=summary,
         numerics=frozenset(numerics),
         callbacks=(CallbackSpec(_CLASS_PATH, init_args), *then),
+        unsupported=unsupported,
         cost=cost,
         package=package,
         page="optimizer",
@@ -116,6 +129,7 @@ FUSED_ADAMW = Technique(
     summary="AdamW in one kernel, without the scratch memory of the batched one",
     numerics=frozenset({"exact"}),
     callbacks=(CallbackSpec(_CLASS_PATH, {"name": "torch.AdamW", "options": {"fused": True}}),),
+    unsupported=unsupported,
     cost=_cost_of_fusing,
     page="optimizer",
 )

@@ -14,6 +14,7 @@ from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.base import TechniqueCallback
 from lightning_memfit.techniques.cost import Cost, Work
+from lightning_memfit.techniques.facts import Run
 from lightning_memfit.techniques.step_cost import other_states, state_bytes
 from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.wrapping import wrap_method
@@ -123,6 +124,25 @@ def _summary(optimizer: Any) -> str:
     return f"{numbers[8]:,} parameters with 8-bit states, {numbers[32]:,} with 32-bit states"
 
 
+_CONVERTED = ("AdamW", "Adam", "SGD", "RMSprop", "Lion", "AdEMAMix")
+_PAGED = ("AdamW", "Adam", "Lion", "AdEMAMix")
+
+
+def unsupported(run: Run, options: Options) -> str | None:
+    """Reason and fix, or None where the module's optimizer can be converted."""
+    accepted = _PAGED if options.get("paged") else _CONVERTED
+    other = next((name for name in run.facts.optimizers if name not in accepted), None)
+    if other is not None and not run.has("ReplaceOptimizer"):
+        return f"{other} has no such form in bitsandbytes; {', '.join(accepted)} have. Use one, or leave it out."
+    if run.strategy not in ("SingleDeviceStrategy", "DDPStrategy") and not run.strategy.startswith("DeepSpeed"):
+        return f"bitsandbytes can't step what {run.strategy} shards. Use one device, DDP or DeepSpeed."
+    return None
+
+
+def _unsupported_paged(run: Run, options: Options) -> str | None:
+    return unsupported(run, {**options, "paged": True})
+
+
 def _cost_of_8bit(profile: ModelProfile, options: Options) -> Cost:
     work = other_states(profile, optimizer_family("adamw_8bit"), "adamw_8bit")
     return Cost(step=work + (_paging(state_bytes(profile) / 4) if options.get("paged") else Work()))
@@ -146,6 +166,7 @@ OPTIMIZER_8BIT = Technique(
     summary="the module's own AdamW, Adam, SGD, RMSprop or Lion with 8-bit states",
     numerics=frozenset({"8bit"}),
     callbacks=(CallbackSpec(_CLASS_PATH),),
+    unsupported=unsupported,
     cost=_cost_of_8bit,
     package="bitsandbytes",
     extra=_EXTRA,
@@ -156,6 +177,7 @@ PAGED_OPTIMIZER_8BIT = Technique(
     summary="8-bit states in memory that moves to the host under pressure",
     numerics=frozenset({"8bit"}),
     callbacks=(CallbackSpec(_CLASS_PATH, {"paged": True}),),
+    unsupported=_unsupported_paged,
     cost=lambda profile, options: _cost_of_8bit(profile, {"paged": profile.device == "cuda"}),
     package="bitsandbytes",
     extra=_EXTRA,
@@ -167,6 +189,7 @@ PAGED_OPTIMIZER = Technique(
     summary="32-bit states in memory that moves to the host under pressure",
     numerics=frozenset({"exact"}),
     callbacks=(CallbackSpec(_CLASS_PATH, {"paged": True, "bits": 32}),),
+    unsupported=_unsupported_paged,
     cost=_cost_of_paging,
     package="bitsandbytes",
     extra=_EXTRA,

@@ -53,12 +53,11 @@ def read_facts(
         capability=capability,
         automatic_optimization=getattr(module, "automatic_optimization", True),
         overridden=_overridden(module),
-        num_optimizers=optimizer.count(" + ") + 1,
-        optimizer=optimizer,
+        optimizers=tuple(optimizer.split(" + ")) if optimizer else (),
         num_blocks=sum(len(group.modules) for group in groups) if built else None,
         sequential_blocks=_are_sequential(module, [group.container for group in groups]) if groups else None,
         causal_lm=any(is_causal_lm(child) for child in module.modules()) if built else None,
-        hugging_face=any(_is_pretrained(child) for child in module.modules()) if built else None,
+        hugging_face=any(is_pretrained(child) for child in module.modules()) if built else None,
         gradient_clip_val=gradient_clip_val,
         gradient_clip_algorithm=algorithm,
         loader=type(loader).__name__ if loader is not None else "DataLoader",
@@ -111,5 +110,6 @@ def _are_sequential(module: nn.Module, containers: list[str]) -> bool:
     return all(isinstance(module.get_submodule(name), nn.Sequential) for name in containers)
 
 
-def _is_pretrained(module: nn.Module) -> bool:
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether a module is a `transformers.PreTrainedModel`, without importing transformers."""
     return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)

@@ -3,15 +3,19 @@
 from difflib import get_close_matches
 
 from lightning_memfit.techniques import (
+    attention,
     bf16_stochastic_rounding,
     checkpointing,
     chunked_loss,
+    data_loading,
     gradient_release,
     host_master_weights,
     micro_batching,
     mixed_precision,
     optimizer,
     optimizer_8bit,
+    tf32,
+    torch_compile,
 )
 from lightning_memfit.techniques.technique import Technique
 
@@ -35,6 +39,10 @@ TECHNIQUES: tuple[Technique, ...] = (
     gradient_release.TECHNIQUE,
     chunked_loss.TECHNIQUE,
     checkpointing.TECHNIQUE,
+    attention.TECHNIQUE,
+    torch_compile.TECHNIQUE,
+    tf32.TECHNIQUE,
+    data_loading.TECHNIQUE,
     micro_batching.TECHNIQUE,
 )
 

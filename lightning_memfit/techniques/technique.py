@@ -108,7 +108,7 @@ class Technique:
         """Why it can't be used in this environment, and what to install; None where it can."""
         if not self.package or find_spec(self.package) is not None:
             return None
-        return f"{self.name} needs {self.package}: pip install {self.extra or self.package}"
+        return f"needs {self.package}: pip install {self.extra or self.package}"
 
     def configured(self, **options: Any) -> tuple[dict[str, Any], tuple[CallbackSpec, ...]]:
         """Trainer options and callbacks. Every option goes to the trainer option or callback that has that name.
@@ -151,7 +151,7 @@ class Technique:
         """
         reason = self.missing()
         if reason is not None:
-            raise ModuleNotFoundError(reason)
+            raise ModuleNotFoundError(f"{self.name} {reason}")
         _, specs = self.configured(**options)
         return [spec.load()(**spec.init_args) for spec in specs]
 

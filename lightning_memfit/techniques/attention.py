@@ -1,0 +1,119 @@
+"""`AttentionKernel`: which implementation of attention Hugging Face models use, and which kernels torch may choose."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.read_facts import is_pretrained
+from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.wrapping import wrap_method
+
+Kernel = Literal["flash", "efficient", "cudnn", "math"]
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+class AttentionKernel(TechniqueCallback):
+    """Have Hugging Face models compute attention by `scaled_dot_product_attention`, which never makes whole scores.
+
+    The result differs by the order of additions. After the run the models have their own implementation again.
+
+    Args:
+        implementation: Name that `set_attn_implementation` takes: `sdpa`, `eager`, or that of an installed kernel.
+        kernels: Kernels that `scaled_dot_product_attention` may choose from during the run; by default all. On the
+            CPU there are `flash` and `math`.
+
+    Raises:
+        ValueError: If a kernel is unknown.
+    """
+
+    def __init__(self, implementation: str = "sdpa", kernels: Sequence[Kernel] = ()) -> None:
+        super().__init__()
+        unknown = [kernel for kernel in kernels if kernel not in _BACKENDS]
+        if unknown:
+            raise ValueError(f"`kernels`: {unknown[0]!r} is not one of {', '.join(_BACKENDS)}.")
+        self.implementation = implementation
+        self.kernels = tuple(kernels)
+
+    def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wrap `configure_model`, after which the models are complete, and limit the choice of kernels."""
+
+        def configure(inner: Callable[[], Any]) -> None:
+            inner()
+            self._set(pl_module)
+
+        self.on_restore(wrap_method(pl_module, "configure_model", configure))
+        if self.kernels:
+            context = sdpa_kernel([_BACKENDS[kernel] for kernel in self.kernels])
+            context.__enter__()
+            self.on_restore(partial(context.__exit__, None, None, None))
+
+    def _set(self, module: nn.Module) -> None:
+        models: list[Any] = outermost_pretrained(module)
+        if not models:
+            raise ValueError(f"AttentionKernel: {type(module).__name__} {_NO_MODEL}")
+        for model in models:
+            before = [(config, config._attn_implementation) for config in _configs(model)]
+            self.on_restore(partial(_put_back, before))
+            model.set_attn_implementation(self.implementation)
+            found = model.config._attn_implementation
+            if found != self.implementation:
+                raise ValueError(
+                    f"AttentionKernel: {type(model).__name__} keeps attention {found!r} and cannot switch to "
+                    f"{self.implementation!r}. Leave AttentionKernel out for this model."
+                )
+        kernels = f", kernels {', '.join(self.kernels)}" if self.kernels else ""
+        self.announce(f"{', '.join(type(model).__name__ for model in models)}: {self.implementation}{kernels}")
+
+
+def outermost_pretrained(module: nn.Module) -> list[nn.Module]:
+    """Hugging Face models that are not part of another one."""
+    if is_pretrained(module):
+        return [module]
+    return [model for child in module.children() for model in outermost_pretrained(child)]
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Configurations of a model and its parts, each once."""
+    found = {id(child.config): child.config for child in model.modules() if is_pretrained(child)}
+    return list(found.values())
+
+
+def _put_back(before: list[tuple[Any, str]]) -> None:
+    for config, implementation in before:
+        config._attn_implementation = implementation
+
+
+_NO_MODEL = (
+    "holds no Hugging Face model whose attention could be set. Call `scaled_dot_product_attention` in the module, or "
+    "leave it out."
+)
+
+
+def unsupported(run: Run, options: Options) -> str | None:
+    """Reason and fix, or None where attention can be set."""
+    if run.facts.hugging_face is False:
+        return f"the module {_NO_MODEL}"
+    if run.facts.device == "cpu" and options.get("kernels") and not {"flash", "math"} & set(options["kernels"]):
+        return f"`kernels={list(options['kernels'])}`: the CPU has flash and math only."
+    return None
+
+
+TECHNIQUE = Technique(
+    name="attention_kernel",
+    kind="attention",
+    summary="fused attention in Hugging Face models, without whole attention scores",
+    numerics=frozenset({"exact"}),
+    callbacks=(CallbackSpec("lightning_memfit.techniques.attention.AttentionKernel"),),
+    unsupported=unsupported,
+)

@@ -1,0 +1,118 @@
+"""`DataLoading`: batches are prepared by worker processes, beside the training, in the order they always had."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_memfit.techniques.base import ReversibleCallback
+from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.first_batch import training_data_source
+from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.wrapping import wrap_method
+
+_PREFETCHED = 2
+"""Batches that a worker prepares ahead: torch's default."""
+
+
+class DataLoading(ReversibleCallback):
+    """Set workers and pinned memory of the training loaders for a run. Samples and their order stay.
+
+    A data set that draws random numbers in `__getitem__` draws others in worker processes than in the main one, as
+    always in torch.
+
+    Args:
+        num_workers: Processes per loader.
+        pin_memory: Batches in page-locked memory, which copies to CUDA beside computing. None decides by the device.
+        persistent_workers: Keep the processes from epoch to epoch; they end with the run.
+
+    Raises:
+        ValueError: If `num_workers` is negative.
+    """
+
+    def __init__(self, num_workers: int = 2, pin_memory: bool | None = None, persistent_workers: bool = True) -> None:
+        super().__init__()
+        if num_workers < 0:
+            raise ValueError(f"`num_workers={num_workers}` must not be negative.")
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self.persistent_workers = persistent_workers and num_workers > 0
+
+    def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wrap where the Trainer gets its training loaders from."""
+        pin = trainer.strategy.root_device.type == "cuda" if self.pin_memory is None else self.pin_memory
+
+        def loaders(inner: Callable[[], Any]) -> Any:
+            source = inner()
+            found = source.flattened if isinstance(source, CombinedLoader) else _flat(source)
+            for loader in found:
+                reason = refusal(loader, self.num_workers)
+                if reason is not None:
+                    raise ValueError(f"DataLoading: {reason}")
+                self.on_restore(self._set(loader, pin))
+            self.announce(f"{len(found)} training loader(s) with {self.num_workers} workers, pin_memory={pin}")
+            return source
+
+        self.on_restore(wrap_method(training_data_source(trainer), "dataloader", loaders))
+
+    def _set(self, loader: DataLoader[Any], pin: bool) -> Callable[[], None]:
+        """Set a loader up and return what puts it back.
+
+        torch guards `persistent_workers` against assignment after construction; before an iterator exists it is as
+        good as given to the constructor.
+        """
+        attributes = vars(loader)
+        changes = {
+            "num_workers": self.num_workers,
+            "prefetch_factor": (loader.prefetch_factor or _PREFETCHED) if self.num_workers else None,
+            "pin_memory": pin,
+            "persistent_workers": self.persistent_workers,
+        }
+        before = {name: attributes[name] for name in changes}
+        attributes.update(changes)
+
+        def put_back() -> None:
+            attributes["_iterator"] = None  # ends persistent workers
+            attributes.update(before)
+
+        return put_back
+
+
+def refusal(loader: Any, num_workers: int) -> str | None:
+    """Reason and fix, or None where a loader can have workers."""
+    if not isinstance(loader, DataLoader):
+        return f"{type(loader).__name__} is no torch DataLoader, whose workers could be set. Leave DataLoading out."
+    if isinstance(loader.dataset, IterableDataset) and num_workers > 1:
+        return (
+            f"{type(loader.dataset).__name__} is an IterableDataset, of which every worker would give all samples, or "
+            "another order. Set num_workers=1, or leave DataLoading out."
+        )
+    return None
+
+
+def _flat(source: Any) -> list[Any]:
+    if isinstance(source, dict):
+        return [loader for value in source.values() for loader in _flat(value)]
+    if isinstance(source, (list, tuple)):
+        return [loader for value in source for loader in _flat(value)]
+    return [source]
+
+
+def unsupported(run: Run, options: Options) -> str | None:
+    """Reason and fix, or None where loaders can be set up."""
+    if run.facts.loader not in ("DataLoader", "CombinedLoader"):
+        return f"the training loader is a {run.facts.loader} and no torch DataLoader. Leave it out."
+    return None
+
+
+TECHNIQUE = Technique(
+    name="data_loading",
+    kind="loader",
+    summary="worker processes and pinned memory for the training loader, data and order unchanged",
+    numerics=frozenset({"exact"}),
+    callbacks=(CallbackSpec("lightning_memfit.techniques.data_loading.DataLoading"),),
+    unsupported=unsupported,
+    traced=False,
+)

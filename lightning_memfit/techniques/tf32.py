@@ -1,0 +1,75 @@
+"""`TF32`: float32 matrix products at the speed of tensor cores, for one run."""
+
+from typing import Literal
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.techniques.base import ReversibleCallback
+from lightning_memfit.techniques.cost import Cost
+from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.read_facts import run_of
+from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
+
+
+class TF32(ReversibleCallback):
+    """Round the inputs of float32 matrix products to 10 bits of mantissa while a run trains, and switch back after.
+
+    Memory is unchanged. Weights, activations and sums stay float32.
+
+    Args:
+        precision: `high` for TensorFloat-32, `medium` for products of bfloat16 parts
+            (`torch.set_float32_matmul_precision`).
+
+    Raises:
+        ValueError: If `precision` is neither.
+    """
+
+    def __init__(self, precision: Literal["high", "medium"] = "high") -> None:
+        super().__init__()
+        if precision not in ("high", "medium"):
+            raise ValueError(f"`precision={precision!r}` must be high or medium.")
+        self.precision = precision
+
+    def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse devices without tensor cores for it, and switch."""
+        reason = unsupported(run_of(trainer, pl_module))
+        if reason is not None:
+            raise ValueError(f"TF32: {reason}")
+        self.switch()
+
+    def switch(self) -> None:
+        """Set the precision of matrix products until `restore`."""
+        before = torch.get_float32_matmul_precision()
+        self.on_restore(lambda: torch.set_float32_matmul_precision(before))
+        torch.set_float32_matmul_precision(self.precision)
+        self.announce(f"float32 matrix products in precision {self.precision!r}, {before!r} after the run")
+
+
+def unsupported(run: Run, options: Options | None = None) -> str | None:
+    """Reason and fix, or None where products can be in TF32."""
+    capability = run.facts.capability
+    if run.facts.device != "cuda" or capability is None:
+        return f"TF32 is computed by CUDA devices only, and this is {run.facts.device}. Leave it out."
+    if capability < (8, 0):
+        return f"compute capability {capability[0]}.{capability[1]} has no TF32; it begins with 8.0. Use fp16_mixed."
+    if run.precision.endswith("-true") and run.precision != "32-true":
+        return f"with precision={run.precision!r} no matrix product is in float32. Leave it out."
+    return None
+
+
+def _cost(profile: ModelProfile, options: Options) -> Cost:
+    return Cost(matmul_rate="bfloat16" if options.get("precision") == "medium" else "tf32")
+
+
+TECHNIQUE = Technique(
+    name="tf32",
+    kind="matmul",
+    summary="float32 matrix products with 10 bits of mantissa, at several times the speed",
+    numerics=frozenset({"tf32"}),
+    callbacks=(CallbackSpec("lightning_memfit.techniques.tf32.TF32"),),
+    unsupported=unsupported,
+    cost=_cost,
+    traced=False,
+)

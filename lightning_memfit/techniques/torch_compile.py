@@ -1,0 +1,116 @@
+"""`TorchCompile`: the repeated blocks of a module compiled by torch, for one run.
+
+Undoing `nn.Module.compile` needs the private attribute `_compiled_call_impl` (torch 2.9 to 2.13), for which there is no
+public name: `tests/techniques/test_torch_compile.py` fails when it moves.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.techniques.base import ReversibleCallback, describe
+from lightning_memfit.techniques.cost import Cost, Work
+from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.read_facts import run_of
+from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.wrapping import wrap_method
+
+
+class TorchCompile(ReversibleCallback):
+    """Compile each repeated block: elementwise operations fuse, which takes less time and a little less memory.
+
+    Equal blocks share one compilation, so that it takes seconds where that of a whole model takes minutes. Names in
+    checkpoints stay. Results differ by the order of additions, and dropout draws other random numbers.
+
+    Args:
+        blocks: As in `ActivationCheckpointing`: class name or dotted names; by default blocks are found by structure.
+        mode: Of `torch.compile`, for example `max-autotune-no-cudagraphs`.
+        dynamic: Of `torch.compile`; None compiles for the first shapes and again, for any, when they change.
+
+    Raises:
+        ValueError: If this run can't be compiled; says why.
+    """
+
+    def __init__(
+        self, blocks: str | Sequence[str] | None = None, mode: str | None = None, dynamic: bool | None = None
+    ) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.mode = mode
+        self.dynamic = dynamic
+
+    def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse what doesn't go with it, and wrap `configure_model`: the model is complete after it."""
+        reason = unsupported(run_of(trainer, pl_module), {"blocks": self.blocks})
+        if reason is not None:
+            raise ValueError(f"TorchCompile: {reason}")
+
+        def configure(inner: Callable[[], Any]) -> None:
+            inner()
+            self._compile(pl_module)
+
+        self.on_restore(wrap_method(pl_module, "configure_model", configure))
+
+    def _compile(self, module: nn.Module) -> None:
+        groups = select_blocks(module, self.blocks) if self.blocks is not None else find_blocks(module)
+        if not groups:
+            raise ValueError(f"TorchCompile: {type(module).__name__} {_NO_BLOCKS}")
+        for group in groups:
+            for block in group.modules:
+                if block._compiled_call_impl is not None:
+                    raise ValueError(f"TorchCompile: {type(block).__name__} is compiled already. Leave it out.")
+                self.on_restore(partial(_uncompile, block))
+                block.compile(mode=self.mode, dynamic=self.dynamic)
+        counts = {group.class_name: len(group.modules) for group in groups}
+        self.announce(f"{describe(counts)} compiled when first called")
+
+
+def _uncompile(block: nn.Module) -> None:
+    vars(block).pop("_compiled_call_impl", None)  # the class has None
+
+
+_NO_BLOCKS = "has no repeated blocks. Name what to compile with `blocks`: a class, or dotted names such as `model`."
+
+
+def unsupported(run: Run, options: Options) -> str | None:
+    """Reason and fix, or None where blocks can be compiled."""
+    facts = run.facts
+    if facts.compiler is False:
+        needed = "Triton" if facts.device == "cuda" else "a C++ compiler"
+        return f"torch.compile finds no {needed}. Install one (pip install triton; apt install g++), or leave it out."
+    if facts.num_blocks == 0 and not options.get("blocks"):
+        return f"the module {_NO_BLOCKS}"
+    if run.has("MemoryLimit") and facts.device == "cpu":
+        return "compiled code allocates past the simulated device, whose MemoryLimit would not hold. Leave one out."
+    if run.strategy.startswith("DeepSpeed"):
+        return f"{run.strategy} hooks modules, which stops compilation at every one. Leave it out."
+    return None
+
+
+_FUSED_SHARE = 0.5
+"""Share of the elementwise traffic of a block that fusing saves; the products' own inputs and outputs remain."""
+_TRAFFIC = 3
+_SECONDS_TO_COMPILE = 30.0
+
+
+def _cost(profile: ModelProfile, options: Options) -> Cost:
+    allocated = int(profile.events.sizes[profile.events.categories >= 0].sum()) / 2  # two steps were traced
+    work = Work(device_bytes=-_FUSED_SHARE * _TRAFFIC * allocated)
+    return Cost(micro_batch=work, once_seconds=_SECONDS_TO_COMPILE)
+
+
+TECHNIQUE = Technique(
+    name="torch_compile",
+    kind="compile",
+    summary="compiles the repeated blocks, so that elementwise operations fuse",
+    numerics=frozenset({"exact"}),
+    callbacks=(CallbackSpec("lightning_memfit.techniques.torch_compile.TorchCompile"),),
+    unsupported=unsupported,
+    cost=_cost,
+    traced=False,
+)
