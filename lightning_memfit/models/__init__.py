@@ -1,5 +1,6 @@
 """LightningModules that ship with the package."""
 
 from lightning_memfit.models.causal_lm import CausalLM
+from lightning_memfit.models.sequence_classifier import SequenceClassifier
 
-__all__ = ["CausalLM"]
+__all__ = ["CausalLM", "SequenceClassifier"]

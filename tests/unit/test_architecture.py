@@ -21,6 +21,8 @@ ALLOWED = {
     "measure": {"memory"},
     "techniques": {"memory", "device", "profile", "estimate", "optim", "checkpointing"},
     "fitting": {"memory", "device", "profile", "estimate", "techniques", "measure"},
+    "bench": {"memory", "device", "profile", "estimate", "techniques", "fitting", "measure"},
+    "strategies": {"memory", "optim"},
     "models": {"memory", "optim"},
     "data": {"memory"},
 }

@@ -1,0 +1,123 @@
+"""One measured run: `python -m lightning_memfit.cli.bench_worker FOLDER`, started by `memfit bench` and `memfit scale`.
+
+The folder holds `settings.yaml` (a configuration as of `memfit fit`) and `job.json`; `outcome.json` is written there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from lightning_memfit.bench.ddp_buckets import bucket_bytes
+from lightning_memfit.bench.observe import PredictRun, StepTimes
+from lightning_memfit.bench.record import Memory
+from lightning_memfit.fitting.oom import is_out_of_memory
+from lightning_memfit.measure.monitor import MemoryMonitor
+from lightning_memfit.memory import Category
+from lightning_memfit.memory.process import peak_rss_bytes
+
+from .lightning_cli import MemFitCLI
+
+_NEVER = 1_000_000_000  # steps between two samples of the monitor: nothing but the step is timed
+
+
+class _Buckets(Callback):
+    """Bytes that DDP keeps in its buckets, read while they exist."""
+
+    size_bytes = 0
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Ask DDP."""
+        self.size_bytes = bucket_bytes(trainer.strategy.model)
+
+
+class _Run:
+    """A trainer with everything that watches it."""
+
+    def __init__(self, folder: Path) -> None:
+        job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+        warmup_steps = int(job["warmup_steps"])
+        self.prediction = PredictRun()
+        self.times = StepTimes(warmup_steps)
+        self.monitor = MemoryMonitor(tracked_steps=warmup_steps, every_n_steps=_NEVER)
+        self.buckets = _Buckets()
+        self.trainer: Trainer | None = None
+        self._folder = folder
+
+    def fit(self) -> None:
+        """Build everything by the command line's own classes, and train."""
+        cli = MemFitCLI([f"--config={self._folder / 'settings.yaml'}"], run=False, save_config_callback=None)
+        self.trainer = cli.trainer
+        watching = (self.prediction, self.monitor, self.times, self.buckets)
+        cli.trainer.callbacks.extend(watching)  # type: ignore[attr-defined]
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+
+    def outcome(self) -> dict[str, Any]:
+        """Everything that was found out, as plain data."""
+        device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
+        speed = self.times.speed(self.trainer.world_size if self.trainer else 1)
+        first, last = self.times.losses
+        return {
+            "no_prediction": self.prediction.reason,
+            "predicted": self.prediction.prediction and vars(self.prediction.prediction),
+            "measured": vars(self._memory(device)),
+            "speed": speed and vars(speed),
+            "loss_first": first,
+            "loss_last": last,
+            "hardware": {
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+                "threads": torch.get_num_threads(),
+            },
+        }
+
+    def _memory(self, device: torch.device) -> Memory:
+        report = self.monitor.report
+        by_category = dict(report.measured.by_category()) if report and report.measured else {}
+        if self.buckets.size_bytes:
+            by_category[Category.COMMUNICATION] = self.buckets.size_bytes
+        on_cuda = device.type == "cuda"
+        live = sum(by_category.values()) or None
+        return Memory(
+            allocated_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else live,
+            reserved_bytes=torch.cuda.max_memory_reserved(device) if on_cuda else None,
+            by_category={str(category): size for category, size in by_category.items()},
+            process_bytes=report and report.process_bytes,
+            card_bytes=report and report.card_bytes,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
+
+
+def main(argv: list[str]) -> int:
+    """Measure one run; an error is part of the outcome."""
+    folder = Path(argv[0])
+    run = _Run(folder)
+    status: dict[str, Any] = {"status": "ok"}
+    try:
+        run.fit()
+    except BaseException as error:
+        kind = "out_of_memory" if is_out_of_memory(error) else "failed"
+        status = {"status": kind, "error": {"type": type(error).__name__, "message": _first_lines(error)}}
+        if kind == "failed":
+            _write(folder, {**status, **run.outcome()})
+            raise
+    _write(folder, {**status, **run.outcome()})
+    return 0
+
+
+def _first_lines(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]
+
+
+def _write(folder: Path, outcome: dict[str, Any]) -> None:
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        (folder / "outcome.json").write_text(json.dumps(outcome), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

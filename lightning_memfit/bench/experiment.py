@@ -1,0 +1,219 @@
+"""`Experiment`: a base configuration and named rows that change it, as read from a YAML file.
+
+    title: What is compared
+    source: {name: ..., hardware: ..., note: ...}       # of the reference figures; may be absent
+    measure: {warmup_steps: 3, timed_steps: 20, timeout_s: 1800}
+    base: {model: ..., data: ..., trainer: ...}         # as for `memfit fit`
+    overlays: {1x4: {...}}                              # named pieces of configuration, for this file
+    scales: {small: {base: {...}, measure: {...}}, full: {}}
+    rows:
+      vanilla: {title: ..., layers: [], reference: {samples_per_second: 8.86, memory_mb: 14949}}
+      all: {layers: [1x4, fragments/activation_checkpointing, {trainer: {precision: 16-mixed}}]}
+
+A layer is the name of an overlay, of a recipe fragment or of a file, or the configuration itself.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_memfit.bench.overlay import Settings, overlay
+
+ReadRecipe = Callable[[str], Mapping[str, Any]]
+"""Gives the configuration behind the name of a recipe or file; raises `ValueError` for an unknown one."""
+
+_KEYS = ("title", "source", "measure", "base", "overlays", "scales", "rows")
+_ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
+
+# What a measured run leaves out: nothing but training steps takes time or memory.
+QUIET: Settings = {
+    "trainer": {
+        "devices": 1,
+        "max_epochs": -1,
+        "limit_val_batches": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How much of a run is measured."""
+
+    warmup_steps: int = 3
+    """Optimizer steps before the clock starts; live tensors are followed during them."""
+    timed_steps: int = 20
+    """Optimizer steps that are timed."""
+    timeout_s: float = 1800.0
+    """Seconds after which a row is given up."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("warmup_steps", 1), ("timed_steps", 1), ("timeout_s", 0.001)):
+            if getattr(self, name) < low:
+                raise ValueError(f"`measure.{name}={getattr(self, name)}` must be at least {low}.")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of an experiment."""
+
+    name: str
+    title: str
+    settings: Settings
+    """Resolved configuration, complete for the command line's parser."""
+    measurement: Measurement
+    reference: dict[str, float] = field(default_factory=dict)
+    """Figures of the source: `seconds`, `samples_per_second`, `memory_mb` and what else it gives."""
+    point: dict[str, Any] = field(default_factory=dict)
+    """Where the run lies in a matrix; empty in an experiment."""
+
+    @property
+    def key(self) -> str:
+        """Hash of everything that decides what is measured."""
+        parts = [self.settings, self.measurement.warmup_steps, self.measurement.timed_steps]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Rows of one experiment at one scale on one kind of device."""
+
+    name: str
+    title: str
+    scale: str
+    device: str
+    rows: tuple[Row, ...]
+    source: dict[str, str] = field(default_factory=dict)
+    """`name`, `hardware` and `note` of the reference figures."""
+
+    @property
+    def folder_name(self) -> str:
+        """Folder of its results."""
+        return f"{self.name}_{self.device}_{self.scale}"
+
+    def only(self, names: list[str]) -> tuple[Row, ...]:
+        """The rows of these names, all where none is given.
+
+        Raises:
+            ValueError: If there is no such row.
+        """
+        known = [row.name for row in self.rows]
+        for name in names:
+            if name not in known:
+                raise ValueError(f"`--only {name}`: {self.name} has no such row. {closest(name, known)}")
+        return tuple(row for row in self.rows if not names or row.name in names)
+
+
+def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe) -> Experiment:
+    """Read an experiment at a scale.
+
+    Args:
+        path: YAML file; its stem is the experiment's name.
+        scale: One of the file's `scales`.
+        device: `cpu` or `cuda`.
+        read_recipe: Reads fragments by name.
+
+    Raises:
+        ValueError: If the file is no experiment, or names something unknown.
+    """
+    document = read_document(path, _KEYS, required=("title", "base", "rows"))
+    scales = document.get("scales") or {"full": {}}
+    if scale not in scales:
+        raise ValueError(f"`--scale {scale}`: {path.name} has no such scale. {closest(scale, list(scales))}")
+    chosen = scales[scale] or {}
+    check_keys(chosen, ("base", "measure"), f"scales.{scale}")
+    measurement = read_measurement({**(document.get("measure") or {}), **(chosen.get("measure") or {})})
+    base = overlay(overlay(QUIET, document["base"]), {"trainer": {"accelerator": accelerator(device)}})
+    rows = []
+    for name, entry in document["rows"].items():
+        entry = entry or {}
+        check_keys(entry, ("title", "layers", "reference"), f"rows.{name}")
+        settings = overlay(base, chosen.get("base") or {})
+        for layer in entry.get("layers") or []:
+            settings = overlay(settings, resolve_layer(layer, document.get("overlays") or {}, read_recipe))
+        settings = overlay(settings, {"trainer": {"max_steps": measurement.warmup_steps + measurement.timed_steps}})
+        rows.append(Row(name, entry.get("title", name), settings, measurement, entry.get("reference") or {}))
+    source = document.get("source") or {}
+    return Experiment(path.stem, document["title"], scale, device, tuple(rows), source)
+
+
+def accelerator(device: str) -> str:
+    """Lightning's name for `cpu` or `cuda`.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if device not in _ACCELERATORS:
+        raise ValueError(f"`--device {device}` must be one of {', '.join(_ACCELERATORS)}.")
+    return _ACCELERATORS[device]
+
+
+def read_document(path: Path, known: tuple[str, ...], required: tuple[str, ...]) -> dict[str, Any]:
+    """Read a YAML mapping and check its keys.
+
+    Raises:
+        ValueError: If the file is no YAML mapping, or has an unknown key, or lacks one.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no valid YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} holds {type(document).__name__} where a mapping with {', '.join(required)} must be.")
+    check_keys(document, known, path.name)
+    for key in required:
+        if not document.get(key):
+            raise ValueError(f"{path.name} lacks `{key}`. It needs {', '.join(required)}.")
+    return document
+
+
+def check_keys(entry: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    """Refuse misspelt keys, which would be ignored.
+
+    Raises:
+        ValueError: If a key is unknown.
+    """
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"`{where}` holds {entry!r} where a mapping with {', '.join(known)} must be.")
+    for key in entry:
+        if key not in known:
+            raise ValueError(f"`{where}` has no key `{key}`. {closest(str(key), list(known))}")
+
+
+def read_measurement(entry: Mapping[str, Any]) -> Measurement:
+    """Make a measurement of plain data.
+
+    Raises:
+        ValueError: If a key or value is wrong.
+    """
+    check_keys(entry, tuple(f.name for f in fields(Measurement)), "measure")
+    return Measurement(**entry)
+
+
+def resolve_layer(
+    layer: str | Mapping[str, Any], overlays: Mapping[str, Any], read_recipe: ReadRecipe
+) -> Mapping[str, Any]:
+    """The configuration of a layer.
+
+    Raises:
+        ValueError: If it names neither an overlay nor a recipe, or is neither a name nor a mapping.
+    """
+    if isinstance(layer, Mapping):
+        return layer
+    if not isinstance(layer, str):
+        raise ValueError(f"`layers` holds {layer!r}; a layer is a name or a mapping.")
+    return overlays[layer] if layer in overlays else read_recipe(layer)
+
+
+def closest(name: str, known: list[str]) -> str:
+    """What was probably meant."""
+    return f"Closest: {', '.join(get_close_matches(name, known, n=3) or known)}."

@@ -1,0 +1,167 @@
+"""`Result`: the record of one row, as it is written to disk. Every field stands in `benchmarks/README.md`."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+SCHEMA = 1
+
+Status = Literal["ok", "out_of_memory", "failed"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Peak that was predicted before the run allocated anything."""
+
+    allocated_bytes: int
+    """Live tensors; on CUDA what `torch.cuda.max_memory_allocated` will say."""
+    reserved_bytes: int
+    """What the caching allocator will hold; on the CPU the same."""
+    total_bytes: int
+    """With the runtime's context."""
+    by_category: dict[str, int]
+    """At the peak, context and fragmentation included."""
+    phase: str
+    """forward, backward or step."""
+    model_flops_per_step: int
+    """FLOPs of forward and backward of one optimizer step on one device, recomputation included."""
+    seconds: float
+    """What the prediction took."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peaks of the first process."""
+
+    allocated_bytes: int | None
+    """CUDA: the allocator's counter. CPU: live tensors, followed during the warm-up."""
+    reserved_bytes: int | None
+    """CUDA: the allocator's counter."""
+    by_category: dict[str, int]
+    """Live tensors at the peak of the warm-up steps."""
+    process_bytes: int | None
+    """CUDA: what NVML says this process holds."""
+    card_bytes: int | None
+    """CUDA: what NVML says is used on the card by everyone."""
+    peak_rss_bytes: int
+    """Largest resident set since the process started, libraries and loader included."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Times of optimizer steps, the wait for data included."""
+
+    timed_steps: int
+    step_seconds_median: float
+    step_seconds_q05: float
+    step_seconds_q95: float
+    samples_per_second: float | None
+    """Of all processes, from the median."""
+    tokens_per_second: float | None
+    """Of all processes, from the median; batches with `input_ids` only."""
+    data_wait_fraction: float
+    """Share of the time between the end of a batch and the start of the next."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no result."""
+
+    type: str
+    message: str
+    log_tail: str = ""
+    """Last lines the process wrote."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of an experiment, measured."""
+
+    schema: int
+    experiment: str
+    row: str
+    title: str
+    scale: str
+    device: str
+    key: str
+    """Hash of settings and measured steps; a result counts as finished while it is that of the row."""
+    command: str
+    commit: str
+    """Of the checkout; `-dirty` where it had changes, empty outside of one."""
+    started: str
+    """UTC."""
+    seconds: float
+    """Whole process, imports included."""
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    """device, cores, threads, memory_bytes, load, notes."""
+    settings: dict[str, Any]
+    """The resolved configuration."""
+    status: Status
+    error: Failure | None = None
+    no_prediction: str = ""
+    """Why there is no prediction."""
+    predicted: Prediction | None = None
+    measured: Memory | None = None
+    speed: Speed | None = None
+    loss_first: float | None = None
+    """Of the first optimizer step, micro-batches averaged."""
+    loss_last: float | None = None
+    reference: dict[str, float] = field(default_factory=dict)
+    """Figures of the source."""
+    point: dict[str, Any] = field(default_factory=dict)
+    """Where the run lies in a matrix of `memfit scale`."""
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Predicted over measured allocated bytes, less one."""
+        if self.predicted is None or self.measured is None or not self.measured.allocated_bytes:
+            return None
+        return self.predicted.allocated_bytes / self.measured.allocated_bytes - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Result":
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: If the data has another schema.
+        """
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"`schema={data.get('schema')}` is not {SCHEMA}: made by another version. Measure anew.")
+        nested = {"error": Failure, "predicted": Prediction, "measured": Memory, "speed": Speed}
+        made = {name: kind(**data[name]) for name, kind in nested.items() if data.get(name) is not None}
+        return cls(**{**data, **made})
+
+    def write(self, path: Path) -> None:
+        """Write JSON in one move: a reader sees the old file or the new one, never half of one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        partial.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+def read_result(path: Path) -> Result:
+    """Read a result.
+
+    Raises:
+        ValueError: If the file has another schema.
+    """
+    return Result.from_dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def field_paths(kind: type = Result, prefix: str = "") -> list[str]:
+    """All fields as they stand in the file: `row`, `predicted.allocated_bytes`, ..."""
+    nested = {"error": Failure, "predicted": Prediction, "measured": Memory, "speed": Speed}
+    assert is_dataclass(kind)
+    paths = []
+    for one in fields(kind):
+        name = f"{prefix}{one.name}"
+        inner = nested.get(one.name) if kind is Result else None
+        paths += field_paths(inner, f"{name}.") if inner else [name]
+    return paths

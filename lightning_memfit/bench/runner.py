@@ -1,0 +1,152 @@
+"""`run_rows`: measure rows one after the other, each in a process of its own, and write a record of each."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_memfit.bench.experiment import Row
+from lightning_memfit.bench.machine import commit, hardware, versions
+from lightning_memfit.bench.record import SCHEMA, Failure, Memory, Prediction, Result, Speed, read_result
+
+_LOG_LINES = 20
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What all rows of an experiment have in common."""
+
+    experiment: str
+    scale: str
+    device: str
+    folder: Path
+    """Where the records go, one file a row."""
+    worker: tuple[str, ...]
+    """Command that measures: called with the folder that holds `settings.yaml` and `job.json`, it writes
+    `outcome.json` there."""
+    command: Callable[[str], str]
+    """The command line that repeats a row."""
+    notes: str = ""
+
+    def path(self, row: Row) -> Path:
+        """File of a row's record."""
+        return self.folder / f"{row.name}.json"
+
+    def finished(self, row: Row) -> Result | None:
+        """The record of a row, if it was measured with the very same settings and did not fail."""
+        try:
+            result = read_result(self.path(row))
+        except (OSError, ValueError, TypeError):
+            return None
+        return result if result.key == row.key and result.status != "failed" else None
+
+    def run(
+        self, rows: Iterable[Row], repeat: bool = False, on_result: Callable[[Result, bool], None] | None = None
+    ) -> list[Result]:
+        """Measure the rows that are not finished.
+
+        Args:
+            rows: What to measure.
+            repeat: Measure finished rows anew.
+            on_result: Called with every result and whether it was measured now.
+
+        Returns:
+            All results, in the order of the rows.
+        """
+        results = []
+        for row in rows:
+            kept = None if repeat else self.finished(row)
+            result = kept or self._measure(row)
+            if kept is None:
+                result.write(self.path(row))
+            results.append(result)
+            if on_result is not None:
+                on_result(result, kept is None)
+        return results
+
+    def _measure(self, row: Row) -> Result:
+        started, clock = datetime.now(timezone.utc), time.perf_counter()
+        facts = {"versions": versions(), "hardware": hardware(self.notes), "commit": commit()}
+        with tempfile.TemporaryDirectory(prefix="memfit-bench-") as name:
+            outcome = _run_worker(Path(name), self.worker, row)
+        facts["hardware"].update(outcome.pop("hardware", {}))
+        nested: dict[str, Any] = {"error": Failure, "predicted": Prediction, "measured": Memory, "speed": Speed}
+        made = {key: kind(**outcome.pop(key)) for key, kind in nested.items() if outcome.get(key)}
+        return Result(
+            schema=SCHEMA,
+            experiment=self.experiment,
+            row=row.name,
+            title=row.title,
+            scale=self.scale,
+            device=self.device,
+            key=row.key,
+            command=self.command(row.name),
+            started=started.isoformat(timespec="seconds"),
+            seconds=round(time.perf_counter() - clock, 2),
+            settings=row.settings,
+            reference=row.reference,
+            point=row.point,
+            **facts,
+            **{**outcome, **made},
+        )
+
+
+def _run_worker(folder: Path, worker: tuple[str, ...], row: Row) -> dict[str, Any]:
+    """What the worker says, or what can be said of it where it says nothing."""
+    (folder / "settings.yaml").write_text(yaml.safe_dump(row.settings, sort_keys=False), encoding="utf-8")
+    job = {"warmup_steps": row.measurement.warmup_steps, "point": row.point}
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    log = folder / "log.txt"
+    with log.open("wb") as file:
+        code = _wait([*worker, str(folder)], file, row.measurement.timeout_s)
+    outcome = folder / "outcome.json"
+    tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:])
+    if outcome.exists():
+        said: dict[str, Any] = json.loads(outcome.read_text(encoding="utf-8"))
+        if said["status"] == "failed":
+            said["error"]["log_tail"] = tail
+        return said
+    if code is None:
+        limit = f"{row.measurement.timeout_s:g} s"
+        return _failed("Timeout", f"not finished within `measure.timeout_s` = {limit}.", tail)
+    if code == -signal.SIGKILL:
+        message = "the process was killed (SIGKILL), as the kernel does when host memory runs out."
+        return _failed("Killed", message, tail)
+    return _failed("Ended", f"the process ended with code {code} and without a result.", tail)
+
+
+def _failed(kind: str, message: str, tail: str) -> dict[str, Any]:
+    return {"status": "failed", "error": {"type": kind, "message": message, "log_tail": tail}}
+
+
+def _wait(command: list[str], log: Any, timeout_s: float) -> int | None:
+    """Exit code of a command, None where it took too long. It and its children are gone afterwards."""
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end_group(process)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End the whole session of a process: with several devices it has children of its own."""
+    if sys.platform == "win32":
+        process.kill()
+    else:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    process.wait()

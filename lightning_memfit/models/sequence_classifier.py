@@ -1,0 +1,93 @@
+"""`SequenceClassifier`: any Hugging Face encoder with a classification head as a LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_memfit.models.architecture import resolve_config
+from lightning_memfit.models.optimizer import checked_options, optimizer_class
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class SequenceClassifier(pl.LightningModule):
+    """Train a sequence classifier of a given architecture from random weights, at a constant learning rate.
+
+    Batches are dictionaries with `input_ids`, `(batch, length)` integers, and `labels`, `(batch,)` integers below
+    `num_labels`. Logged: `train_loss`, in nats.
+
+    Args:
+        config: Inline architecture with its `model_type`, or entries that change the named one.
+        config_name: Hub name or local folder whose architecture is built.
+        num_labels: Classes.
+        attn_implementation: Attention kernel: `sdpa`, `eager` or `flash_attention_2`.
+        learning_rate: Learning rate.
+        weight_decay: Decay of all parameters.
+        optimizer: Name in `torch.optim`, or the import path of an optimizer class.
+        optimizer_options: Further arguments of the optimizer.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any] | None = None,
+        config_name: str | None = None,
+        num_labels: int = 2,
+        attn_implementation: str = "sdpa",
+        learning_rate: float = 5e-5,
+        weight_decay: float = 0.0,
+        optimizer: str = "AdamW",
+        optimizer_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if num_labels < 2:
+            raise ValueError(f"`num_labels={num_labels}` must be at least 2.")
+        if learning_rate < 0:
+            raise ValueError(f"`learning_rate={learning_rate}` must not be negative.")
+        self.save_hyperparameters()
+        self._optimizer_class: Callable[..., torch.optim.Optimizer] = optimizer_class(optimizer)
+        self._optimizer_options = checked_options(optimizer_options)
+        self.model: torch.nn.Module | None = None
+
+    @property
+    def architecture(self) -> PretrainedConfig:
+        """The Hugging Face configuration."""
+        architecture = resolve_config(None, self.hparams["config_name"], self.hparams["config"])
+        architecture.num_labels = self.hparams["num_labels"]
+        return architecture
+
+    def configure_model(self) -> None:
+        """Build the model in the precision and on the device Lightning asks for. A second call does nothing."""
+        if self.model is not None:
+            return
+        from transformers import AutoModelForSequenceClassification
+
+        network = AutoModelForSequenceClassification.from_config(
+            self.architecture,
+            dtype=torch.get_default_dtype(),
+            attn_implementation=self.hparams["attn_implementation"],
+        )
+        self.model = network.train()
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        """Call the Hugging Face model."""
+        assert self.model is not None
+        return self.model(**batch)
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """Return the mean cross-entropy of a micro-batch."""
+        loss = self(**batch).loss
+        self.log("train_loss", loss.detach(), batch_size=len(batch["labels"]))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """One group with all parameters."""
+        options = {"weight_decay": self.hparams["weight_decay"], **self._optimizer_options}
+        return self._optimizer_class(self.parameters(), lr=self.hparams["learning_rate"], **options)
