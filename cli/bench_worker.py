@@ -87,8 +87,8 @@ class _Run:
             allocated_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else live,
             reserved_bytes=torch.cuda.max_memory_reserved(device) if on_cuda else None,
             by_category={str(category): size for category, size in by_category.items()},
-            process_bytes=report and report.process_bytes,
-            card_bytes=report and report.card_bytes,
+            process_bytes=report.process_bytes if report else None,
+            card_bytes=report.card_bytes if report else None,
             peak_rss_bytes=peak_rss_bytes(),
         )
 

@@ -128,10 +128,7 @@ class StepTimes(Callback):
     @property
     def losses(self) -> tuple[float | None, float | None]:
         """Loss of the first and of the last optimizer step: Lightning divides that of a micro-batch by their number."""
-        first, last = (
-            float(sum(loss.float() for loss in losses)) if losses else None for losses in (self._first, self._final)
-        )
-        return first, last
+        return _total(self._first), _total(self._final)
 
     def speed(self, num_processes: int = 1) -> Speed | None:
         """Median and quantiles; None before the first timed step."""
@@ -149,6 +146,10 @@ class StepTimes(Callback):
             tokens_per_second=None if tokens is None else tokens * num_processes / median,
             data_wait_fraction=sum(step.waited for step in self.steps) / float(seconds.sum()),
         )
+
+
+def _total(losses: list[torch.Tensor]) -> float | None:
+    return float(torch.stack([loss.float() for loss in losses]).sum()) if losses else None
 
 
 def _sum(total: int | None, count: int | None) -> int | None:

@@ -1,5 +1,6 @@
 """`run_rows`: measure rows one after the other, each in a process of its own, and write a record of each."""
 
+import contextlib
 import json
 import os
 import signal
@@ -76,7 +77,7 @@ class Runner:
 
     def _measure(self, row: Row) -> Result:
         started, clock = datetime.now(timezone.utc), time.perf_counter()
-        facts = {"versions": versions(), "hardware": hardware(self.notes), "commit": commit()}
+        facts: dict[str, Any] = {"versions": versions(), "hardware": hardware(self.notes), "commit": commit()}
         with tempfile.TemporaryDirectory(prefix="memfit-bench-") as name:
             outcome = _run_worker(Path(name), self.worker, row)
         facts["hardware"].update(outcome.pop("hardware", {}))
@@ -145,8 +146,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     if sys.platform == "win32":
         process.kill()
     else:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     process.wait()

@@ -1,0 +1,116 @@
+"""`memfit bench`: measure the rows of an experiment, each in a process of its own, beside their predictions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from lightning_memfit.bench.experiment import Experiment, load_experiment
+from lightning_memfit.bench.record import Result
+from lightning_memfit.bench.runner import Runner
+
+from .experiments import experiment_file, read_recipe, worker_command
+
+_EPILOG = """\
+examples:
+  memfit bench --experiment bert_large --device cpu --scale small
+  memfit bench --experiment mine.yaml --device cuda --only vanilla --repeat
+
+Every row becomes FOLDER/EXPERIMENT_DEVICE_SCALE/ROW.json (fields: benchmarks/README.md), all of them table.md there.
+Rows with a result for the same settings are kept, so that an interrupted command goes on where it stopped.
+
+exit codes: 0 every row has a result (out of memory is one), 1 a row failed, 2 a mistake, which is explained,
+130 interrupted
+"""
+INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    parser = argparse.ArgumentParser(
+        "memfit bench", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--experiment", required=True, metavar="NAME|FILE", help="name in a checkout, or a YAML file")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument(
+        "--scale", default="full", metavar="NAME", help="one of the experiment's scales (default: full)"
+    )
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="default: runs/bench")
+    parser.add_argument("--only", action="append", default=[], metavar="ROW", help="this row; may be repeated")
+    parser.add_argument("--repeat", action="store_true", help="measure finished rows anew")
+    parser.add_argument(
+        "--note", default="", help="goes into every record, for example what else the machine was doing"
+    )
+    parser.add_argument("--json", action="store_true", help="print all records as JSON on stdout")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the command."""
+    arguments = build_parser().parse_args(argv)
+    experiment = load_experiment(experiment_file(arguments.experiment), arguments.scale, arguments.device, read_recipe)
+    rows = experiment.only(arguments.only)
+    check_device(arguments.device)
+    runner = Runner(
+        experiment.name,
+        experiment.scale,
+        experiment.device,
+        arguments.folder / experiment.folder_name,
+        worker_command(),
+        lambda row: _command(arguments, row),
+        arguments.note,
+    )
+    try:
+        results = runner.run(rows, arguments.repeat, show_progress)
+    except KeyboardInterrupt:
+        print(f"memfit: interrupted; finished rows are kept in {runner.folder}", file=sys.stderr)
+        return INTERRUPTED
+    _show(experiment, runner, results, arguments.json)
+    return int(any(result.status == "failed" for result in results))
+
+
+def check_device(device: str) -> None:
+    """Refuse a GPU where there is none, before every row fails.
+
+    Raises:
+        ValueError: If CUDA is asked for and not there.
+    """
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"`--device {device}`: torch {torch.__version__} sees no CUDA device here. `memfit doctor` says why; "
+                "`--device cpu --scale small` runs anywhere."
+            )
+
+
+def show_progress(result: Result, measured_now: bool) -> None:
+    """One line on stderr per row."""
+    verb = f"{result.seconds:.0f} s" if measured_now else "kept"
+    print(f"{result.row}: {result.status.replace('_', ' ')} ({verb})", file=sys.stderr, flush=True)
+
+
+def _command(arguments: argparse.Namespace, row: str) -> str:
+    options = ["--experiment", arguments.experiment, "--device", arguments.device, "--scale", arguments.scale]
+    return shlex.join(["memfit", "bench", *options, "--only", row])
+
+
+def _show(experiment: Experiment, runner: Runner, results: list[Result], as_json: bool) -> None:
+    from lightning_memfit.bench.table import markdown, rich_table
+
+    known = [result for row in experiment.rows if (result := runner.finished(row)) is not None]
+    if known:
+        page = runner.folder / "table.md"
+        page.write_text(f"# {experiment.title}\n{markdown(known)}", encoding="utf-8")
+    if as_json:
+        json.dump([result.to_dict() for result in results], sys.stdout, indent=1)
+        sys.stdout.write("\n")
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(rich_table(results, f"{experiment.title} ({experiment.device}, {experiment.scale})"))
+    print(f"Records: {runner.folder}")

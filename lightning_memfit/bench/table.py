@@ -1,0 +1,175 @@
+"""Tables of results: predicted beside measured, ours beside the source's; for the terminal and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_memfit.bench.record import Result
+from lightning_memfit.memory import GIB, MIB
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_MB = 1_000_000
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: heading and what to write for a row, given the first row."""
+
+    heading: str
+    cell: Callable[[Result, Result], str]
+
+
+def columns(results: Sequence[Result]) -> list[Column]:
+    """What can be told of these results."""
+    unit, name = (GIB, "GiB") if max(map(_bytes, results), default=0) >= GIB else (MIB, "MiB")
+    shown = [
+        Column("setting", lambda row, first: row.title),
+        Column("samples/s", lambda row, first: _number(_samples(row), 2)),
+        Column("step s (5 % to 95 %)", _step),
+        Column(f"measured {name}", lambda row, first: _size(_bytes(row) or None, unit)),
+        Column(f"predicted {name}", lambda row, first: _size(_predicted(row), unit)),
+        Column("error", lambda row, first: _percent(row.prediction_error)),
+        Column("speed x first", lambda row, first: _ratio(_samples(row), _samples(first))),
+        Column("memory x first", lambda row, first: _ratio(_bytes(row), _bytes(first))),
+        Column("loss", _loss),
+    ]
+    if any(row.measured and row.measured.process_bytes for row in results):
+        shown.insert(6, Column("process MB (NVML)", lambda row, first: _size(_process(row), _MB, 0)))
+    if any(row.reference for row in results):
+        shown += [
+            Column("source: samples/s", lambda row, first: _number(_given(row, "samples_per_second"), 2)),
+            Column("source: MB", lambda row, first: _number(_given(row, "memory_mb"), 0)),
+            Column("source: speed x first", _reference_ratio("samples_per_second")),
+            Column("source: memory x first", _reference_ratio("memory_mb")),
+        ]
+    return shown
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """A table, then what its figures are and how noisy they are."""
+    shown = columns(results)
+    lines = [
+        "| " + " | ".join(column.heading for column in shown) + " |",
+        "|---" + "|---:" * (len(shown) - 1) + "|",
+    ]
+    lines += ["| " + " | ".join(column.cell(row, results[0]) or "-" for column in shown) + " |" for row in results]
+    return "\n".join([*lines, "", *(f"- {line}" for line in remarks(results))]) + "\n"
+
+
+def rich_table(results: Sequence[Result], title: str) -> Table:
+    """The same for the terminal, without the columns of the source."""
+    from rich import box
+    from rich.table import Table
+
+    shown = [column for column in columns(results) if not column.heading.startswith("source")]
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, caption_justify="left")
+    for index, column in enumerate(shown):
+        table.add_column(column.heading, justify="right" if index else "left", overflow="fold")
+    for row in results:
+        table.add_row(*(column.cell(row, results[0]) for column in shown))
+    table.caption = " ".join(remarks(results))
+    return table
+
+
+def remarks(results: Sequence[Result]) -> list[str]:
+    """Where the figures come from, and their noise."""
+    where = sorted({_hardware(row) for row in results})
+    lines = [f"Measured on {'; '.join(where)}."] if where else []
+    commits = sorted({row.commit[:12] + row.commit[40:] for row in results if row.commit})
+    versions = sorted({", ".join(f"{name} {value}" for name, value in row.versions.items()) for row in results})
+    lines.append(f"{'; '.join(versions)}; commit {', '.join(commits) or 'unknown'}.")
+    spreads = [spread for row in results if (spread := _spread(row)) is not None]
+    if spreads:
+        steps = sorted({row.speed.timed_steps for row in results if row.speed})
+        lines.append(
+            f"Speeds are medians of {_range(steps)} optimizer steps, data loading included. Half of the range from the "
+            f"5 % to the 95 % quantile is {_range([round(100 * s) for s in sorted(spreads)])} % of the median: smaller "
+            "differences between rows are noise."
+        )
+    notes = sorted({str(row.hardware["notes"]) for row in results if row.hardware.get("notes")})
+    lines += [f"Note of who measured: {note}" for note in notes]
+    for row in results:
+        if row.error is not None:
+            lines.append(f"{row.title}: {row.error.type}: {row.error.message[:200]}")
+        elif row.no_prediction:
+            lines.append(f"{row.title}: no prediction, for {row.no_prediction[:200]}")
+    return lines
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def _step(row: Result, first: Result) -> str:
+    if row.status != "ok":
+        return row.status.replace("_", " ")
+    if row.speed is None:
+        return ""
+    speed = row.speed
+    return f"{speed.step_seconds_median:.3g} ({speed.step_seconds_q05:.3g} to {speed.step_seconds_q95:.3g})"
+
+
+def _loss(row: Result, first: Result) -> str:
+    if row.loss_first is None or row.loss_last is None:
+        return ""
+    return f"{row.loss_first:.3f} to {row.loss_last:.3f}"
+
+
+def _reference_ratio(name: str) -> Callable[[Result, Result], str]:
+    return lambda row, first: _ratio(_given(row, name), _given(first, name))
+
+
+def _given(row: Result, name: str) -> float | None:
+    return row.reference.get(name)
+
+
+def _samples(row: Result) -> float | None:
+    return row.speed.samples_per_second if row.speed else None
+
+
+def _bytes(row: Result) -> int:
+    return (row.measured.allocated_bytes if row.measured and row.status == "ok" else None) or 0
+
+
+def _predicted(row: Result) -> int | None:
+    return row.predicted.allocated_bytes if row.predicted else None
+
+
+def _process(row: Result) -> int | None:
+    return row.measured.process_bytes if row.measured else None
+
+
+def _spread(row: Result) -> float | None:
+    if row.speed is None or row.status != "ok":
+        return None
+    return (row.speed.step_seconds_q95 - row.speed.step_seconds_q05) / 2 / row.speed.step_seconds_median
+
+
+def _hardware(row: Result) -> str:
+    hardware = row.hardware
+    device = hardware.get("device", row.device)
+    threads = f", {hardware['threads']} used" if "threads" in hardware else ""
+    return f"{device}, {hardware.get('cores')} {hardware.get('machine')} cores{threads}"
+
+
+def _range(values: list[int]) -> str:
+    return f"{values[0]}" if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _size(value: int | None, unit: int, digits: int = 1) -> str:
+    return "" if value is None else f"{value / unit:,.{digits if unit != GIB else 2}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:+.2f} %"
+
+
+def _ratio(value: float | None, first: float | None) -> str:
+    return f"{value / first:.2f}" if value and first else ""
