@@ -9,9 +9,10 @@ import torch
 
 def count_tokens(batch: Any) -> int | None:
     """Elements of `input_ids`, padding included; None where a batch has no such entry."""
-    if isinstance(batch, Mapping) and isinstance(tokens := batch.get("input_ids"), torch.Tensor):
-        return tokens.numel()
-    return None
+    if isinstance(batch, torch.Tensor) or not isinstance(batch, Mapping):
+        return None
+    tokens = batch.get("input_ids")
+    return tokens.numel() if isinstance(tokens, torch.Tensor) else None
 
 
 def count_samples(batch: Any) -> int | None:
@@ -57,8 +58,10 @@ class Throughput:
             return
         self._last = time.perf_counter()
         self._steps += stepped
-        self._tokens = _sum(self._tokens, count_tokens(batch))
-        self._samples = _sum(self._samples, count_samples(batch))
+        if self._tokens is not None:
+            self._tokens = _sum(self._tokens, count_tokens(batch))
+        if self._samples is not None:
+            self._samples = _sum(self._samples, count_samples(batch))
 
     def synchronize(self) -> None:
         """Wait for the device and read the clock."""
@@ -103,5 +106,5 @@ class Throughput:
         return count / self._elapsed if count and self._steps else None
 
 
-def _sum(total: int | None, count: int | None) -> int | None:
-    return None if total is None or count is None else total + count
+def _sum(total: int, count: int | None) -> int | None:
+    return None if count is None else total + count
