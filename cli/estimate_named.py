@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 
 from lightning_memfit.estimate.named import NamedRun, profile_named
 from lightning_memfit.estimate.report import EstimateReport, build_report
@@ -19,7 +18,7 @@ _NO_DEVICE = (
 )
 
 
-def estimate_named(arguments: argparse.Namespace, overrides: list[str]) -> EstimateReport | None:
+def estimate_named(arguments: argparse.Namespace) -> EstimateReport | None:
     """Estimate a named model on the device that was asked for or is here; None where it can't be traced."""
     try:
         return _estimate(arguments)
@@ -44,11 +43,6 @@ def _estimate(arguments: argparse.Namespace) -> EstimateReport:
         capability=target.capability,
         **given,
     )
-    cache, shorten = None if arguments.no_cache else ProfileCache(), not arguments.no_shorten
-    profile = profile_named(run, cache, shorten)
-    scaling = None
-    if profile.slopes is None and run.micro_batch_size == 1 and target.usable_bytes is not None:
-        # A batch of one is laid out in memory its own way; every other size follows from two.
-        scaling = profile_named(replace(run, micro_batch_size=2), cache, shorten)
+    profile = profile_named(run, None if arguments.no_cache else ProfileCache(), not arguments.no_shorten)
     notes = (_NO_DEVICE,) if target.capacity_bytes is None else ()
-    return build_report(profile, target, None, scaling, notes)
+    return build_report(profile, target, None, notes)

@@ -46,7 +46,7 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
         run = load_recipe(overrides)
         target = _target(arguments.device, run)
         try:
-            profile, scaling = _profiles(run, target, arguments)
+            profile = _profile(run, target, arguments)
         except TraceError as error:
             mistake = user_mistake(error)  # of the recipe: no measurement would get around it
             if mistake is not None:
@@ -54,9 +54,9 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
             if not arguments.measure:
                 print(f"memfit: cannot tell: {error} On the command line that is `--measure`.", file=sys.stderr)
                 return None
-            profile, scaling = _measure(run), None
+            profile = _measure(run)
     notes = (*run.notes, *((_NO_DEVICE,) if target.capacity_bytes is None else ()))
-    return build_report(profile, target, arguments.micro_batch_size, scaling, notes)
+    return build_report(profile, target, arguments.micro_batch_size, notes)
 
 
 @contextlib.contextmanager
@@ -94,10 +94,8 @@ def _target(name: str | None, run: RecipeRun) -> Target:
     return host_target(min(limits) if limits else None)
 
 
-def _profiles(
-    run: RecipeRun, target: Target, arguments: argparse.Namespace
-) -> tuple[ModelProfile, ModelProfile | None]:
-    """The step's profile, and one that knows every micro-batch size where the first doesn't."""
+def _profile(run: RecipeRun, target: Target, arguments: argparse.Namespace) -> ModelProfile:
+    """The step's profile, from the recipe's batch or, where that says nothing of the size asked for, at that size."""
 
     def profile(batch: Any) -> ModelProfile:
         return profile_module(
@@ -110,14 +108,11 @@ def _profiles(
             cache=None if arguments.no_cache else ProfileCache(),
         )
 
-    first, size = profile(run.batch), batch_size(run.batch)
+    found, size = profile(run.batch), batch_size(run.batch)
     wanted = arguments.micro_batch_size or size
-    if first.slopes is not None or (wanted == size and size > 1):
-        return first, None
-    if wanted > 1 or target.usable_bytes is not None:
-        # A batch of one is laid out in memory its own way; every other size follows from two.
-        return first, profile(resize_batch(run.batch, size, max(2, wanted)))
-    return first, None
+    if wanted == size or found.knows_every_size:
+        return found
+    return profile(resize_batch(run.batch, size, wanted))
 
 
 def _techniques(run: RecipeRun) -> tuple[TechniqueCallback, ...]:

@@ -47,7 +47,7 @@ def largest_micro_batch(profile: ModelProfile, usable_bytes: int, runtime: Runti
     Allocated memory, cheap to predict, bounds the search; the reserved memory of the result was simulated and fits.
 
     Args:
-        profile: A profile that knows every size (`slopes`).
+        profile: A profile that knows every size.
         usable_bytes: What a step may need in all, context included.
         runtime: What lies outside the trace on a CUDA device.
 

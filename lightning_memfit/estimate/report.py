@@ -60,7 +60,6 @@ def build_report(
     profile: ModelProfile,
     target: Target,
     micro_batch_size: int | None = None,
-    scaling: ModelProfile | None = None,
     notes: tuple[str, ...] = (),
 ) -> EstimateReport:
     """Estimate a profiled step on a target.
@@ -69,21 +68,15 @@ def build_report(
         profile: The step.
         target: Where it shall run.
         micro_batch_size: Samples per micro-batch; the profiled size by default.
-        scaling: A profile of the same step that knows every size, where `profile` doesn't.
         notes: What else to say.
 
     Raises:
         ValueError: If that micro-batch size isn't known.
     """
-    scaling = profile if profile.slopes is not None else scaling
-    if scaling is not None and scaling.slopes is None:
-        scaling = None
-    wanted = micro_batch_size or profile.micro_batch_size
-    source = profile if wanted == profile.micro_batch_size or scaling is None else scaling
-    estimate = estimate_step(source, wanted, target.runtime)
+    estimate = estimate_step(profile, micro_batch_size, target.runtime)
     largest = None
-    if scaling is not None and target.usable_bytes is not None:
-        largest = largest_micro_batch(scaling, target.usable_bytes, target.runtime)
+    if profile.knows_every_size and target.usable_bytes is not None:
+        largest = largest_micro_batch(profile, target.usable_bytes, target.runtime)
     return EstimateReport(profile, estimate, target, judge(estimate, target), largest, (*notes, *_assumed(profile)))
 
 

@@ -1,15 +1,18 @@
 """`profile_module`: from a module and one real batch to a `ModelProfile`, through two traces or a measurement."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
-from lightning_memfit.profile.events import AlignmentError, fit_slopes
+from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
-from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.integers import AssumedValues
+from lightning_memfit.profile.record import LargerSizes, ModelProfile
 from lightning_memfit.profile.step import OptimizerFactory, StepOptions
 from lightning_memfit.profile.trace import Emulation, Trace, TraceError, trace_step
 
@@ -34,7 +37,7 @@ def profile_module(
         emulation: Device to stand for.
         callbacks: Technique callbacks to apply to the clone.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
-        any_micro_batch: Trace a second size, so that every other can be had by arithmetic.
+        any_micro_batch: Trace one or two sizes more, so that every other can be had by arithmetic.
         shorten: Trace five repeated blocks and unroll where they are proved alike.
         cache: Where profiles are kept between runs; none by default.
 
@@ -50,24 +53,62 @@ def profile_module(
             return known
     started = time.perf_counter()
 
-    def trace(value: Any) -> Trace:
-        return trace_step(module, value, options, emulation, callbacks, make_optimizer, shorten)
+    def trace(value: Any, known: Trace | None = None) -> Trace:
+        check = known is None or known.assumed != AssumedValues()  # else it would assume what the first trace did
+        return trace_step(module, value, options, emulation, callbacks, make_optimizer, shorten, check)
 
-    size = batch_size(batch)
     first = trace(batch)
-    events, slopes, reason = first.events, None, ""
-    if any_micro_batch:
+    sizes = _every_size(first, batch, trace) if any_micro_batch else _Sizes(first.events)
+    profile = _profile(type(module).__name__, first, sizes, batch, options, emulation, time.perf_counter() - started)
+    if cache is not None:
+        cache.save(key, profile)
+    return profile
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """A step's events at the size of its batch, and what is known of other sizes."""
+
+    events: EventList
+    slopes: Floats | None = None
+    larger: LargerSizes | None = None
+    reason: str = ""
+    """Why nothing is known of them."""
+
+
+def _every_size(first: Trace, batch: Any, trace: Callable[[Any, Trace], Trace]) -> _Sizes:
+    """Trace a sample more; where a batch of one differs from two in structure, also three."""
+    size = batch_size(batch)
+    try:
+        second = trace(resize_batch(batch, size, size + 1), first)
         try:
-            second = trace(resize_batch(batch, size, size + 1))
-            events, slopes = fit_slopes(first.events, second.events, size, size + 1)
-        except (AlignmentError, TraceError, ValueError) as error:
-            reason = str(error)
-    profile = ModelProfile(
-        name=type(module).__name__,
-        events=events,
-        micro_batch_size=size,
+            return _Sizes(*fit_slopes(first.events, second.events, size, size + 1))
+        except AlignmentError:
+            if size > 1:
+                raise
+        third = trace(resize_batch(batch, size, size + 2), first)
+        events, slopes = fit_slopes(second.events, third.events, size + 1, size + 2)
+        return _Sizes(first.events, larger=LargerSizes(events, size + 1, slopes))
+    except (AlignmentError, TraceError, ValueError) as error:
+        return _Sizes(first.events, reason=str(error))
+
+
+def _profile(
+    name: str,
+    first: Trace,
+    sizes: _Sizes,
+    batch: Any,
+    options: StepOptions,
+    emulation: Emulation,
+    seconds: float,
+) -> ModelProfile:
+    return ModelProfile(
+        name=name,
+        events=sizes.events,
+        micro_batch_size=batch_size(batch),
         parameters=first.parameters,
-        slopes=slopes,
+        slopes=sizes.slopes,
+        larger=sizes.larger,
         precision=options.precision,
         accumulate_grad_batches=options.accumulate_grad_batches,
         device=emulation.device,
@@ -82,13 +123,10 @@ def profile_module(
         traffic=first.traffic,
         attention_kernels=first.attention_kernels,
         assumptions=first.assumptions,
-        only_this_size=reason,
+        only_this_size=sizes.reason,
         versions=package_versions(),
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
     )
-    if cache is not None:
-        cache.save(key, profile)
-    return profile
 
 
 def batch_size(batch: Any) -> int:

@@ -85,14 +85,17 @@ class AlignmentError(Exception):
 
 
 def canonical(trace: EventList) -> EventList:
-    """Sort every run of consecutive frees by block and storage: their order carries no meaning and may vary."""
-    events, blocks = trace.events.copy(), trace.event_blocks.copy()
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], events < 0, [False])).astype(np.int8)))
-    for start, stop in zip(edges[::2], edges[1::2], strict=True):
-        order = np.lexsort((-events[start:stop], blocks[start:stop]))
-        events[start:stop] = events[start:stop][order]
-        blocks[start:stop] = blocks[start:stop][order]
-    return replace(trace, events=events, event_blocks=blocks)
+    """Sort every run of consecutive frees by block and storage: their order carries no meaning and may vary.
+
+    A run ends where a phase begins, as what a phase frees counts in the peak of the one before.
+    """
+    freeing = trace.events < 0
+    continues = freeing.copy()
+    continues[1:] &= freeing[:-1]
+    continues[:1] = False
+    continues[[at for at, _ in trace.phases if at < len(trace)]] = False
+    order = np.lexsort((-trace.events, trace.event_blocks, np.cumsum(~continues)))
+    return replace(trace, events=trace.events[order], event_blocks=trace.event_blocks[order])
 
 
 def without_small(trace: EventList, up_to_bytes: int) -> EventList:

@@ -1,7 +1,7 @@
 """`ModelProfile`: what is known about a training step. Plain data; reading one needs numpy, not torch."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_memfit.profile.events import EventList, Floats, at_size
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,15 @@ class ParameterInfo:
 
 
 @dataclass(frozen=True)
+class LargerSizes:
+    """A step at two samples, from which every larger size follows: a batch of one is laid out in memory its own way."""
+
+    events: EventList
+    micro_batch_size: int
+    slopes: Floats
+
+
+@dataclass(frozen=True)
 class ModelProfile:
     """One traced training step of a module, for any micro-batch size.
 
@@ -41,6 +50,8 @@ class ModelProfile:
     micro_batch_size: int
     parameters: tuple[ParameterInfo, ...]
     slopes: Floats | None = None
+    larger: LargerSizes | None = None
+    """For a batch of one whose events say nothing about two samples."""
     precision: str = "32-true"
     accumulate_grad_batches: int = 1
     device: str = "cuda"
@@ -57,6 +68,8 @@ class ModelProfile:
     """Operators by phase of the same micro-batch that compute something, views left out."""
     traffic: dict[str, int] = field(default_factory=dict)
     """Bytes by phase that operators other than matrix products read and write."""
+    traffic_slopes: dict[str, float] = field(default_factory=dict)
+    """By how much that grows per sample."""
     attention_kernels: dict[str, int] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
     only_this_size: str = ""
@@ -76,6 +89,11 @@ class ModelProfile:
         """Elements of trainable parameters, tied ones once."""
         return sum(p.numel for p in self.parameters if p.trainable and not p.shared_with)
 
+    @property
+    def knows_every_size(self) -> bool:
+        """Whether `events_at` answers for any micro-batch size."""
+        return self.slopes is not None or self.larger is not None
+
     def events_at(self, micro_batch_size: int | None = None) -> EventList:
         """Events at a micro-batch size.
 
@@ -86,6 +104,8 @@ class ModelProfile:
             return self.events
         if micro_batch_size < 1:
             raise ValueError(f"`micro_batch_size={micro_batch_size}` must be at least 1.")
+        if self.larger is not None:
+            return at_size(self.larger.events, self.larger.slopes, self.larger.micro_batch_size, micro_batch_size)
         if self.slopes is None:
             reason = self.only_this_size or "it was traced at one size"
             raise ValueError(
@@ -98,15 +118,15 @@ class ModelProfile:
 
     def save(self, path: Path) -> None:
         """Write to an `.npz` file, in place of an older profile of the same key."""
-        header = asdict(self)
-        for name in ("events", "slopes"):
+        header = asdict(replace(self, slopes=None, larger=None))
+        for name in ("events", "slopes", "larger"):
             del header[name]
         header["format"] = FORMAT
-        header["site_names"] = self.events.site_names
-        header["phases"] = self.events.phases
-        arrays = {name: getattr(self.events, name) for name in _ARRAYS}
-        if self.slopes is not None:
-            arrays["slopes"] = self.slopes
+        header["described"], arrays = _packed("", self.events, self.slopes)
+        if self.larger is not None:
+            header["larger_size"] = self.larger.micro_batch_size
+            header["larger_described"], more = _packed("larger_", self.larger.events, self.larger.slopes)
+            arrays |= more
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{np.random.default_rng().integers(1 << 62)}.partial")
         with partial.open("wb") as file:
@@ -124,15 +144,33 @@ class ModelProfile:
             header: dict[str, Any] = json.loads(str(data["header"]))
             if header.pop("format") != FORMAT:
                 raise ValueError(f"{path} has another format than {FORMAT}. Delete it.")
-            events = EventList(
-                **{name: data[name] for name in _ARRAYS},
-                site_names=tuple(header.pop("site_names")),
-                phases=tuple((at, name) for at, name in header.pop("phases")),
-            )
-            slopes = data["slopes"] if "slopes" in data.files else None
+            events, slopes = _unpacked("", header.pop("described"), data)
+            larger = None
+            if "larger_size" in header:
+                size, described = header.pop("larger_size"), header.pop("larger_described")
+                more, more_slopes = _unpacked("larger_", described, data)
+                assert more_slopes is not None
+                larger = LargerSizes(more, size, more_slopes)
         header["parameters"] = tuple(ParameterInfo(**{**p, "shape": tuple(p["shape"])}) for p in header["parameters"])
         header["assumptions"] = tuple(header["assumptions"])
-        return cls(events=events, slopes=slopes, **header)
+        return cls(events=events, slopes=slopes, larger=larger, **header)
 
 
 _ARRAYS = ("events", "event_blocks", "sizes", "categories", "sites")
+
+
+def _packed(prefix: str, events: EventList, slopes: Floats | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What JSON and what an `.npz` file can hold of a step."""
+    arrays = {f"{prefix}{name}": getattr(events, name) for name in _ARRAYS}
+    if slopes is not None:
+        arrays[f"{prefix}slopes"] = slopes
+    return {"site_names": events.site_names, "phases": events.phases}, arrays
+
+
+def _unpacked(prefix: str, described: dict[str, Any], data: Any) -> tuple[EventList, Floats | None]:
+    events = EventList(
+        **{name: data[f"{prefix}{name}"] for name in _ARRAYS},
+        site_names=tuple(described["site_names"]),
+        phases=tuple((at, name) for at, name in described["phases"]),
+    )
+    return events, data[f"{prefix}slopes"] if f"{prefix}slopes" in data.files else None

@@ -60,6 +60,8 @@ class Trace:
     traced_blocks: int = 0
     assumptions: tuple[str, ...] = ()
     """Values the trace had to assume; empty means the figures rest on nothing but the real batch."""
+    assumed: AssumedValues = field(default_factory=AssumedValues)
+    """With which values this trace was made."""
     attention_kernels: dict[str, int] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)
     """FLOPs by phase of the steady step (one micro-batch), whole module."""
@@ -158,6 +160,7 @@ def _trace(
         block_class=fold.block_class,
         traced_blocks=len(fold.blocks),
         assumptions=tuple(dict.fromkeys(integers.assumptions)),
+        assumed=assumed,
         attention_kernels=dict(dispatch.used) if dispatch else {},
         flops=_unrolled(flops, per_block, extra),
         block_flops=per_block,

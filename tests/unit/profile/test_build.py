@@ -3,10 +3,11 @@ import torch
 from torch import nn
 
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch, sequence_length
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation
 
-from .modules import WIDTH, Classifier, LanguageModel, batch, ids, peak, tiny_gpt2, trace_cpu
+from .modules import WIDTH, Classifier, LanguageModel, batch, ids, peak, same_events, tiny_gpt2, trace_cpu
 from .test_trace import Bag, Opaque, TakesAny, ragged
 
 
@@ -82,3 +83,53 @@ def test_sizes_of_batches():
     assert sequence_length(torch.zeros(2, 9)) is None
     with pytest.raises(ValueError, match="no tensor with a batch dimension"):
         batch_size({"scalar": torch.tensor(1)})
+
+
+class OneIsAnother(Classifier):
+    """A batch of one takes another way, as the layouts of its tensors often do."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch["x"] if len(batch["x"]) == 1 else batch["x"].sin()
+        return self.loss({"x": x, "y": batch["y"]})
+
+
+def samples(count):
+    return {"x": torch.ones(count, WIDTH), "y": torch.zeros(count, dtype=torch.long)}
+
+
+def test_from_a_batch_of_one_every_size_is_had_exactly(tmp_path):
+    profile = profile_module(OneIsAnother(), samples(1), emulation=Emulation("cpu"))
+    assert (profile.micro_batch_size, profile.slopes, profile.knows_every_size) == (1, None, True)
+    assert profile.only_this_size == ""
+    profile.save(tmp_path / "profile.npz")
+    for known in (profile, ModelProfile.load(tmp_path / "profile.npz")):
+        for count in (1, 2, 7):
+            traced = trace_cpu(OneIsAnother(), samples(count)).events
+            assert same_events(known.events_at(count), traced)
+
+
+def test_where_two_and_three_differ_a_batch_of_one_says_nothing_of_them():
+    profile = profile_module(GrowsInSteps(), samples(1), emulation=Emulation("cpu"))
+    assert not profile.knows_every_size
+    with pytest.raises(ValueError, match="sizes 2 and 3"):
+        profile.events_at(2)
+
+
+class ReadsItsLoss(Classifier):
+    """Reads a float, which has to be assumed."""
+
+    traces = 0
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            type(self).traces += 1
+        loss = self.loss(batch)
+        return loss if loss.item() < 10.0 else loss * 1.0
+
+
+def test_assumptions_are_checked_at_one_size(monkeypatch):
+    monkeypatch.setattr(ReadsItsLoss, "traces", 0)
+    profile = profile_module(ReadsItsLoss(), batch(), emulation=Emulation("cpu"))
+    assert profile.assumptions
+    assert profile.knows_every_size
+    assert ReadsItsLoss.traces == 4 + 1

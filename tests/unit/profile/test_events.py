@@ -117,3 +117,11 @@ def test_small_storages_can_be_left_out():
     assert kept.sizes.tolist() == [100, 1000]
     assert kept.events.tolist() == [1, 2, -2]
     assert kept.live_bytes().tolist() == [100, 1100, 100]
+
+
+def test_what_a_phase_frees_stays_behind_its_start():
+    """Backward frees 100 of 111 bytes, the step 1 of the rest: its peak is 10, whatever the order of the storages."""
+    trace = events_of([1, 2, 3, -3, -1, -2], [1, 10, 100], phases=((0, "forward"), (3, "backward"), (4, "step")))
+    ordered = canonical(trace)
+    assert ordered.live_bytes()[4:].max() == trace.live_bytes()[4:].max() == 10
+    assert ordered.live_bytes()[3] == 11
