@@ -1,0 +1,53 @@
+"""Write the table of final losses into the techniques' pages: `python -m benchmarks.precision.table`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "precision_final_loss.json"
+PAGES = tuple(
+    ROOT / "docs" / "techniques" / f"{name}.md" for name in ("bf16_stochastic_rounding", "host_master_weights")
+)
+BEGIN, END = "<!-- begin: precision_final_loss -->", "<!-- end: precision_final_loss -->"
+
+
+def render(document: dict[str, Any]) -> str:
+    """The table as Markdown, with what it says above it."""
+    rows = document["rows"]
+    rates = list(dict.fromkeys(row["learning_rate"] for row in rows))
+    techniques = list(dict.fromkeys(row["technique"] for row in rows))[1:]  # the first is what is compared with
+    mean = {(row["technique"], row["learning_rate"]): row["mean_percent_above_float32"] for row in rows}
+    config = document["config"]
+    return "\n".join(
+        [
+            f"Validation loss after {document['steps']} steps of a GPT-2 with {config['n_layer']} blocks of width "
+            f"{config['n_embd']} on the quickstart's",
+            f"text, mean of {document['seeds']} seeds, against float32 AdamW from the same weights",
+            f"(`benchmarks/results/{RESULTS.name}`, by `{document['command']}`):",
+            "",
+            "| | " + " | ".join(f"learning rate {rate:g}" for rate in rates) + " |",
+            "|---" * (len(rates) + 1) + "|",
+            *(
+                f"| {technique} | " + " | ".join(f"{mean[technique, rate]:+.3f} %" for rate in rates) + " |"
+                for technique in techniques
+            ),
+        ]
+    )
+
+
+def insert(page: str, table: str) -> str:
+    """Put the table between the page's marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def main() -> None:
+    table = render(json.loads(RESULTS.read_text(encoding="utf-8")))
+    for page in PAGES:
+        page.write_text(insert(page.read_text(encoding="utf-8"), table), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
