@@ -15,6 +15,7 @@ ALLOWED = {
     "memory": set(),
     "device": {"memory"},
     "optim": {"memory"},
+    "offload": {"memory", "device"},
     "checkpointing": {"memory"},
     "profile": {"memory", "device", "checkpointing"},
     "estimate": {"memory", "device", "profile", "checkpointing"},
