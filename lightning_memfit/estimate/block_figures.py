@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from lightning_memfit.profile.events import EventList
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Trace
 
 
@@ -28,7 +29,7 @@ class BlockFigures:
     flops: int
 
 
-def block_figures(trace: Trace, rounding: int) -> BlockFigures:
+def block_figures(trace: Trace | ModelProfile, rounding: int) -> BlockFigures:
     """Read off a trace what its blocks keep and need; the maximum over the micro-batches and steps that were traced."""
     events, num_blocks = trace.events, trace.num_blocks
     live = events.live_bytes(rounding)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ def profile_module(
     make_optimizer: OptimizerFactory | None = None,
     any_micro_batch: bool = True,
     shorten: bool = True,
+    check_assumptions: bool = True,
     cache: ProfileCache | None = None,
 ) -> ModelProfile:
     """Profile one training step of a module.
@@ -39,6 +40,7 @@ def profile_module(
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         any_micro_batch: Trace one or two sizes more, so that every other can be had by arithmetic.
         shorten: Trace five repeated blocks and unroll where they are proved alike.
+        check_assumptions: See `trace_step`.
         cache: Where profiles are kept between runs; none by default.
 
     Raises:
@@ -54,7 +56,9 @@ def profile_module(
     started = time.perf_counter()
 
     def trace(value: Any, known: Trace | None = None) -> Trace:
-        check = known is None or known.assumed != AssumedValues()  # else it would assume what the first trace did
+        check = (
+            check_assumptions if known is None else known.assumed != AssumedValues()
+        )  # else it would assume what the first trace did
         return trace_step(module, value, options, emulation, callbacks, make_optimizer, shorten, check)
 
     first = trace(batch)
@@ -72,6 +76,7 @@ class _Sizes:
     events: EventList
     slopes: Floats | None = None
     larger: LargerSizes | None = None
+    traffic_slopes: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     """Why nothing is known of them."""
 
@@ -82,15 +87,20 @@ def _every_size(first: Trace, batch: Any, trace: Callable[[Any, Trace], Trace]) 
     try:
         second = trace(resize_batch(batch, size, size + 1), first)
         try:
-            return _Sizes(*fit_slopes(first.events, second.events, size, size + 1))
+            return _Sizes(*fit_slopes(first.events, second.events, size, size + 1), None, _growth(first, second))
         except AlignmentError:
             if size > 1:
                 raise
         third = trace(resize_batch(batch, size, size + 2), first)
         events, slopes = fit_slopes(second.events, third.events, size + 1, size + 2)
-        return _Sizes(first.events, larger=LargerSizes(events, size + 1, slopes))
+        return _Sizes(first.events, larger=LargerSizes(events, size + 1, slopes), traffic_slopes=_growth(second, third))
     except (AlignmentError, TraceError, ValueError) as error:
         return _Sizes(first.events, reason=str(error))
+
+
+def _growth(smaller: Trace, larger: Trace) -> dict[str, float]:
+    """Traffic per sample and phase."""
+    return {name: float(size - smaller.traffic.get(name, 0)) for name, size in larger.traffic.items()}
 
 
 def _profile(
@@ -121,6 +131,7 @@ def _profile(
         block_flops=first.block_flops,
         operators=first.operators,
         traffic=first.traffic,
+        traffic_slopes=sizes.traffic_slopes,
         attention_kernels=first.attention_kernels,
         assumptions=first.assumptions,
         only_this_size=sizes.reason,
