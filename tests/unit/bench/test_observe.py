@@ -1,0 +1,80 @@
+"""Step times, losses and predictions of a small real fit."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_memfit.bench.observe import PredictRun, StepTimes
+from lightning_memfit.data import RandomTokens
+from lightning_memfit.measure.monitor import MemoryMonitor
+
+
+class Bag(pl.LightningModule):
+    """Scores the mean embedding of a sample; its loss is the number of the micro-batch."""
+
+    def __init__(self, traceable: bool = True) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 8)
+        self.traceable = traceable
+        self.count = 0
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        score = self.embedding(batch["input_ids"]).mean()
+        if not self.traceable and score > 0:  # allocates or not, depending on a float
+            score = score + torch.zeros(10_000).sum()
+        self.count += 1
+        return score * 0 + self.count
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module: pl.LightningModule, *callbacks: pl.Callback, accumulate: int = 2, steps: int = 5) -> None:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        max_epochs=-1,
+        accumulate_grad_batches=accumulate,
+        callbacks=list(callbacks),
+        **quiet,
+    )
+    trainer.fit(module, datamodule=RandomTokens(12, 6, batch_size=3, vocab_size=50))
+
+
+def test_steps_after_the_warm_up_are_timed_and_losses_are_means_over_micro_batches():
+    times = StepTimes(warmup_steps=2)
+    fit(Bag(), times)
+    speed = times.speed(num_processes=2)
+    assert speed is not None
+    assert speed.timed_steps == 3
+    assert 0 < speed.step_seconds_q05 <= speed.step_seconds_median <= speed.step_seconds_q95
+    assert speed.samples_per_second == pytest.approx(2 * 2 * 3 / speed.step_seconds_median)
+    assert speed.tokens_per_second == pytest.approx(2 * 2 * 3 * 6 / speed.step_seconds_median)
+    assert 0 < speed.data_wait_fraction < 1
+    assert times.losses == (1.5, 9.5)  # micro-batches 1 and 2, 9 and 10
+
+
+def test_nothing_is_said_of_a_run_without_timed_steps():
+    times = StepTimes(warmup_steps=5)
+    fit(Bag(), times)
+    assert times.speed() is None
+
+
+def test_the_prediction_is_for_the_monitor_too():
+    predict, monitor = PredictRun(), MemoryMonitor(tracked_steps=2)
+    fit(Bag(), predict, monitor, accumulate=1)
+    assert predict.reason == ""
+    assert monitor.report is not None
+    assert monitor.report.measured_peak_bytes
+    assert predict.prediction is not None
+    assert predict.prediction.allocated_bytes == pytest.approx(monitor.report.measured_peak_bytes, rel=0.05)
+    assert sum(predict.prediction.by_category.values()) == predict.prediction.allocated_bytes
+
+
+def test_why_there_is_no_prediction():
+    predict = PredictRun()
+    fit(Bag(traceable=False), predict)
+    assert predict.prediction is None
+    assert predict.reason

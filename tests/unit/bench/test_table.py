@@ -1,0 +1,51 @@
+from lightning_memfit.bench.record import Speed
+from lightning_memfit.bench.table import markdown, rich_table
+
+from .results import out_of_memory, result
+
+MIB = 2**20
+SOURCE = {"samples_per_second": 8.0, "memory_mb": 1000}
+
+
+def cells(text: str, title: str) -> dict[str, str]:
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
+    [row] = [line for line in lines if line[0] == title]
+    return dict(zip(lines[0], row, strict=True))
+
+
+def test_ours_beside_predicted_and_the_sources():
+    first = result("a", 90 * MIB, 100 * MIB, reference=SOURCE)
+    faster = Speed(5, 0.25, 0.25, 0.25, 16.0, None, 0.0)
+    second = result("b", 50 * MIB, 50 * MIB, speed=faster, reference={"samples_per_second": 4.0, "memory_mb": 500})
+    row = cells(markdown([first, second]), "title of b")
+    assert row["measured MiB"] == "50.0"
+    assert row["predicted MiB"] == "50.0"
+    assert row["speed x first"] == "2.00"
+    assert row["memory x first"] == "0.50"
+    assert row["source: speed x first"] == "0.50"
+    assert row["source: memory x first"] == "0.50"
+    assert cells(markdown([first, second]), "title of a")["error"] == "-10.00 %"
+
+
+def test_out_of_memory_and_missing_figures_are_said():
+    text = markdown([result("a"), out_of_memory("b"), result("c", None, no_prediction="no trace")])
+    assert cells(text, "title of b")["step s (5 % to 95 %)"] == "out of memory"
+    assert cells(text, "title of b")["samples/s"] == "-"
+    assert cells(text, "title of b")["error"] == "+0.00 %"
+    assert "title of b: OutOfMemoryError: Tried to allocate 3 MiB" in text
+    assert "title of c: no prediction, for no trace" in text
+
+
+def test_noise_hardware_and_commit_are_stated():
+    text = markdown([result("a")])
+    assert "medians of 5 optimizer steps" in text
+    assert "is 30 % of the median" in text  # (0.7 - 0.4) / 2 / 0.5
+    assert "cpu, 2 x86_64 cores, 1 used" in text
+    assert "commit 0123456789ab." in text
+    assert "quiet" in text
+
+
+def test_the_terminal_shows_the_same_rows():
+    table = rich_table([result("a"), out_of_memory("b")], "T")
+    assert table.row_count == 2
+    assert not any("source" in str(column.header) for column in table.columns)
