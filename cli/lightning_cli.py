@@ -44,6 +44,8 @@ class MemFitCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
+        import lightning_memfit.strategies  # noqa: F401  their names, for `trainer.strategy`
+
         silence_deprecated_calls()
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
         super().__init__(

@@ -22,6 +22,7 @@ _PUBLIC = {
     "SimulatedDevice": "lightning_memfit.device.simulated",
     "StandardLibraryText": "lightning_memfit.data",
     "TextData": "lightning_memfit.data",
+    "ZeroStrategy": "lightning_memfit.strategies",
     "estimate_step": "lightning_memfit.estimate.estimate",
     "find_device": "lightning_memfit.device.catalogue",
     "format_bytes": "lightning_memfit.memory",

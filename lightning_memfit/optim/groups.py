@@ -44,4 +44,5 @@ def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str
 def _is_decayed(owner: nn.Module, name: str, parameter: torch.Tensor) -> bool:
     is_bias = name == "bias" or name.endswith("_bias")
     is_norm = "norm" in type(owner).__name__.lower()
-    return parameter.ndim >= 2 and not is_bias and not is_norm
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # what ZeRO-3 has partitioned looks like an empty vector
+    return len(shape) >= 2 and not is_bias and not is_norm

@@ -39,6 +39,15 @@ def test_only_matrices_and_embeddings_decay():
     assert "scale" in groups[0.0]
 
 
+def test_what_zero_3_has_partitioned_decays_by_its_full_shape():
+    module = nn.Linear(4, 2)
+    for parameter in module.parameters():
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
+    decayed, undecayed = weight_decay_groups(module, 0.1)
+    assert decayed["params"] == [module.weight]
+    assert undecayed["params"] == [module.bias]
+
+
 def test_every_trainable_parameter_once():
     model = Model()
     model.linear.weight.requires_grad_(False)

@@ -1,0 +1,51 @@
+"""Hugging Face models built right where ZeRO-3 partitions parameters as they are made.
+
+Written for transformers 5.17 to 5.23, whose private names are used here only; `test_upstream_names.py` pins them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+
+@contextmanager
+def partitioned_builds(config: dict[str, Any]) -> Iterator[None]:
+    """Make Hugging Face models get the weights they would get without partitioning.
+
+    Inside `deepspeed.zero.Init` a parameter is partitioned, and looks empty, as soon as its module is made.
+    `GPT2LMHeadModel(config)` then initializes empty tensors and keeps torch's own numbers (embeddings with a standard
+    deviation of 1.0 instead of 0.02, a first loss of 89), and `from_pretrained` finds shapes that don't match. Inside
+    this context the first gathers what it initializes, in the order of a plain build and thus with the same random
+    numbers, and the second knows of the partitioning.
+
+    Args:
+        config: DeepSpeed configuration of stage 3.
+
+    Raises:
+        ModuleNotFoundError: If accelerate, which transformers needs for this, is not installed.
+    """
+    if find_spec("accelerate") is None:
+        raise ModuleNotFoundError(
+            "Building Hugging Face models under ZeRO-3 needs accelerate: pip install 'accelerate>=1.1'"
+        )
+    from transformers import PreTrainedModel
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, initialize_weights_zero3
+    from transformers.modeling_utils import set_zero3_state
+
+    plain = PreTrainedModel.initialize_weights
+
+    def initialize_weights(model: PreTrainedModel) -> None:
+        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            initialize_weights_zero3(model)
+        else:
+            plain(model)
+
+    alive = HfDeepSpeedConfig(config)  # transformers holds it weakly: it counts while this frame lives
+    PreTrainedModel.initialize_weights = initialize_weights  # type: ignore[method-assign]
+    try:
+        with set_zero3_state():  # the partitioning is on already: transformers must not start its own
+            yield
+    finally:
+        PreTrainedModel.initialize_weights = plain  # type: ignore[method-assign]
+        del alive

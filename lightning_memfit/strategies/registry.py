@@ -1,0 +1,21 @@
+"""The strategies' names."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_memfit.strategies.zero import ZeroStrategy
+
+
+def register() -> None:
+    """Make the strategies known to `Trainer(strategy=...)` by name. Safe to call twice."""
+    for stage, what in ((1, "optimizer states"), (2, "and gradients"), (3, "and parameters")):
+        StrategyRegistry.register(
+            f"memfit_zero_{stage}", ZeroStrategy, f"ZeRO-{stage}: shard {what}", override=True, stage=stage
+        )
+    StrategyRegistry.register(
+        "memfit_zero_offload",
+        ZeroStrategy,
+        "ZeRO-2 with optimizer states and step on the host",
+        override=True,
+        stage=2,
+        offload_optimizer=True,
+    )

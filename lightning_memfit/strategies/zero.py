@@ -1,0 +1,224 @@
+"""`ZeroStrategy`: DeepSpeed's ZeRO stages, from few typed arguments, on CUDA devices and on the CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memfit.strategies.checkpoint_folder import rewritten
+from lightning_memfit.strategies.deepspeed_internals import (
+    allow_loading_without_optimizer,
+    disable_shared_memory_collectives,
+)
+from lightning_memfit.strategies.huggingface_build import partitioned_builds
+from lightning_memfit.strategies.offloaded_optimizer import prefer_fused
+from lightning_memfit.strategies.zero_config import Config, ZeroOptions, with_raw_options
+from lightning_memfit.strategies.zero_sizes import ModelSizes, sized
+
+
+class ZeroStrategy(DeepSpeedStrategy):
+    """Shard optimizer states, gradients and parameters over ranks with DeepSpeed ZeRO, and offload them to the host.
+
+    Runs on CUDA devices and, for trying a recipe out, on the CPU over gloo. Precision is DeepSpeed's: `bf16-mixed` and
+    `16-mixed` keep half-precision weights, without autocast, and fp32 master weights in the optimizer.
+
+    Args:
+        stage: 1 shards optimizer states, 2 gradients too, 3 parameters too.
+        offload_optimizer: Keep optimizer states on the host and step there.
+        offload_parameters: With stage 3, keep parameters on the host between uses.
+        pin_memory: Pin what is kept on the host: faster copies, but nothing else can have that memory.
+        bucket_size: Elements reduced or gathered at once. By default the model's largest parameter, at most 2e8.
+        sub_group_size: With stage 3, elements updated at once. By default a sixteenth of a rank's share.
+        config: Raw DeepSpeed options, or the path of a JSON file of them, laid over what the arguments make. What an
+            argument sets can't be set here.
+        load_full_weights: With stage 3, `ckpt_path` names one file with whole weights.
+        exclude_frozen_parameters: Leave frozen parameters out of checkpoints.
+        accelerator: Set by Lightning.
+        parallel_devices: Set by Lightning.
+        cluster_environment: Set by Lightning.
+        precision_plugin: Set by Lightning.
+        process_group_backend: Backend of `torch.distributed`; by default nccl on CUDA, gloo on the CPU.
+        timeout: How long a collective waits.
+
+    Raises:
+        ModuleNotFoundError: If DeepSpeed is not installed.
+        ValueError: If the arguments contradict each other or `config`.
+    """
+
+    strategy_name = "memfit_zero"
+    config: Config
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 2,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        pin_memory: bool = False,
+        bucket_size: int | None = None,
+        sub_group_size: int | None = None,
+        config: str | Path | dict[str, Any] | None = None,
+        load_full_weights: bool = False,
+        exclude_frozen_parameters: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        if find_spec("deepspeed") is None:
+            raise ModuleNotFoundError("ZeRO strategies need DeepSpeed: pip install 'deepspeed>=0.19,<0.20' ninja")
+        if load_full_weights and stage != 3:
+            raise ValueError(f"`load_full_weights=True` needs `stage=3`, not `stage={stage}`.")
+        options = ZeroOptions(stage, offload_optimizer, offload_parameters, pin_memory, bucket_size, sub_group_size)
+        self._raw: Config = self._load_config(config) or {}
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            config=options.config(self._raw),
+            load_full_weights=load_full_weights,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+        self._train_engine: Any = None
+
+    # --- processes and devices --------------------------------------------------------------------------------------
+
+    @property
+    def _on_cpu(self) -> bool:
+        return isinstance(self.accelerator, CPUAccelerator)
+
+    def setup_environment(self) -> None:
+        """Start the processes' communication; Lightning's own strategy refuses the CPU here."""
+        allow_loading_without_optimizer()
+        if not self._on_cpu:
+            super().setup_environment()
+            return
+        self._check_cpu()
+        disable_shared_memory_collectives()
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        """As Lightning's, without its check of device indices, which a CPU has none of."""
+        if not self._on_cpu:
+            super().setup_distributed()
+            return
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @property
+    def root_device(self) -> torch.device:
+        """The rank's device; the CPU has an index, which DeepSpeed compares with zero."""
+        return torch.device("cpu", 0) if self._on_cpu else super().root_device
+
+    def _check_cpu(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        name = get_accelerator().device_name()
+        if name != "cpu":
+            raise MisconfigurationException(
+                f"`accelerator=cpu`, but DeepSpeed uses {name!r} on this machine. Set the environment variable "
+                "DS_ACCELERATOR=cpu."
+            )
+        if self.precision_plugin.precision.startswith("16"):
+            raise MisconfigurationException(
+                f"`precision={self.precision_plugin.precision}`: DeepSpeed has no float16 on the CPU. Use bf16-mixed."
+            )
+
+    # --- configuration ----------------------------------------------------------------------------------------------
+
+    def _init_config_if_needed(self) -> None:
+        """Add what the Trainer says; Lightning lets raw options silently win over it."""
+        if self._config_initialized or self.lightning_module is None:
+            super()._init_config_if_needed()
+            return
+        trainer = self.lightning_module.trainer
+        precision = self.precision_plugin.precision
+        typed: dict[str, tuple[str, Any]] = {
+            "bf16.enabled": ("trainer.precision", precision.startswith("bf16")),
+            "fp16.enabled": ("trainer.precision", precision.startswith("16")),
+        }
+        if trainer.gradient_clip_val is not None:
+            typed["gradient_clipping"] = ("trainer.gradient_clip_val", trainer.gradient_clip_val)
+        for section in ("bf16", "fp16"):
+            self.config.pop(section, None)
+        super()._init_config_if_needed()
+        self.config = with_raw_options(self.config, self._raw, typed)
+
+    def _fill_sizes(self, model: nn.Module) -> None:
+        sizes = ModelSizes.of(model.parameters())
+        self.config["zero_optimization"] = sized(self.config["zero_optimization"], sizes, self.world_size)
+
+    # --- model and optimizer ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Partition parameters as they are made, with stage 3."""
+        with super().model_sharded_context():
+            if not self.zero_stage_3:
+                yield
+                return
+            with partitioned_builds(self.config):
+                yield
+
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Optimizer]:
+        self._fill_sizes(model)
+        if optimizer is not None and "offload_optimizer" in self.config["zero_optimization"]:
+            # DeepSpeed insists on its own Adam, compiled at first use; torch's fused one is as fast, and any other
+            # optimizer works as well.
+            self.config.setdefault("zero_force_ds_cpu_optimizer", False)
+            if prefer_fused(optimizer):
+                rank_zero_info(f"{type(self).__name__}: {type(optimizer).__name__} steps on the CPU with fused=True.")
+        return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+
+    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        if self._train_engine is not None:
+            self._train_engine.destroy()  # of an earlier `fit`: its hooks would run beside the new engine's
+        super()._initialize_deepspeed_train(model)
+        self._train_engine = self.model
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        """After `fit`, evaluate with the engine that trained: a second one would partition what is partitioned."""
+        if self._train_engine is not None and self._train_engine.module is model:
+            model.to(self.root_device)
+            self.model = self._train_engine
+            return
+        self._fill_sizes(model)
+        super()._initialize_deepspeed_inference(model)
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Leave the division by `accumulate_grad_batches` to Lightning.
+
+        With Lightning's own strategy DeepSpeed divides once more: gradients become too small by that factor, which
+        Adam hides and clipping does not.
+        """
+        return super().backward(closure_loss, optimizer, *args, **{"scale_wrt_gas": False, **kwargs})
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint folder; one that is there already is replaced when the new one is complete."""
+        with rewritten(self.broadcast(filepath), self.local_rank == 0, self.barrier) as folder:
+            super().save_checkpoint(checkpoint, folder, storage_options)
