@@ -99,7 +99,7 @@ class RunFolder:
         """Give up the lock; the owner waits for the run's other processes and removes the folder. Safe to call twice.
 
         Args:
-            timeout_s: How long the owner waits. After that the folder stays, and a run that starts once this process has
+            timeout_s: How long the owner waits. After that the folder stays; a run that starts when this process has
                 ended removes it.
 
         Returns:

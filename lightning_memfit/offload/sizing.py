@@ -1,0 +1,271 @@
+"""Sizes of ZeRO-Infinity from the shapes of a model, where DeepSpeed's defaults suit models of a trillion parameters.
+
+Written after DeepSpeed 0.19.8: `runtime/zero/stage3.py` (sub-groups, `reserve_partitioned_swap_space`) and
+`runtime/swap_tensor` (buffers, alignment, what is too small to swap). All sizes are of one rank, in elements unless the
+name says bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_memfit.memory import MIB
+
+MIN_SWAPPED_BYTES = MIB
+"""`MIN_AIO_BYTES`: smaller tensors stay in memory, and so do those below one aio block."""
+
+_ALIGNED_BYTES = 1024  # AIO_ALIGNED_BYTES, per aio thread
+_WORTH_READING = 1 << 25  # elements: 128 MiB of fp32 per file keep any drive at its full rate
+_MASTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class AioSettings:
+    """DeepSpeed's `aio` section, as far as sizes depend on it. `tuning` finds the fastest for a folder."""
+
+    block_size: int = MIB
+    """Bytes of one request. Tensors below it are never swapped."""
+    queue_depth: int = 8
+    """Requests in flight per thread."""
+    intra_op_parallelism: int = 1
+    """Threads that share one tensor. (`thread_count`, which many examples set, is ignored.)"""
+
+    @property
+    def min_swapped_bytes(self) -> int:
+        """Tensors below this stay in memory."""
+        return max(MIN_SWAPPED_BYTES, self.block_size)
+
+    def aligned(self, numel: int, itemsize: int) -> int:
+        """Elements that `numel` take in a buffer and in a file."""
+        step = _ALIGNED_BYTES * self.intra_op_parallelism // itemsize
+        return -(-numel // step) * step
+
+    def config(self) -> dict[str, Any]:
+        """The `aio` section of a DeepSpeed configuration."""
+        return {
+            "block_size": self.block_size,
+            "queue_depth": self.queue_depth,
+            "intra_op_parallelism": self.intra_op_parallelism,
+            "single_submit": False,
+            "overlap_events": True,
+        }
+
+
+@dataclass(frozen=True)
+class InfinitySizes:
+    """Sizes of the `zero_optimization` section; `config` renders it."""
+
+    aio: AioSettings
+    itemsize: int
+    """Bytes per element of the weights: 2 with bf16, 4 with fp32."""
+    sub_group_size: int
+    """Elements from which a sub-group, which is stepped at once, is complete."""
+    sub_groups: tuple[int, ...]
+    """Elements of every sub-group that follows from it."""
+    optimizer_buffer_count: int
+    param_buffer_count: int
+    param_buffer_size: int
+    """0 where no parameter is large enough to be swapped."""
+    max_in_cpu: int
+    """Elements of parameters that stay in host memory."""
+    write_buffer_size: int
+    """Elements of the buffer through which a stepped sub-group's weights are written."""
+
+    @property
+    def largest_sub_group(self) -> int:
+        """Elements stepped at once."""
+        return max(self.sub_groups)
+
+    @property
+    def param_buffer_bytes(self) -> int:
+        """Pinned memory for swapping parameters: the pool, and the buffer for writing a stepped sub-group."""
+        pool = self.param_buffer_count * self.aio.aligned(self.param_buffer_size, self.itemsize)
+        return (pool + self.write_buffer_size) * self.itemsize
+
+    @property
+    def optimizer_buffer_bytes(self) -> int:
+        """Pinned memory for swapping optimizer states, `buffer_count` times the largest sub-group in fp32."""
+        return self.optimizer_buffer_count * self.aio.aligned(self.largest_sub_group, _MASTER_BYTES) * _MASTER_BYTES
+
+    def config(self, nvme_path: str, optimizer: bool = True, parameters: bool = True) -> dict[str, Any]:
+        """DeepSpeed's configuration: the sections `zero_optimization` and `aio`.
+
+        Parameters are neither prefetched nor kept for reuse where they are swapped: DeepSpeed 0.19.8 would queue one
+        twice, or run out of buffers, and stop.
+
+        Args:
+            nvme_path: The run's folder.
+            optimizer: Whether optimizer states go to disk.
+            parameters: Whether parameters do.
+        """
+        zero: dict[str, Any] = {"stage": 3, "sub_group_size": self.sub_group_size}
+        if optimizer:
+            zero["offload_optimizer"] = {
+                "device": "nvme",
+                "nvme_path": nvme_path,
+                "buffer_count": self.optimizer_buffer_count,
+            }
+        if parameters:
+            zero["offload_param"] = {
+                "device": "nvme",
+                "nvme_path": nvme_path,
+                "buffer_count": self.param_buffer_count,
+                "buffer_size": max(1, self.param_buffer_size),
+                "max_in_cpu": self.max_in_cpu,
+            }
+            zero |= {
+                "stage3_prefetch_bucket_size": 0,
+                "stage3_max_reuse_distance": 0,
+                "stage3_max_live_parameters": 0,
+            }
+        return {"zero_optimization": zero, "aio": self.aio.config()}
+
+
+def infinity_sizes(
+    groups: Sequence[Sequence[int]],
+    world_size: int = 1,
+    itemsize: int = 2,
+    aio: AioSettings | None = None,
+    num_states: int = 2,
+    pipeline_read: bool = False,
+    pipeline_write: bool = False,
+    params_per_module: int = 1,
+    max_in_cpu: int = 0,
+) -> InfinitySizes:
+    """Choose sizes for a model: as little pinned memory as its largest parameter allows.
+
+    Args:
+        groups: Elements of the trained parameters, whole, by optimizer parameter group and in its order.
+        world_size: Ranks that share every parameter.
+        itemsize: Bytes per element of the weights.
+        aio: Settings of asynchronous I/O; DeepSpeed's defaults if not given.
+        num_states: State tensors of the optimizer's, 2 for Adam.
+        pipeline_read: Whether the next sub-group is read while one is stepped.
+        pipeline_write: Whether the last one is written meanwhile.
+        params_per_module: Large parameters that one module owns itself.
+        max_in_cpu: Elements of parameters to keep in host memory instead.
+
+    Raises:
+        ValueError: If there is no parameter.
+    """
+    if not any(groups):
+        raise ValueError("`groups` holds no parameter. Pass the elements of what the optimizer trains.")
+    aio = aio or AioSettings()
+    partitions = [[-(-numel // world_size) for numel in group] for group in groups]
+    size = choose_sub_group_size(partitions)
+    groups_by_params = [sub for group in partitions for sub in sub_groups(group, size)]
+    totals = tuple(sum(sub) for sub in groups_by_params)
+    swapped = [p for group in partitions for p in group if p * itemsize >= aio.min_swapped_bytes]
+    fullest = max(groups_by_params, key=sum)
+    return InfinitySizes(
+        aio=aio,
+        itemsize=itemsize,
+        sub_group_size=size,
+        sub_groups=totals,
+        optimizer_buffer_count=optimizer_buffer_count(num_states, pipeline_read, pipeline_write),
+        param_buffer_count=param_buffer_count(params_per_module),
+        param_buffer_size=max(swapped, default=0),
+        max_in_cpu=max_in_cpu,
+        write_buffer_size=sum(aio.aligned(numel, itemsize) for numel in fullest),
+    )
+
+
+def sub_groups(partitions: Sequence[int], size: int) -> list[list[int]]:
+    """The sub-groups DeepSpeed makes of one optimizer parameter group: parameters in order, until `size` is reached.
+
+    A sub-group is therefore smaller than `size` plus its last parameter (`stage3.py`, `_create_fp16_sub_groups`).
+    """
+    if size >= sum(partitions):
+        return [list(partitions)]
+    found: list[list[int]] = [[]]
+    for numel in partitions:
+        if sum(found[-1]) >= size:
+            found.append([])
+        found[-1].append(numel)
+    return found
+
+
+def choose_sub_group_size(groups: Sequence[Sequence[int]]) -> int:
+    """The largest `sub_group_size` whose sub-groups all stay within the largest parameter, or 128 MiB of fp32.
+
+    Pinned memory and the step's scratch are multiples of the largest sub-group, and no setting makes that smaller than
+    the largest parameter; fewer, larger ones mean longer reads. The default of 1e12 makes one sub-group of each
+    parameter group, which brings the whole model into memory.
+
+    Args:
+        groups: Elements of this rank's partitions, by optimizer parameter group and in its order.
+    """
+    allowed = max(max(numel for group in groups for numel in group), _WORTH_READING)
+    sizes = {numel for group in groups for numel in group if numel <= allowed}
+    for size in sorted({allowed - numel + 1 for numel in sizes} | {allowed}, reverse=True):
+        if all(sum(sub) <= allowed for group in groups if group for sub in sub_groups(group, size)):
+            return size
+    return 1
+
+
+def optimizer_buffer_count(num_states: int = 2, pipeline_read: bool = False, pipeline_write: bool = False) -> int:
+    """Buffers for optimizer states: master weights, gradient and each state, once per sub-group that is in flight.
+
+    Args:
+        num_states: State tensors of the optimizer's, 2 for Adam.
+        pipeline_read: A second sub-group is being read.
+        pipeline_write: A further one is being written.
+    """
+    return (2 + num_states) * (1 + pipeline_read + pipeline_write)
+
+
+def param_buffer_count(params_per_module: int) -> int:
+    """Buffers for parameters: those of a module that runs, as many for the next or a tied one, and one in reserve."""
+    return 2 * params_per_module + 3
+
+
+def tiling_splits(shape: Sequence[int], max_numel: int) -> tuple[int, int] | None:
+    """Into how many tiles (rows, columns) a weight must be cut for a tile to have at most `max_numel` elements.
+
+    For `deepspeed.zero.TiledLinear(in_splits, out_splits)`, ZeRO-Infinity's memory-centric tiling (Rajbhandari et al.
+    2021, section 5.1.3): tiles are fetched and released one after the other.
+
+    Args:
+        shape: Of the weight, two dimensions.
+        max_numel: Elements of a buffer, or what the device has left for one.
+
+    Returns:
+        None where it fits as it is.
+
+    Raises:
+        ValueError: If `max_numel` is not positive or the weight has not two dimensions.
+    """
+    if max_numel < 1 or len(shape) != 2:
+        raise ValueError(f"`max_numel={max_numel}`, `shape={tuple(shape)}`: a tile of a matrix has at least 1 element.")
+    rows, columns = shape
+    if rows * columns <= max_numel:
+        return None
+    row_splits = min(rows, math.ceil(rows * columns / max_numel))
+    tile_rows = -(-rows // row_splits)
+    return row_splits, math.ceil(columns / max(1, max_numel // tile_rows))
+
+
+def tiling_hints(shapes: Mapping[str, Sequence[int]], max_numel: int) -> list[str]:
+    """One sentence for every matrix that does not fit in `max_numel` elements, with the tiles that do."""
+    hints = []
+    for name, shape in shapes.items():
+        splits = tiling_splits(shape, max_numel) if len(shape) == 2 else None
+        if splits is not None:
+            rows, columns = splits
+            hints.append(
+                f"{name} ({shape[0]} x {shape[1]}) has more than {max_numel} elements: replace it by "
+                f"deepspeed.zero.TiledLinear with {rows} x {columns} tiles."
+            )
+    return hints
+
+
+def params_in_host(available_bytes: int, itemsize: int) -> int:
+    """`max_in_cpu`: elements of parameters that fit in so much host memory, the partial offload of parameters.
+
+    They are read from memory instead of disk. DeepSpeed's `ratio` is no alternative: it steps a part of the sub-groups
+    on the accelerator, which it can't when their states lie on disk.
+    """
+    return max(0, available_bytes) // itemsize
