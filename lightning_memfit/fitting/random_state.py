@@ -26,7 +26,7 @@ class RandomState:
         self._device = device
         self._python = _python.state()
         self._numpy = _numpy.state()
-        self._cpu = torch.get_rng_state()
+        self._cpu = torch.default_generator.get_state()
         self._accelerator: Tensor | None = None
         if device.type != "cpu":
             self._accelerator = torch.get_device_module(device).get_rng_state()
@@ -44,9 +44,8 @@ class _Generator:
     """A global generator whose state is expensive to ask for, and which training rarely draws from.
 
     A Mersenne twister moves its position with every draw and makes all words anew each 624. So the position and a few
-    words beside it tell whether anything was drawn since the state was last asked for; if not, that answer stands. Once
-    the generator was seen to change, it is asked every time, and also when it keeps the second of a pair of normal
-    numbers, which it gives out without moving.
+    words beside it tell whether anything was drawn since the state was last asked for; if not, that answer stands.
+    While it keeps the second of a pair of normal numbers, given out without moving, it is asked every time.
 
     Args:
         ask: Returns the state.
@@ -62,17 +61,14 @@ class _Generator:
         self._keeps_normal = keeps_normal
         self._seen: bytes | None = None
         self._state: Any = None
-        self._is_used = False
+        self._is_hidden = False
 
     def state(self) -> Any:
         """The generator's state."""
-        if self._is_used:
-            return self._ask()
         now = self._peek()
-        if now is None or now != self._seen:
-            self._state = self._ask()
-            self._is_used = now is None or self._seen is not None or self._keeps_normal(self._state)
-            self._seen = now
+        if now is None or self._is_hidden or now != self._seen:
+            self._seen, self._state = now, self._ask()
+            self._is_hidden = self._keeps_normal(self._state)
         return self._state
 
 
@@ -80,16 +76,28 @@ def _ask_numpy() -> Any:
     return numpy.random.get_state(legacy=False)  # noqa: NPY002
 
 
-def _peek_numpy() -> bytes | None:
-    generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(generator, numpy.random.MT19937):
-        return None
-    end = generator.ctypes.state_address + _MT19937_BYTES  # the position comes last
-    return ctypes.string_at(end - _PEEKED_BYTES, _PEEKED_BYTES)
+class _NumpyWords:
+    """The bytes to compare of NumPy's global generator, which the user may exchange."""
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._bytes: Any = None
+
+    def __call__(self) -> bytes | None:
+        generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+        if generator is not self._generator:
+            self._generator, self._bytes = generator, None
+            if isinstance(generator, numpy.random.MT19937):  # the position comes last
+                self._bytes = _bytes_at(generator.ctypes.state_address + _MT19937_BYTES - _PEEKED_BYTES)
+        return None if self._bytes is None else self._bytes.raw
 
 
 def _peek_python() -> bytes | None:
-    return None if _python_address is None else ctypes.string_at(_python_address, _PEEKED_BYTES)
+    return None if _python_bytes is None else _python_bytes.raw
+
+
+def _bytes_at(address: int) -> Any:
+    return (ctypes.c_char * _PEEKED_BYTES).from_address(address)
 
 
 def _find_python_state() -> int | None:
@@ -104,5 +112,6 @@ def _find_python_state() -> int | None:
 
 
 _python_address = _find_python_state()
+_python_bytes = None if _python_address is None else _bytes_at(_python_address)
 _python = _Generator(random.getstate, _peek_python, lambda state: state[2] is not None)
-_numpy = _Generator(_ask_numpy, _peek_numpy, lambda state: bool(state.get("has_gauss")))
+_numpy = _Generator(_ask_numpy, _NumpyWords(), lambda state: bool(state.get("has_gauss")))

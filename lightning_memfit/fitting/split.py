@@ -126,7 +126,7 @@ def _vote(batch: Any, expected: int | None) -> int:
 def _first_sizes(value: Any) -> Iterator[int]:
     if isinstance(value, torch.Tensor) or _is_array(value):
         if value.ndim:
-            yield len(value)
+            yield value.shape[0]  # `len` of a tensor is ten times as slow
     else:
         for child in _children(value):
             yield from _first_sizes(child)

@@ -166,7 +166,9 @@ class EffectiveStep:
         sizes = sizes_of(share.num_samples, size)
         batches = parts.splitter.split(request.batch, sizes)
         weights = share.weights.of_parts(batches, sizes)
-        last_counted = max((index for index, weight in enumerate(weights) if weight), default=len(weights) - 1)
+        last_counted = len(weights) - 1
+        while last_counted and not weights[last_counted]:
+            last_counted -= 1
         merger = OutputMerger(len(sizes))
         observe = len(sizes) > 1 and bool(parts.metrics)
         if observe:

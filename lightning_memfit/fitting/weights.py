@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 IGNORE_INDEX = -100
+_WITHOUT_LABELS = (Tensor, list, tuple)
 LossWeight = Callable[[Any], "float | Tensor"]
 
 
@@ -61,7 +62,9 @@ def weigh(batch: Any, num_samples: int, shifted: bool, loss_weight: LossWeight |
     """
     if loss_weight is not None:
         return SampleWeights(None, float(loss_weight(batch)), loss_weight)
-    labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
+    labels = None
+    if type(batch) not in _WITHOUT_LABELS:  # looking for them where there are none is slow
+        labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0 or len(labels) != num_samples:
         return SampleWeights(None, float(num_samples))
     counted = labels[:, 1:] if shifted and labels.ndim > 1 else labels

@@ -18,7 +18,7 @@ def count_tokens(batch: Any) -> int | None:
 def count_samples(batch: Any) -> int | None:
     """First dimension of the first tensor in a batch; None where it holds none."""
     if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.ndim else 1
+        return batch.shape[0] if batch.ndim else 1
     if isinstance(batch, Mapping):
         batch = batch.values()
     elif not isinstance(batch, (list, tuple)):

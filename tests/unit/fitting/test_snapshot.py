@@ -156,7 +156,7 @@ def test_a_kept_normal_number_is_part_of_the_state(
 
 @pytest.mark.parametrize(
     ("peek", "draw"),
-    [(random_state._peek_python, random.random), (random_state._peek_numpy, lambda: numpy.random.bytes(4))],
+    [(random_state._peek_python, random.random), (random_state._NumpyWords(), lambda: numpy.random.bytes(4))],
 )
 def test_every_draw_shows_in_the_bytes_compared(peek: Callable[[], bytes | None], draw: Callable[[], object]) -> None:
     """Where they can't be read every step asks for the whole state, which is slower but right."""
