@@ -20,6 +20,7 @@ from lightning_memfit.memory import format_bytes
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.measured import measure_step
+from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.techniques.base import TechniqueCallback
@@ -62,18 +63,13 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep banners away, and off stdout, which is the report's, whatever the user's code prints."""
-    names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric", "bitsandbytes")
-    loggers = [logging.getLogger(name) for name in (*names, "transformers")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*(worker|Paged optimizers|No seed found)", UserWarning)
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    with (
+        loggers_at(logging.ERROR, *LIGHTNING, "bitsandbytes", "transformers"),
+        contextlib.redirect_stdout(sys.stderr),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", ".*(worker|Paged optimizers|No seed found)", UserWarning)
+        yield
 
 
 def _target(name: str | None, run: RecipeRun) -> Target:
@@ -126,7 +122,7 @@ def _measure(run: RecipeRun) -> ModelProfile:
         ValueError: If it isn't.
     """
     with torch.device("meta"):
-        shape = copy.deepcopy(run.module)
+        shape = copy.deepcopy(run.module, {id(run.module.trainer): None})
         shape.configure_model()
     weights = sum(p.numel() * p.element_size() for p in shape.parameters())
     # The module, its copy, gradients and two fp32 states; what the activations need isn't known before.

@@ -83,6 +83,7 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
     processes = _num_processes(recipe["devices"]) * recipe["num_nodes"]
     with isolate_rng():
         batch = _first_batch(cli, processes)
+    cli.model.trainer = trainer  # whose data module the training step may ask
     callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
     notes = tuple(_left_out(recipe, processes, callbacks))
     return RecipeRun(cli.model, batch, options, callbacks, str(recipe["accelerator"]), notes)
@@ -152,6 +153,7 @@ def _first_batch(cli: MemFitCLI, processes: int) -> Any:
     except StopIteration:
         raise ValueError("The recipe's training loader gives no batch: it is empty.") from None
     if data is not None:
+        cli.trainer.datamodule = data  # type: ignore[attr-defined]
         batch = data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
     return batch
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from lightning_memfit.memory.breakdown import Category
 
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc}
 _TO_COPY = torch.ops.aten._to_copy.default
 
 
@@ -78,8 +79,12 @@ class StorageLedger(TorchDispatchMode):
     def track(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
         """Enter a tensor's storage, or re-label it where it is known already.
 
-        Of a wrapper without memory of its own (a DTensor, a quantized tensor) the tensors inside are entered.
+        Of a tensor without memory of its own (sparse, a DTensor, quantized) the tensors inside are entered.
         """
+        if tensor.layout in _SPARSE:
+            for inner in sparse_parts(tensor):
+                self.track(inner, category, name)
+            return
         storage = tensor.untyped_storage()
         entry = self._entries.get(storage._cdata)
         if entry is not None:
@@ -91,7 +96,9 @@ class StorageLedger(TorchDispatchMode):
             self._enter(storage, category, name)
 
     def is_tracked(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is entered."""
+        """Whether the tensor's storage is entered; of a sparse tensor, those of the tensors inside."""
+        if tensor.layout in _SPARSE:
+            return all(map(self.is_tracked, sparse_parts(tensor)))
         return tensor.untyped_storage()._cdata in self._entries
 
     def track_module(self, module: torch.nn.Module) -> None:
@@ -136,6 +143,10 @@ class StorageLedger(TorchDispatchMode):
         return result
 
     def _see(self, func: Any, args: Any, tensor: torch.Tensor) -> None:
+        if tensor.layout in _SPARSE:
+            for inner in sparse_parts(tensor):
+                self._see(func, args, inner)
+            return
         storage = tensor.untyped_storage()
         entry = self._entries.get(storage._cdata)
         if entry is None:
@@ -152,7 +163,11 @@ class StorageLedger(TorchDispatchMode):
             return Category.TEMPORARY
         if self._step_open and not torch.is_grad_enabled():
             return Category.TEMPORARY
-        if func is _TO_COPY and args[0].untyped_storage()._cdata in self._parameter_keys:
+        if (
+            func is _TO_COPY
+            and args[0].layout is torch.strided
+            and args[0].untyped_storage()._cdata in self._parameter_keys
+        ):
             return Category.TEMPORARY  # autocast's cached half-precision copy of a weight
         return Category.ACTIVATION
 
@@ -225,6 +240,17 @@ class StorageLedger(TorchDispatchMode):
     def _close_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._step_open = False
         self._label_states(optimizer)
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that hold a sparse tensor: indices and values. A strided tensor is its own only part."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
-from lightning_memfit.profile.describe import describe, describe_module
+from lightning_memfit.profile.datamodule import attached_datamodule
+from lightning_memfit.profile.describe import describe, describe_module, describe_settings
 from lightning_memfit.profile.record import ModelProfile
 
 _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "torchmetrics", "lightning-memfit")
@@ -83,7 +84,8 @@ def profile_key(module: Any, batch: Any, *settings: Any) -> str:
     """Key of a module, a batch and trace settings.
 
     Covers the source files of every class in the module, all simple attributes, shapes and dtypes of its tensors, and
-    the batch's shapes and integer values.
+    the batch's shapes and integer values. Of a data module that the module can ask, class and simple attributes.
     """
-    parts = [describe_module(module), describe(batch, values=True)]
+    data = attached_datamodule(module)
+    parts = [describe_module(module), describe(batch, values=True), data and describe_settings(data)]
     return text_key(*parts, *(describe(value, values=True) for value in settings))

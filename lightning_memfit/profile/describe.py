@@ -36,6 +36,16 @@ def describe_module(module: Any) -> object:
     return parts, sorted(sources.values())
 
 
+def describe_settings(value: Any) -> object:
+    """Class with the hash of its source files, and simple attributes.
+
+    For what a training step may ask, such as a data module, and whose other contents reach it in the batch.
+    """
+    simple = [(key, item) for key, item in sorted(vars(value).items()) if isinstance(item, (bool, int, float, str))]
+    files = {path for kind in type(value).__mro__ for path in _source_files(kind.__module__)}
+    return type(value).__qualname__, simple, sorted(map(_file_hash, files))
+
+
 def describe(value: Any, values: bool = False, _depth: int = 0) -> object:
     """A stable description of a value; tensors by shape and dtype, with `values` also by integer contents."""
     if value is None or isinstance(value, (bool, int, float, complex, bytes)):

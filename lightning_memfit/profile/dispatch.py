@@ -118,10 +118,8 @@ class CudaDispatch:
         with torch.autocast("cpu", enabled=False):
             if chosen == "flash":
                 return _flash(query, key, value, dropout_p, is_causal, scale)
-            if chosen == "cudnn":
-                return _cudnn(query, key, value, attn_mask, dropout_p, is_causal, scale)
-            if chosen == "efficient":
-                return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            if chosen == "cudnn" or chosen == "efficient":
+                return _masked(chosen, query, key, value, attn_mask, dropout_p, is_causal, scale)
             return aten._scaled_dot_product_attention_math(
                 query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
             )[0]
@@ -146,7 +144,8 @@ def _additive(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> to
     return mask.expand(q.size(0), q.size(1), q.size(2), k.size(2))
 
 
-def _cudnn(
+def _masked(
+    backend: Literal["cudnn", "efficient"],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -155,26 +154,14 @@ def _cudnn(
     causal: bool,
     scale: float | None,
 ) -> Any:
-    keeps_statistics = q.requires_grad or k.requires_grad or v.requires_grad
-    return aten._scaled_dot_product_cudnn_attention(
-        q, k, v, _additive(mask, q, k), keeps_statistics, dropout, causal, False, scale=scale
-    )[0]
-
-
-def _efficient(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> Any:
+    """The two kernels that take masks, and keep statistics for backward where there will be one."""
     mask = _additive(mask, q, k)
-    keeps_statistics = q.requires_grad or k.requires_grad or v.requires_grad
-    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, keeps_statistics, dropout, causal, scale=scale)[
-        0
-    ]
+    statistics = q.requires_grad or k.requires_grad or v.requires_grad
+    if backend == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, mask, statistics, dropout, causal, False, scale=scale)[
+            0
+        ]
+    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, statistics, dropout, causal, scale=scale)[0]
 
 
 _FP32 = [

@@ -8,6 +8,7 @@ import torch
 
 from lightning_memfit.profile.build import batch_size, sequence_length
 from lightning_memfit.profile.cache import package_versions
+from lightning_memfit.profile.datamodule import attached_datamodule
 from lightning_memfit.profile.parameters import parameter_table
 from lightning_memfit.profile.random_state import kept_random_state
 from lightning_memfit.profile.record import ModelProfile
@@ -39,7 +40,8 @@ def measure_step(
     clone = copy.deepcopy(module, {id(trainer): None} if trainer is not None else {})
     with kept_random_state():
         recorder = EventRecorder(python_kernels=True)
-        run_step(recorder, clone, copy.deepcopy(batch), options, callbacks, make_optimizer)
+        data = attached_datamodule(module)
+        run_step(recorder, clone, copy.deepcopy(batch), options, callbacks, make_optimizer, datamodule=data)
     total, per_block = recorder.flops()
     return ModelProfile(
         name=type(module).__name__,

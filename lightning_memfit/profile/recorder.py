@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memfit.memory import Category
-from lightning_memfit.memory.ledger import StorageLedger
+from lightning_memfit.memory.ledger import StorageLedger, sparse_parts
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
 from lightning_memfit.profile.kernels import kernel_scratch_bytes, python_kernel
 
@@ -66,7 +67,7 @@ class EventRecorder(StorageLedger):
     def track(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
         """Enter a tensor; one that was made under the mode (in `configure_model`) takes the name that it has now."""
         super().track(tensor, category, name)
-        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        entry = self._entry_of(tensor)
         if name and entry is not None:
             site = self._site_index.setdefault(name, len(self._site_index))
             self._sites[self._number[entry.identity]] = site
@@ -116,6 +117,8 @@ class EventRecorder(StorageLedger):
     # --- what the ledger reports ------------------------------------------------------------------------------------
 
     def _see(self, func: Any, args: Any, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided and isinstance(tensor, FakeTensor):
+            raise NotImplementedError(f"fake tensors of layout {tensor.layout} don't tell what memory they hold")
         if self._block == OUTSIDE and args:
             self._pending_block = self._block_of_argument(args[0])
         super()._see(func, args, tensor)
@@ -167,14 +170,18 @@ class EventRecorder(StorageLedger):
 
     def _spans_blocks(self, tensors: Any) -> bool:
         """Whether tensors that one operator joins come from several blocks."""
-        entries = (self._entries.get(t.untyped_storage()._cdata) for t in tensors if isinstance(t, torch.Tensor))
+        entries = (self._entry_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
         blocks = {self._storage_blocks[self._number[entry.identity]] for entry in entries if entry is not None}
         return len(blocks - {OUTSIDE}) > 1
+
+    def _entry_of(self, tensor: torch.Tensor) -> Any:
+        """The ledger's entry of a tensor, of a sparse one that of its values; None where it has none."""
+        return self._entries.get(sparse_parts(tensor)[-1].untyped_storage()._cdata)
 
     def _block_of_argument(self, argument: Any) -> int:
         if not isinstance(argument, torch.Tensor) or torch.is_grad_enabled():
             return OUTSIDE
-        entry = self._entries.get(argument.untyped_storage()._cdata)
+        entry = self._entry_of(argument)
         return OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
 
     def on_allocate(self, identity: int, size_bytes: int, category: Category, name: str) -> None:
@@ -219,8 +226,7 @@ class EventRecorder(StorageLedger):
 
     def _name_after(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         """Give a gradient or a state the site of its parameter: which operator made it says little."""
-        owner = self._entries.get(parameter.untyped_storage()._cdata)
-        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        owner, entry = self._entry_of(parameter), self._entry_of(tensor)
         if owner is not None and entry is not None:
             self._sites[self._number[entry.identity]] = self._sites[self._number[owner.identity]]
 

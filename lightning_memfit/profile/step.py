@@ -11,7 +11,9 @@ from typing import Any, Literal
 import torch
 
 from lightning_memfit.memory import Category
+from lightning_memfit.profile.datamodule import has_datamodule
 from lightning_memfit.profile.fake import tensors_in
+from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
 from lightning_memfit.profile.recorder import EventRecorder
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -49,6 +51,7 @@ def run_step(
     callbacks: tuple[Any, ...] = (),
     make_optimizer: OptimizerFactory | None = None,
     steps: int = 2,
+    datamodule: Any = None,
 ) -> None:
     """Run two optimizer steps under the recorder, which is closed afterwards.
 
@@ -60,11 +63,12 @@ def run_step(
         callbacks: Technique callbacks; copies of them are applied.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         steps: Optimizer steps; the second is the steady state.
+        datamodule: What `trainer.datamodule` shall be; none of its hooks is called.
     """
     _track_batch(recorder, batch)
     try:
         if make_optimizer is None:
-            _run_lightning(recorder, module, batch, options, tuple(map(_unused_copy, callbacks)), steps)
+            _run_lightning(recorder, module, batch, options, tuple(map(_unused_copy, callbacks)), steps, datamodule)
         else:
             recorder.track_module(module)
             with recorder:
@@ -115,6 +119,7 @@ def _run_lightning(
     options: StepOptions,
     callbacks: tuple[Any, ...],
     steps: int,
+    datamodule: Any,
 ) -> None:
     """Run the real `Trainer.fit` with the batch repeated."""
     import lightning.pytorch as pl
@@ -137,7 +142,7 @@ def _run_lightning(
             num_sanity_val_steps=0,
             limit_val_batches=0,
             use_distributed_sampler=False,
-            callbacks=[*callbacks, _phase_callback(recorder)],
+            callbacks=[has_datamodule(datamodule), *callbacks, _phase_callback(recorder)],
         )
         with recorder:
             trainer.fit(module, _Repeated(batch, steps * count))
@@ -200,15 +205,6 @@ def _track_batch(recorder: EventRecorder, batch: Any) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the traced trainer's banners and advice out of the user's terminal."""
-    names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric")
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    with loggers_at(logging.ERROR, *LIGHTNING), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,6 +1,7 @@
 """Trace one steady optimizer step of a module on fake tensors: no GPU, no memory, the module untouched."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memfit.profile.assumptions import UNKNOWN_VALUES, WAY_OUT, TraceError, over_assumptions
+from lightning_memfit.profile.datamodule import attached_datamodule
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
 from lightning_memfit.profile.events import AlignmentError, EventList
 from lightning_memfit.profile.fake import (
@@ -23,6 +25,7 @@ from lightning_memfit.profile.foreach import foreach_defaults
 from lightning_memfit.profile.garbage import collector_paused
 from lightning_memfit.profile.integers import AssumedValues, RealIntegers
 from lightning_memfit.profile.parameters import parameter_table
+from lightning_memfit.profile.quiet import loggers_at
 from lightning_memfit.profile.random_state import kept_random_state
 from lightning_memfit.profile.reading import readable_fakes
 from lightning_memfit.profile.record import ParameterInfo
@@ -146,7 +149,8 @@ def _trace(
             fold = fold_blocks(clone, shorten)
             cuda = emulation.device == "cuda"
             recorder = EventRecorder(fold.blocks, host_scalars=cuda, python_kernels=not cuda)
-            run_step(recorder, clone, integers.fake_batch(batch), options, callbacks, make_optimizer)
+            fake, data = integers.fake_batch(batch), attached_datamodule(module)
+            run_step(recorder, clone, fake, options, callbacks, make_optimizer, datamodule=data)
     events = recorder.result()
     flops, per_block = recorder.flops()
     extra = fold.num_blocks - len(fold.blocks)
@@ -216,7 +220,8 @@ def _explained(module: torch.nn.Module, integers: RealIntegers) -> Iterator[None
     """Turn what stops a trace into a `TraceError` with the way out."""
     name = type(module).__name__
     try:
-        yield
+        with loggers_at(logging.CRITICAL, FakeTensorMode.__module__):  # it logs what it then raises
+            yield
     except AlignmentError:
         raise
     except UNKNOWN_VALUES as error:

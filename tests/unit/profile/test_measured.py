@@ -1,5 +1,6 @@
 import random
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -8,7 +9,7 @@ from lightning_memfit.memory import Category
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.measured import measure_step
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.profile.trace import Emulation
+from lightning_memfit.profile.trace import Emulation, TraceError
 
 from .modules import Classifier, LanguageModel, batch, ids, peak, tiny_gpt2, trace_cpu
 
@@ -72,3 +73,54 @@ def test_a_plain_model_with_an_optimizer_factory():
     assert peak(measured.events) == pytest.approx(peak(traced.events), rel=1e-3)
     assert measured.optimizer == traced.optimizer == "SGD"
     assert (measured.sequence_length, measured.micro_batch_size) == (16, 4)
+
+
+class SparseEmbedding(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.ids = nn.Embedding(1000, 64, sparse=True)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss({"x": self.ids(batch), "y": batch % 10})
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_sparse_gradients_are_measured_and_not_traced():
+    rows = torch.arange(200)
+    with pytest.raises(TraceError, match=r"sparse_coo don't tell.*`measure_step`"):
+        trace_cpu(SparseEmbedding(), rows)
+    measured = measure_step(SparseEmbedding(), rows)
+    end = measured.events.breakdown_at(len(measured.events) - 1)
+    dense = sum(p.numel() for p in Classifier().parameters()) * 4
+    sparse = rows.numel() * (8 + 64 * 4)  # an index and a row each, where the weight has 1000 rows
+    assert end.get(Category.GRADIENT) == dense + sparse
+
+
+class AsksItsDataModule(Classifier):
+    def setup(self, stage):
+        self.head = nn.Linear(64, self.trainer.datamodule.num_classes)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * self.trainer.datamodule.scale
+
+
+class Data(pl.LightningDataModule):
+    scale, num_classes = 2.0, 10
+
+    def hook(self, *_):
+        raise AssertionError("the loader has run these hooks already")
+
+    prepare_data = setup = teardown = on_after_batch_transfer = on_exception = hook
+
+
+def test_a_module_may_ask_its_data_module():
+    module = AsksItsDataModule()
+    module.trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    module.trainer.datamodule = Data()
+    measured, traced = measure_step(module, batch()), trace_cpu(module, batch())
+    assert peak(measured.events) == pytest.approx(peak(traced.events), rel=1e-3)
+    assert type(module.trainer.datamodule) is Data
+    with pytest.raises(TraceError, match="KeyError"):
+        trace_cpu(module, {})
