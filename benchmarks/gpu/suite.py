@@ -37,6 +37,7 @@ STEPS = (
     Step("tests", ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--timeout", "240"), 360),
     Step("attention", ("-m", "benchmarks.estimator.attention"), 120),
     Step("estimator", ("-m", "benchmarks.estimator.run", "--device", "cuda"), 600),
+    Step("optimizer_step", ("-m", "benchmarks.optimizer_step.run", "--device", "cuda"), 240),
     Step("estimator_table", ("-m", "benchmarks.estimator.table"), 60),
 )
 

@@ -1,0 +1,1 @@
+"""What one optimizer step costs: time, bytes of state, bytes of scratch memory."""
