@@ -109,6 +109,21 @@ def test_error_in_the_first_optimizer_step_changes_nothing() -> None:
     assert difference(module, undisturbed) == 0.0
 
 
+def test_random_errors_in_the_optimizer_step_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        """A device without free memory: steps are copied before they are taken."""
+
+        limit_bytes = live_bytes = peak_bytes = 0
+
+    monkeypatch.setattr("lightning_memfit.fitting.callback.find_gauge", lambda trainer: Full())
+    options = {"max_steps": 20, "max_epochs": -1}
+    undisturbed, module = Tagger(), Failing("step", random.Random(1).sample(range(1, 24, 2), 5))  # never twice running
+    for one in (undisturbed, module):
+        fit(one, MicroBatching(micro_batch_size=4), **options)
+    assert module.failures == 5
+    assert difference(module, undisturbed) < 1e-5  # repeated with `foreach=False`
+
+
 def test_half_an_optimizer_step_without_a_copy_ends_the_run() -> None:
     with pytest.raises(RuntimeError, match="Resume from the last checkpoint"):
         fit(Failing("step", (4,)), MicroBatching(micro_batch_size=4))
@@ -187,6 +202,8 @@ def test_evaluation_batches_are_split_when_they_do_not_fit() -> None:
             self.log("val_accuracy", self.accuracy)
             return loss
 
+        test_step = validation_step
+
         def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
             if len(batch["index"]) > self.too_large:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -197,9 +214,10 @@ def test_evaluation_batches_are_split_when_they_do_not_fit() -> None:
     loader = DataLoader(Sentences(), 16)
     whole, small = Evaluated(), Evaluated()
     small.too_large = 5
-    (expected,) = trainer_of().validate(whole, loader, verbose=False)
-    (found,) = trainer_of(MicroBatching()).validate(small, loader, verbose=False)
-    assert found == pytest.approx(expected, abs=1e-6)
+    for kind in ("validate", "test"):
+        (expected,) = getattr(trainer_of(), kind)(whole, loader, verbose=False)
+        (found,) = getattr(trainer_of(MicroBatching()), kind)(small, loader, verbose=False)
+        assert found == pytest.approx(expected, abs=1e-6)
     predictions = trainer_of(MicroBatching()).predict(small, loader)
     assert [p.tolist() for p in predictions] == [list(range(i, i + 16)) for i in (0, 16, 32)]
 
