@@ -116,6 +116,15 @@ def _record(
     )
 
 
+def _unsupported_fused(run: Run, options: Options) -> str | None:
+    if run.facts.gradient_clip_val and run.precision.endswith("-mixed"):
+        return (
+            "fused optimizers unscale gradients themselves, so that Lightning refuses to clip them in "
+            f"{run.precision!r}. Leave gradient_clip_val out, or use 32-true or bf16-true."
+        )
+    return unsupported(run, options)
+
+
 def _cost_of_fusing(profile: ModelProfile, options: Options) -> Cost:
     count = num_trained(profile)
     if profile.device == "cpu":
@@ -129,7 +138,7 @@ FUSED_ADAMW = Technique(
     summary="AdamW in one kernel, without the scratch memory of the batched one",
     numerics=frozenset({"exact"}),
     callbacks=(CallbackSpec(_CLASS_PATH, {"name": "torch.AdamW", "options": {"fused": True}}),),
-    unsupported=unsupported,
+    unsupported=_unsupported_fused,
     cost=_cost_of_fusing,
     page="optimizer",
 )

@@ -88,6 +88,10 @@ class Setting:
         """This setting with nothing that decides this."""
         return replace(self, chosen=tuple(choice for choice in self.chosen if choice.technique.kind != kind))
 
+    def has(self, name: str) -> bool:
+        """Whether a technique is chosen."""
+        return any(choice.name == name for choice in self._complete())
+
     def of_kind(self, kind: Kind) -> Chosen | None:
         """The technique that decides this, if any."""
         return next((choice for choice in self._complete() if choice.technique.kind == kind), None)

@@ -15,7 +15,7 @@ from tests.techniques.runs import LanguageModel
 
 def assert_predicted_peak_is_measured(callbacks: list[Any], configure: Any = None, **options: Any) -> int:
     """Trace and measure two steps of a small GPT-2; return the measured peak in bytes."""
-    config = {"n_embd": 128, "n_layer": 3, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    config = {"n_embd": 128, "n_layer": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     model = LanguageModel(configure, **config)
     batch = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     arguments = {"options": StepOptions(**options), "callbacks": tuple(callbacks)}

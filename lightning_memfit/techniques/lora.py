@@ -1,0 +1,199 @@
+"""`Lora`: train low-rank adapters beside frozen weights, in any module."""
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memfit.adapters import lora
+from lightning_memfit.adapters.checkpoint import KEY, describe, without_frozen
+from lightning_memfit.adapters.linears import AUTO, linear_layers
+from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.read_facts import run_of
+from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.wrapping import wrap_method
+
+_AFTER = ("ReplaceOptimizer", "Optimizer8bit", "StochasticRounding")
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+
+
+class Lora(TechniqueCallback):
+    """Freeze the module and train adapters of peft beside its linear layers: gradients and states of those alone.
+
+    The module's code stays as it is. Its optimizers keep their groups and schedules but step trainable parameters only.
+    Checkpoints hold the adapters (and what else is trained, buffers included), know which frozen weights they belong
+    to, and resume bitwise. When the run ends, the adapters are merged into the weights: the module is what it was, with
+    what was learned.
+
+    Args:
+        rank: Inner width of the adapters.
+        alpha: Adapters' outputs count `alpha / rank` times.
+        dropout: Of the adapters' inputs.
+        target_modules: Ends of the dotted names of the layers that get one, such as `q_proj`; `auto` takes every
+            linear layer (`nn.Linear`, `Conv1D`, quantized ones) but output heads.
+        train: Dotted names of modules that are trained as a whole besides, such as a new head.
+
+    Raises:
+        ModuleNotFoundError: If peft is not installed.
+        ValueError: If a number is out of range.
+    """
+
+    def __init__(
+        self,
+        rank: int = 8,
+        alpha: float = 16.0,
+        dropout: float = 0.0,
+        target_modules: str | Sequence[str] = AUTO,
+        train: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        if find_spec("peft") is None:
+            raise ModuleNotFoundError("Lora needs peft: pip install lightning-memfit[lora]")
+        if rank < 1:
+            raise ValueError(f"`rank={rank}` must be at least 1.")
+        if alpha <= 0:
+            raise ValueError(f"`alpha={alpha}` must be positive.")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"`dropout={dropout}` must be at least 0 and below 1.")
+        self.rank = rank
+        self.alpha = alpha
+        self.dropout = dropout
+        self.target_modules = target_modules
+        self.train = tuple(train)
+        self._record: dict[str, Any] | None = None
+        self._learned: dict[str, Any] = {}
+
+    def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse what cannot work and wrap what configures, saves and loads."""
+        reason = unsupported(run_of(trainer, pl_module))
+        if reason is not None:
+            raise ValueError(f"Lora: {reason}")
+        self._record, self._learned = None, {}
+
+        def configure(inner: Callable[[], Any]) -> None:
+            inner()
+            self._inject(pl_module)
+
+        def optimizers(inner: Callable[[], Any]) -> Any:
+            seen: list[Optimizer] = []
+            configured = replace_optimizers(inner(), lambda optimizer: _trainable_only(optimizer, seen))
+            _refuse_forgotten(pl_module, seen)
+            return configured
+
+        def save(inner: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+            return without_frozen(pl_module, inner())
+
+        def mark(inner: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
+            inner(checkpoint)
+            checkpoint[KEY] = self._record
+
+        def load(inner: Callable[..., Any], checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+            return inner(self._completed(pl_module, checkpoint), *args, **kwargs)
+
+        self.on_restore(wrap_method(pl_module, "configure_model", configure))
+        self.on_restore(wrap_method(pl_module, "configure_optimizers", optimizers))
+        self.on_restore(wrap_method(pl_module, "on_save_checkpoint", mark))
+        self.on_restore(wrap_method(trainer.strategy, "lightning_module_state_dict", save))
+        self.on_restore(wrap_method(trainer.strategy, "load_model_state_dict", load))
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """After the run the module holds merged weights; a checkpoint to resume from holds the adapters still."""
+        checkpoint.update(self._learned)
+
+    def _inject(self, module: nn.Module) -> None:
+        targets = linear_layers(module, self.target_modules)
+        wholly_trained = [module.get_submodule(name) for name in self.train]
+        flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        lora.inject(module, targets, self.rank, self.alpha, self.dropout)
+        for child in wholly_trained:
+            child.requires_grad_(True)
+        self.on_restore(lambda: _set_flags(flags))
+        self.on_restore(lambda: self._take_out(module))
+        if not _is_fake(module):
+            # Before a precision plugin converts the weights, for checkpoints are loaded before that, too.
+            self._record = describe(module, self.rank, self.alpha)
+        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        self.announce(f"{len(targets)} layers, {trained:,} parameters to train")
+
+    def _take_out(self, module: nn.Module) -> None:
+        if self._record is not None:
+            self._learned = {"state_dict": without_frozen(module, module.state_dict()), KEY: self._record}
+        lora.remove(module)
+
+    def _completed(self, module: nn.Module, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint of adapters with the module's own frozen weights beside them.
+
+        Raises:
+            ValueError: If it holds no adapters, others, or ones for other weights.
+        """
+        ours = self._record
+        assert ours is not None
+        theirs = checkpoint.get(KEY)
+        if theirs is None:
+            raise ValueError(
+                "`ckpt_path` was not written by a run with Lora. Load its weights into the module first "
+                "(load_from_checkpoint), and train adapters from there."
+            )
+        for key in ("rank", "alpha", "layers"):
+            if theirs[key] != ours[key]:
+                detail = "" if key == "layers" else f" ({theirs[key]} there, {ours[key]} here)"
+                raise ValueError(f"`ckpt_path` has adapters of other {key}{detail}. Resume with the same arguments.")
+        if theirs["base"] != ours["base"]:
+            raise ValueError(
+                "`ckpt_path` has adapters for other frozen weights than the module's. Start from the same weights, in "
+                "the same precision and quantization (random ones need the same seed)."
+            )
+        entries = module.state_dict()
+        trained = without_frozen(module, entries)
+        frozen = {name: value for name, value in entries.items() if name not in trained}
+        return {**checkpoint, "state_dict": {**frozen, **checkpoint["state_dict"]}}
+
+
+def _trainable_only(optimizer: Optimizer, seen: list[Optimizer]) -> Optimizer:
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+    seen.append(optimizer)
+    return optimizer
+
+
+def _refuse_forgotten(module: nn.Module, optimizers: list[Optimizer]) -> None:
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if any(id(parameter) not in stepped for parameter in lora.adapter_parameters(module)):
+        raise ValueError(
+            f"Lora: the optimizers that {type(module).__name__}.configure_optimizers returns lack adapters, which "
+            "would not be trained. Give them `self.parameters()`, or limit `target_modules` to what they step."
+        )
+
+
+def _set_flags(flags: list[tuple[nn.Parameter, bool]]) -> None:
+    for parameter, requires_grad in flags:
+        parameter.requires_grad_(requires_grad)
+
+
+def _is_fake(module: nn.Module) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
+
+
+def unsupported(run: Run, options: Options | None = None) -> str | None:
+    """Reason and fix, or None where adapters can be trained."""
+    if run.strategy not in _STRATEGIES:
+        return f"{run.strategy} shards weights, for which adapters are not injected. Use one device or DDP."
+    if run.has("HostMasterWeights"):
+        return "adapters are small, and there is nothing to keep on the host. Leave HostMasterWeights out."
+    early = [name for name in run.callbacks[: run.callbacks.index("Lora")] if name in _AFTER]
+    if early:
+        return f"{early[0]} stands before it and would convert an optimizer of frozen weights. List Lora first."
+    return None
+
+
+_LORA = CallbackSpec("lightning_memfit.techniques.lora.Lora")
+_QUANTIZED = "lightning_memfit.techniques.quantized_weights.QuantizedWeights"
