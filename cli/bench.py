@@ -100,7 +100,7 @@ def _command(arguments: argparse.Namespace, row: str) -> str:
 
 
 def _show(experiment: Experiment, runner: Runner, results: list[Result], as_json: bool) -> None:
-    from lightning_memfit.bench.table import markdown, rich_table
+    from lightning_memfit.bench.table import markdown, print_table
 
     known = [result for row in experiment.rows if (result := runner.finished(row)) is not None]
     if known:
@@ -110,7 +110,5 @@ def _show(experiment: Experiment, runner: Runner, results: list[Result], as_json
         json.dump([result.to_dict() for result in results], sys.stdout, indent=1)
         sys.stdout.write("\n")
         return
-    from rich.console import Console
-
-    Console(highlight=False).print(rich_table(results, f"{experiment.title} ({experiment.device}, {experiment.scale})"))
+    print_table(results, f"{experiment.title} ({experiment.device}, {experiment.scale})")
     print(f"Records: {runner.folder}")

@@ -8,18 +8,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from lightning.pytorch import Callback, Trainer
 
-from lightning_memfit.bench.ddp_buckets import bucket_bytes
+from lightning_memfit.bench.ddp_buckets import bucket_bytes, with_buckets
+from lightning_memfit.bench.machine import versions
 from lightning_memfit.bench.observe import PredictRun, StepTimes
 from lightning_memfit.bench.record import Memory
+from lightning_memfit.bench.tracking import Tracker, Tracking
 from lightning_memfit.fitting.oom import is_out_of_memory
 from lightning_memfit.measure.monitor import MemoryMonitor
-from lightning_memfit.memory import Category
 from lightning_memfit.memory.process import peak_rss_bytes
 
 from .lightning_cli import MemFitCLI
@@ -48,7 +51,9 @@ class _Run:
         self.monitor = MemoryMonitor(tracked_steps=warmup_steps, every_n_steps=_NEVER)
         self.buckets = _Buckets()
         self.trainer: Trainer | None = None
+        self.tracker: Tracker | None = None
         self._folder = folder
+        self._job = job
 
     def fit(self) -> None:
         """Build everything by the command line's own classes, and train."""
@@ -56,7 +61,23 @@ class _Run:
         self.trainer = cli.trainer
         watching = (self.prediction, self.monitor, self.times, self.buckets)
         cli.trainer.callbacks.extend(watching)  # type: ignore[attr-defined]
+        self._track()
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+
+    def _track(self) -> None:
+        """Begin a Weights & Biases run in the first process, if one is asked for."""
+        if self._job.get("tracking") is None or _rank() > 0:
+            return
+        settings = yaml.safe_load((self._folder / "settings.yaml").read_text(encoding="utf-8"))
+        config = {"point": self._job["point"], "settings": settings, "versions": versions()}
+        self.tracker = Tracker(Tracking(**self._job["tracking"]), self._job["row"], config)
+
+    def finish_tracking(self, outcome: dict[str, Any]) -> None:
+        """Give everything that was found out to the Weights & Biases run."""
+        if self.tracker is None:
+            return
+        steps = [{"step_seconds": step.seconds, "data_wait_seconds": step.waited} for step in self.times.steps]
+        self.tracker.finish(steps, {**outcome, "prediction_error": _prediction_error(outcome)})
 
     def outcome(self) -> dict[str, Any]:
         """Everything that was found out, as plain data."""
@@ -78,9 +99,8 @@ class _Run:
 
     def _memory(self, device: torch.device) -> Memory:
         report = self.monitor.report
-        by_category = dict(report.measured.by_category()) if report and report.measured else {}
-        if self.buckets.size_bytes:
-            by_category[Category.COMMUNICATION] = self.buckets.size_bytes
+        tracked = report.measured.by_category() if report and report.measured else {}
+        by_category = with_buckets(tracked, self.buckets.size_bytes, self.monitor.tracked_steps)
         on_cuda = device.type == "cuda"
         live = sum(by_category.values()) or None
         return Memory(
@@ -94,7 +114,11 @@ class _Run:
 
 
 def main(argv: list[str]) -> int:
-    """Measure one run; an error is part of the outcome."""
+    """Measure one run; an error is part of the outcome.
+
+    Returns:
+        0, or 1 where the run failed in a way that is no result, or in another process than the first.
+    """
     folder = Path(argv[0])
     run = _Run(folder)
     status: dict[str, Any] = {"status": "ok"}
@@ -102,21 +126,35 @@ def main(argv: list[str]) -> int:
         run.fit()
     except BaseException as error:
         kind = "out_of_memory" if is_out_of_memory(error) else "failed"
-        status = {"status": kind, "error": {"type": type(error).__name__, "message": _first_lines(error)}}
-        if kind == "failed":
-            _write(folder, {**status, **run.outcome()})
-            raise
-    _write(folder, {**status, **run.outcome()})
-    return 0
+        status = {"status": kind, "error": {"type": type(error).__name__, "message": _short(error)}}
+        traceback.print_exc()
+    outcome = {**status, **run.outcome()}
+    if _rank() > 0 and status["status"] == "ok":
+        return 0
+    _write(folder, outcome)
+    run.finish_tracking(outcome)
+    # Another process that ends in peace would leave the first one waiting for it.
+    return int(status["status"] == "failed" or _rank() > 0)
 
 
-def _first_lines(error: BaseException) -> str:
+def _prediction_error(outcome: dict[str, Any]) -> float | None:
+    predicted, measured = outcome["predicted"], outcome["measured"]["allocated_bytes"]
+    return predicted["allocated_bytes"] / measured - 1 if predicted and measured else None
+
+
+def _rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _short(error: BaseException) -> str:
     return " ".join(str(error).split())[:500]
 
 
 def _write(folder: Path, outcome: dict[str, Any]) -> None:
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        (folder / "outcome.json").write_text(json.dumps(outcome), encoding="utf-8")
+    name = f"outcome_{_rank()}.json" if _rank() else "outcome.json"
+    partial = folder / f"{name}.partial"
+    partial.write_text(json.dumps(outcome), encoding="utf-8")
+    partial.replace(folder / name)
 
 
 if __name__ == "__main__":

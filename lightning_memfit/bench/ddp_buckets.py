@@ -4,9 +4,12 @@ Reads `DistributedDataParallel._get_ddp_logging_data` (torch 2.9 to 2.13), the o
 `tests/unit/bench/test_ddp_buckets.py` fails when it moves.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_memfit.memory import Category
 
 
 def bucket_bytes(model: Any) -> int:
@@ -16,3 +19,23 @@ def bucket_bytes(model: Any) -> int:
     data = model._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
     return sum(int(size) for size in str(sizes).split(",") if size.strip())
+
+
+def with_buckets(by_category: Mapping[Category, int], size_bytes: int, followed_steps: int) -> dict[Category, int]:
+    """Bytes by category with DDP's buckets as communication.
+
+    DDP allocates its buckets when it wraps the module, which no ledger sees, and anew in the forward of the second
+    step, which a ledger takes for activations.
+
+    Args:
+        by_category: What a ledger counted.
+        size_bytes: From `bucket_bytes`.
+        followed_steps: Optimizer steps that the ledger followed, from the first on.
+    """
+    result = dict(by_category)
+    if not size_bytes:
+        return result
+    result[Category.COMMUNICATION] = size_bytes
+    if followed_steps > 1:
+        result[Category.ACTIVATION] = result.get(Category.ACTIVATION, 0) - size_bytes
+    return result

@@ -101,16 +101,8 @@ class Experiment:
         return f"{self.name}_{self.device}_{self.scale}"
 
     def only(self, names: list[str]) -> tuple[Row, ...]:
-        """The rows of these names, all where none is given.
-
-        Raises:
-            ValueError: If there is no such row.
-        """
-        known = [row.name for row in self.rows]
-        for name in names:
-            if name not in known:
-                raise ValueError(f"`--only {name}`: {self.name} has no such row. {closest(name, known)}")
-        return tuple(row for row in self.rows if not names or row.name in names)
+        """The rows of these names; see `rows_named`."""
+        return rows_named(self.rows, names)
 
 
 def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe) -> Experiment:
@@ -144,6 +136,19 @@ def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe
         rows.append(Row(name, entry.get("title", name), settings, measurement, entry.get("reference") or {}))
     source = document.get("source") or {}
     return Experiment(path.stem, document["title"], scale, device, tuple(rows), source)
+
+
+def rows_named(rows: tuple[Row, ...], names: list[str]) -> tuple[Row, ...]:
+    """The rows of these names, all where none is given.
+
+    Raises:
+        ValueError: If there is no such row.
+    """
+    known = [row.name for row in rows]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"`--only {name}`: there is no such row. {closest(name, known)}")
+    return tuple(row for row in rows if not names or row.name in names)
 
 
 def accelerator(device: str) -> str:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import yaml
 from lightning_memfit.bench.experiment import Row
 from lightning_memfit.bench.machine import commit, hardware, versions
 from lightning_memfit.bench.record import SCHEMA, Failure, Memory, Prediction, Result, Speed, read_result
+from lightning_memfit.bench.tracking import Tracking
 
 _LOG_LINES = 20
 
@@ -38,6 +39,8 @@ class Runner:
     command: Callable[[str], str]
     """The command line that repeats a row."""
     notes: str = ""
+    tracking: Tracking | None = None
+    """Weights & Biases runs to make, if any."""
 
     def path(self, row: Row) -> Path:
         """File of a row's record."""
@@ -79,7 +82,7 @@ class Runner:
         started, clock = datetime.now(timezone.utc), time.perf_counter()
         facts: dict[str, Any] = {"versions": versions(), "hardware": hardware(self.notes), "commit": commit()}
         with tempfile.TemporaryDirectory(prefix="memfit-bench-") as name:
-            outcome = _run_worker(Path(name), self.worker, row)
+            outcome = self._run_worker(Path(name), row)
         facts["hardware"].update(outcome.pop("hardware", {}))
         nested: dict[str, Any] = {"error": Failure, "predicted": Prediction, "measured": Memory, "speed": Speed}
         made = {key: kind(**outcome.pop(key)) for key, kind in nested.items() if outcome.get(key)}
@@ -101,25 +104,29 @@ class Runner:
             **{**outcome, **made},
         )
 
+    def _run_worker(self, folder: Path, row: Row) -> dict[str, Any]:
+        """What the worker says, or what can be said of it where it says nothing."""
+        (folder / "settings.yaml").write_text(yaml.safe_dump(row.settings, sort_keys=False), encoding="utf-8")
+        tracking = asdict(self.tracking) if self.tracking is not None and self.tracking.mode != "off" else None
+        job = {"row": row.name, "point": row.point, "warmup_steps": row.measurement.warmup_steps, "tracking": tracking}
+        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        log = folder / "log.txt"
+        with log.open("wb") as file:
+            code = _wait([*self.worker, str(folder)], file, row.measurement.timeout_s)
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:])
+        # That of the first process; where another one failed, Lightning ended the first before it could tell.
+        for outcome in (folder / "outcome.json", *sorted(folder.glob("outcome_*.json"))):
+            if outcome.exists():
+                said: dict[str, Any] = json.loads(outcome.read_text(encoding="utf-8"))
+                if said["status"] == "failed":
+                    said["error"]["log_tail"] = tail
+                return said
+        return _no_outcome(code, row.measurement.timeout_s, tail)
 
-def _run_worker(folder: Path, worker: tuple[str, ...], row: Row) -> dict[str, Any]:
-    """What the worker says, or what can be said of it where it says nothing."""
-    (folder / "settings.yaml").write_text(yaml.safe_dump(row.settings, sort_keys=False), encoding="utf-8")
-    job = {"warmup_steps": row.measurement.warmup_steps, "point": row.point}
-    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    log = folder / "log.txt"
-    with log.open("wb") as file:
-        code = _wait([*worker, str(folder)], file, row.measurement.timeout_s)
-    outcome = folder / "outcome.json"
-    tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:])
-    if outcome.exists():
-        said: dict[str, Any] = json.loads(outcome.read_text(encoding="utf-8"))
-        if said["status"] == "failed":
-            said["error"]["log_tail"] = tail
-        return said
+
+def _no_outcome(code: int | None, timeout_s: float, tail: str) -> dict[str, Any]:
     if code is None:
-        limit = f"{row.measurement.timeout_s:g} s"
-        return _failed("Timeout", f"not finished within `measure.timeout_s` = {limit}.", tail)
+        return _failed("Timeout", f"not finished within `measure.timeout_s` = {timeout_s:g} s.", tail)
     if code == -signal.SIGKILL:
         message = "the process was killed (SIGKILL), as the kernel does when host memory runs out."
         return _failed("Killed", message, tail)

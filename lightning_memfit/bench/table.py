@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightning_memfit.bench.record import Result
 from lightning_memfit.memory import GIB, MIB
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _MB = 1_000_000
 
@@ -60,19 +56,22 @@ def markdown(results: Sequence[Result]) -> str:
     return "\n".join([*lines, "", *(f"- {line}" for line in remarks(results))]) + "\n"
 
 
-def rich_table(results: Sequence[Result], title: str) -> Table:
-    """The same for the terminal, without the columns of the source."""
+def print_table(results: Sequence[Result], title: str) -> None:
+    """The same on stdout, without the columns of the source; lines are not cut to the terminal's width."""
     from rich import box
+    from rich.console import Console
     from rich.table import Table
 
     shown = [column for column in columns(results) if not column.heading.startswith("source")]
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, caption_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for index, column in enumerate(shown):
-        table.add_column(column.heading, justify="right" if index else "left", overflow="fold")
+        table.add_column(column.heading, justify="right" if index else "left", no_wrap=True)
     for row in results:
         table.add_row(*(column.cell(row, results[0]) for column in shown))
-    table.caption = " ".join(remarks(results))
-    return table
+    console = Console(highlight=False, soft_wrap=True, width=max(240, Console().width))
+    console.print(table)
+    for line in remarks(results):
+        console.print(f"- {line}", markup=False)
 
 
 def remarks(results: Sequence[Result]) -> list[str]:
@@ -89,6 +88,11 @@ def remarks(results: Sequence[Result]) -> list[str]:
             f"Speeds are medians of {_range(steps)} optimizer steps, data loading included. Half of the range from the "
             f"5 % to the 95 % quantile is {_range([round(100 * s) for s in sorted(spreads)])} % of the median: smaller "
             "differences between rows are noise."
+        )
+    if any(row.device == "cpu" for row in results):
+        lines.append(
+            "On the CPU, measured are the live tensors that operators make. What bitsandbytes' CPU optimizers take "
+            "inside one operator is in the predictions and not in the measurements."
         )
     notes = sorted({str(row.hardware["notes"]) for row in results if row.hardware.get("notes")})
     lines += [f"Note of who measured: {note}" for note in notes]

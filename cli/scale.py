@@ -1,0 +1,121 @@
+"""`memfit scale`: measure a matrix of processes, sizes and techniques, tracked by Weights & Biases, and report it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from lightning_memfit.bench.runner import Runner
+from lightning_memfit.bench.sweep import Sweep, load_sweep
+from lightning_memfit.bench.tracking import Mode, Tracking, reachable_mode
+
+from .bench import INTERRUPTED, check_device, show_progress
+from .experiments import read_recipe, worker_command
+
+if TYPE_CHECKING:
+    from lightning_memfit.bench.record import Result
+
+_EPILOG = """\
+examples:
+  memfit scale --config benchmarks/experiments/scaling/cpu.yaml
+  memfit scale --config mine.yaml --device cuda --wandb online --project mine
+  memfit scale --config mine.yaml --report-only
+
+Every point becomes FOLDER/SWEEP_DEVICE/RUN.json; points.csv, report.html and PNG files are made of them. Offline runs
+of Weights & Biases lie in FOLDER/SWEEP_DEVICE/wandb until `wandb sync FOLDER/SWEEP_DEVICE/wandb/offline-run-*`.
+
+exit codes: 0 every point has a result (out of memory is one), 1 a point failed, 2 a mistake, which is explained,
+130 interrupted
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    parser = argparse.ArgumentParser(
+        "memfit scale", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="the matrix; see docs/guides/scale.md"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--folder", type=Path, default=Path("runs/scale"), help="default: runs/scale")
+    parser.add_argument("--only", action="append", default=[], metavar="RUN", help="this point; may be repeated")
+    parser.add_argument("--repeat", action="store_true", help="measure finished points anew")
+    parser.add_argument(
+        "--wandb",
+        choices=("online", "offline", "off"),
+        help="where runs are tracked (default: WANDB_MODE, else offline); online becomes offline without a network",
+    )
+    parser.add_argument("--project", default="lightning-memfit", help="of Weights & Biases")
+    parser.add_argument("--note", default="", help="goes into every record")
+    parser.add_argument("--report-only", action="store_true", help="make the report of what is there")
+    parser.add_argument("--json", action="store_true", help="print all records as JSON on stdout")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the command."""
+    arguments = build_parser().parse_args(argv)
+    if not arguments.config.is_file():
+        raise ValueError(f"`--config {arguments.config}` is no file. Give the YAML file of a sweep.")
+    sweep = load_sweep(arguments.config, arguments.device, read_recipe)
+    folder = arguments.folder / sweep.folder_name
+    runner = Runner(
+        sweep.name,
+        "sweep",
+        sweep.device,
+        folder,
+        worker_command(),
+        lambda row: _command(arguments, "--only", row),
+        arguments.note,
+        None if arguments.report_only else _tracking(arguments, sweep, folder),
+    )
+    if arguments.report_only:
+        results = [result for row in sweep.rows if (result := runner.finished(row)) is not None]
+    else:
+        check_device(arguments.device)
+        try:
+            results = runner.run(sweep.only(arguments.only), arguments.repeat, show_progress)
+        except KeyboardInterrupt:
+            print(f"memfit: interrupted; finished points are kept in {folder}", file=sys.stderr)
+            return INTERRUPTED
+    if not results:
+        raise ValueError(f"`--report-only`: there are no records in {folder}. Run the sweep first, without it.")
+    _report(arguments, sweep, runner, results)
+    return int(any(result.status == "failed" for result in results))
+
+
+def _tracking(arguments: argparse.Namespace, sweep: Sweep, folder: Path) -> Tracking:
+    mode = arguments.wandb or os.environ.get("WANDB_MODE") or "offline"
+    mode = {"disabled": "off", "dryrun": "offline", "run": "online"}.get(mode, mode)
+    if mode not in ("online", "offline", "off"):
+        raise ValueError(f"`WANDB_MODE={mode}` must be online, offline or disabled. Or give `--wandb`.")
+    reached = reachable_mode(cast(Mode, mode), os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    if reached != mode:
+        print(f"memfit: Weights & Biases can't be reached: runs are kept in {folder}/wandb", file=sys.stderr)
+    return Tracking(reached, arguments.project, f"{sweep.name}-{sweep.device}", str(folder.resolve()))
+
+
+def _command(arguments: argparse.Namespace, *more: str) -> str:
+    return shlex.join(["memfit", "scale", "--config", str(arguments.config), "--device", arguments.device, *more])
+
+
+def _report(arguments: argparse.Namespace, sweep: Sweep, runner: Runner, results: list[Result]) -> None:
+    from lightning_memfit.bench.report import write_report
+
+    known = [result for row in sweep.rows if (result := runner.finished(row)) is not None]
+    written = write_report(sweep.title, known, runner.folder, _command(arguments, "--report-only")) if known else []
+    if arguments.json:
+        json.dump([result.to_dict() for result in results], sys.stdout, indent=1)
+        sys.stdout.write("\n")
+        return
+    from lightning_memfit.bench.table import print_table
+
+    print_table(results, f"{sweep.title} ({sweep.device})")
+    for path in written:
+        print(f"wrote {path}")

@@ -1,0 +1,228 @@
+"""Pictures of a sweep, in colours that colour-blind readers tell apart. Needs matplotlib, the extra `plot`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_memfit.bench.scaling import Curve, Point, pareto_front
+from lightning_memfit.memory import GIB, MIB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe & Ito 2008, without the yellow, which is faint on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_MARKERS = "os^DvPX*"
+_SOFT = "#5b5b5b"
+_SIZE = (9.0, 4.6)
+_DPI = 150
+_BAND = 0.05
+_DODGE = 0.03  # of the distance between two numbers of processes
+
+
+def draw(points: Sequence[Point], curves: Sequence[Curve], unit: str) -> dict[str, Figure]:
+    """All pictures these points allow, by name.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "The report's pictures need matplotlib: `pip install lightning-memfit[plot]`."
+        ) from error
+    figures = {}
+    if curves:
+        figures["speedup"] = _speedup(curves)
+        figures["efficiency"] = _efficiency(curves)
+    if any(point.predicted_bytes is not None for point in points):
+        figures["memory"] = _memory(points)
+    if points:
+        figures["pareto"] = _pareto(points, unit)
+    return figures
+
+
+def as_svg(figure: Figure, name: str) -> str:
+    """The picture as an `svg` element; equal pictures give equal text."""
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def write_png(figure: Figure, path: Path) -> None:
+    """Write the picture."""
+    figure.savefig(path, format="png", dpi=_DPI, metadata={"Software": None})
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def _axes(x: str, y: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE, layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(color="#d8d8d8", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+
+
+def _speedup(curves: Sequence[Curve]) -> Figure:
+    figure, axes = _axes("processes", "speed-up (times the speed of one process)")
+    numbers = sorted({number for curve in curves for number in curve.devices})
+    axes.plot(numbers, numbers, "--", color=_SOFT, label="ideal")
+    for index, curve in enumerate(curves):
+        below = [value - low for value, low in zip(curve.speedup, curve.speedup_low, strict=True)]
+        above = [high - value for value, high in zip(curve.speedup, curve.speedup_high, strict=True)]
+        axes.errorbar(
+            _dodged(curve.devices, index, len(curves), numbers),
+            curve.speedup,
+            yerr=[[0.0, *below[1:]], [0.0, *above[1:]]],  # the first is one by definition
+            label=curve.label,
+            **_style(index),
+        )
+    axes.set_xticks(numbers)
+    axes.set_ylim(bottom=0)
+    _legend(figure, axes)
+    return figure
+
+
+def _efficiency(curves: Sequence[Curve]) -> Figure:
+    figure, axes = _axes("processes", "efficiency (speed-up per process, %)")
+    numbers = sorted({number for curve in curves for number in curve.devices})
+    axes.axhline(100, linestyle="--", color=_SOFT, label="ideal")
+    for index, curve in enumerate(curves):
+        values = [100 * value for value in curve.efficiency]
+        axes.plot(_dodged(curve.devices, index, len(curves), numbers), values, label=curve.label, **_line(index))
+    axes.set_xticks(numbers)
+    axes.set_ylim(bottom=0)
+    _legend(figure, axes)
+    return figure
+
+
+def _memory(points: Sequence[Point]) -> Figure:
+    known = [point for point in points if point.predicted_bytes is not None]
+    unit, name = _unit(known)
+    figure, axes = _axes(f"measured peak of a process ({name})", f"predicted peak ({name})")
+    top = 1.08 * max(max(point.measured_bytes, point.predicted_bytes or 0) for point in known) / unit
+    axes.plot([0, top], [0, top], "--", color=_SOFT, label="prediction equals measurement")
+    axes.fill_between(
+        [0, top],
+        [0, top * (1 - _BAND)],
+        [0, top * (1 + _BAND)],
+        color="#000000",
+        alpha=0.08,
+        linewidth=0,
+        label=f"within {_BAND:.0%}",
+    )
+    for (technique, devices), group in _groups(known).items():
+        axes.scatter(
+            [point.measured_bytes / unit for point in group],
+            [(point.predicted_bytes or 0) / unit for point in group],
+            label=_group_label(technique, devices),
+            **_dot(known, technique, devices),
+        )
+    axes.set_xlim(0, top)
+    axes.set_ylim(0, top)
+    axes.set_aspect("equal", adjustable="box")
+    _legend(figure, axes)
+    return figure
+
+
+def _pareto(points: Sequence[Point], unit: str) -> Figure:
+    scale, name = _unit(points)
+    figure, axes = _axes(f"measured peak of a process ({name})", f"{unit}/s of all processes")
+    front = pareto_front(points)
+    axes.plot(
+        [point.measured_bytes / scale for point in front],
+        [point.per_second for point in front],
+        drawstyle="steps-post",
+        color=_SOFT,
+        linewidth=1.2,
+        label="Pareto front",
+        zorder=1,
+    )
+    for (technique, devices), group in _groups(points).items():
+        axes.errorbar(
+            [point.measured_bytes / scale for point in group],
+            [point.per_second for point in group],
+            yerr=[
+                [point.per_second - point.per_second_low for point in group],
+                [point.per_second_high - point.per_second for point in group],
+            ],
+            fmt="none",
+            ecolor="#b0b0b0",
+            elinewidth=1,
+            zorder=2,
+        )
+        axes.scatter(
+            [point.measured_bytes / scale for point in group],
+            [point.per_second for point in group],
+            label=_group_label(technique, devices),
+            **_dot(points, technique, devices),
+        )
+    axes.set_xlim(0, 1.08 * max(point.measured_bytes for point in points) / scale)
+    axes.set_ylim(bottom=0)
+    _legend(figure, axes)
+    return figure
+
+
+# --- style ------------------------------------------------------------------------------------------------------------
+
+
+def _line(index: int) -> dict[str, Any]:
+    marker = _MARKERS[index % len(_MARKERS)]
+    style = ("-", "-.", ":")[index // len(COLOURS) % 3]
+    return {"color": COLOURS[index % len(COLOURS)], "marker": marker, "linestyle": style, "linewidth": 1.5}
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {**_line(index), "capsize": 3, "elinewidth": 1}
+
+
+def _dot(points: Sequence[Point], technique: str, devices: int) -> dict[str, Any]:
+    """Colour for the technique, shape for the number of processes."""
+    techniques = list(dict.fromkeys(point.technique for point in points))
+    numbers = sorted({point.devices for point in points})
+    colour = COLOURS[techniques.index(technique) % len(COLOURS)]
+    marker = _MARKERS[numbers.index(devices) % len(_MARKERS)]
+    return {"color": colour, "marker": marker, "s": 46, "edgecolors": "white", "linewidths": 0.6, "zorder": 3}
+
+
+def _groups(points: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:
+    groups: dict[tuple[str, int], list[Point]] = {}
+    for point in points:
+        groups.setdefault((point.technique, point.devices), []).append(point)
+    return groups
+
+
+def _group_label(technique: str, devices: int) -> str:
+    processes = "1 process" if devices == 1 else f"{devices} processes"
+    return f"{technique}, {processes}" if technique else processes
+
+
+def _unit(points: Sequence[Point]) -> tuple[int, str]:
+    return (GIB, "GiB") if max(point.measured_bytes for point in points) >= 2 * GIB else (MIB, "MiB")
+
+
+def _dodged(devices: Sequence[int], index: int, count: int, numbers: Sequence[int]) -> list[float]:
+    """Places beside each other, so that marks at the same number of processes don't hide one another."""
+    gap = min((b - a for a, b in pairwise(numbers)), default=1)
+    return [number + (index - (count - 1) / 2) * _DODGE * gap for number in devices]

@@ -1,0 +1,154 @@
+"""What a sweep shows: speed-up, efficiency, memory against prediction, and the Pareto front of speed and memory."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_memfit.bench.record import Result
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured run of a sweep that has a speed and a memory figure."""
+
+    label: str
+    """Everything but the number of processes: points with the same label make a curve."""
+    devices: int
+    per_second: float
+    """Tokens of all processes, or samples where batches have no tokens."""
+    per_second_low: float
+    """From the 95 % quantile of the step times."""
+    per_second_high: float
+    """From the 5 % quantile."""
+    measured_bytes: int
+    """Of the first process."""
+    predicted_bytes: int | None
+    technique: str = ""
+    row: str = ""
+    axes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Speed over the number of processes, everything else equal."""
+
+    label: str
+    devices: tuple[int, ...]
+    speedup: tuple[float, ...]
+    """Against the fewest processes, scaled so that it is that number there."""
+    speedup_low: tuple[float, ...]
+    speedup_high: tuple[float, ...]
+
+    @property
+    def efficiency(self) -> tuple[float, ...]:
+        """Speed-up per process; 1 is ideal."""
+        return tuple(speed / number for speed, number in zip(self.speedup, self.devices, strict=True))
+
+
+def unit_of(results: Sequence[Result]) -> str:
+    """`tokens` where all results have them, otherwise `samples`."""
+    measured = [result.speed for result in results if result.speed is not None]
+    return "tokens" if measured and all(speed.tokens_per_second for speed in measured) else "samples"
+
+
+def points_of(results: Sequence[Result]) -> list[Point]:
+    """The points of the results that ended well."""
+    unit, varying = unit_of(results), _varying_axes(results)
+    points = []
+    for result in results:
+        speed, memory = result.speed, result.measured
+        if result.status != "ok" or speed is None or memory is None or memory.allocated_bytes is None:
+            continue
+        per_second = getattr(speed, f"{unit}_per_second")
+        if per_second is None:
+            continue
+        points.append(
+            Point(
+                label=_label(result.point, varying),
+                devices=int(result.point.get("devices", 1)),
+                per_second=per_second,
+                per_second_low=per_second * speed.step_seconds_median / speed.step_seconds_q95,
+                per_second_high=per_second * speed.step_seconds_median / speed.step_seconds_q05,
+                measured_bytes=memory.allocated_bytes,
+                predicted_bytes=result.predicted.allocated_bytes if result.predicted else None,
+                technique=str(result.point.get("technique", "")),
+                row=result.row,
+                axes=dict(result.point),
+            )
+        )
+    return points
+
+
+def curves_of(points: Sequence[Point]) -> list[Curve]:
+    """One curve per label that was measured with at least two numbers of processes."""
+    by_label: dict[str, list[Point]] = {}
+    for point in points:
+        by_label.setdefault(point.label, []).append(point)
+    curves = []
+    for label, group in by_label.items():
+        group = sorted(group, key=lambda point: point.devices)
+        if len({point.devices for point in group}) < 2:
+            continue
+        scale = group[0].devices / group[0].per_second
+        curves.append(
+            Curve(
+                label,
+                tuple(point.devices for point in group),
+                tuple(point.per_second * scale for point in group),
+                tuple(point.per_second_low * scale for point in group),
+                tuple(point.per_second_high * scale for point in group),
+            )
+        )
+    return curves
+
+
+def pareto_front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other beats in both speed and memory of a process, from the smallest memory up."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.measured_bytes, -point.per_second)):
+        if not front or point.per_second > front[-1].per_second:
+            front.append(point)
+    return front
+
+
+def as_csv(results: Sequence[Result]) -> str:
+    """One line a run: its place in the matrix, its figures, its end."""
+    axes = list(dict.fromkeys(axis for result in results for axis in result.point))
+    figures = (
+        "samples_per_second",
+        "tokens_per_second",
+        "step_seconds_median",
+        "step_seconds_q05",
+        "step_seconds_q95",
+    )
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["row", *axes, "status", *figures, "measured_bytes", "predicted_bytes", "peak_rss_bytes"])
+    for result in results:
+        writer.writerow(
+            [
+                result.row,
+                *(result.point.get(axis, "") for axis in axes),
+                result.status,
+                *(getattr(result.speed, name, None) for name in figures),
+                result.measured.allocated_bytes if result.measured else None,
+                result.predicted.allocated_bytes if result.predicted else None,
+                result.measured.peak_rss_bytes if result.measured else None,
+            ]
+        )
+    return text.getvalue()
+
+
+_NAMES = {"micro_batch_size": "micro-batch {}", "sequence_length": "{} tokens"}
+
+
+def _varying_axes(results: Sequence[Result]) -> list[str]:
+    axes = dict.fromkeys(axis for result in results for axis in result.point)
+    return [axis for axis in axes if axis != "devices" and len({str(result.point.get(axis)) for result in results}) > 1]
+
+
+def _label(point: dict[str, Any], varying: list[str]) -> str:
+    ordered = sorted(varying, key=lambda axis: (axis != "model", axis != "technique"))
+    return ", ".join(_NAMES.get(axis, "{}").format(point.get(axis)) for axis in ordered) or "all"

@@ -1,0 +1,149 @@
+"""`Sweep`: a matrix of training runs over processes, sizes, techniques and models, as read from a YAML file.
+
+    title: What is measured
+    measure: {warmup_steps: 2, timed_steps: 10, timeout_s: 300}
+    base: {model: ..., data: ..., trainer: ...}
+    overlays: {...}                                     # named pieces of configuration, for this file
+    global_batch_size: 16                               # may be absent; sets the accumulation
+    matrix:
+      devices: [1, 2]                                   # processes, DDP beyond one
+      micro_batch_size: [2, 8]
+      sequence_length: [128]
+      technique: {none: [], checkpointing: [fragments/activation_checkpointing]}
+      model: {tiny: [], small: [{model: {init_args: {config: {n_layer: 6}}}}]}
+    paths: {micro_batch_size: data.init_args.batch_size, sequence_length: data.init_args.sequence_length}
+
+`technique` and `model` map names to layers, as rows of an experiment have them. Every axis may be absent.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from lightning_memfit.bench.experiment import (
+    QUIET,
+    Measurement,
+    ReadRecipe,
+    Row,
+    accelerator,
+    check_keys,
+    read_document,
+    read_measurement,
+    resolve_layer,
+    rows_named,
+)
+from lightning_memfit.bench.overlay import Settings, overlay
+
+NUMBERS = ("devices", "micro_batch_size", "sequence_length")
+CHOICES = ("technique", "model")
+_KEYS = ("title", "measure", "base", "overlays", "global_batch_size", "matrix", "paths")
+_PATHS = {"micro_batch_size": "data.init_args.batch_size", "sequence_length": "data.init_args.sequence_length"}
+_SHORT = {"devices": "p", "micro_batch_size": "b", "sequence_length": "s"}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All points of a matrix."""
+
+    name: str
+    title: str
+    device: str
+    rows: tuple[Row, ...]
+
+    @property
+    def folder_name(self) -> str:
+        """Folder of its results."""
+        return f"{self.name}_{self.device}"
+
+    def only(self, names: list[str]) -> tuple[Row, ...]:
+        """The points of these names; see `rows_named`."""
+        return rows_named(self.rows, names)
+
+
+def load_sweep(path: Path, device: str, read_recipe: ReadRecipe) -> Sweep:
+    """Read a sweep.
+
+    Args:
+        path: YAML file; its stem is the sweep's name.
+        device: `cpu` or `cuda`.
+        read_recipe: Reads fragments by name.
+
+    Raises:
+        ValueError: If the file is no sweep, or names something unknown, or the global batch can't be divided.
+    """
+    document = read_document(path, _KEYS, required=("title", "base", "matrix"))
+    matrix, paths = document["matrix"], {**_PATHS, **(document.get("paths") or {})}
+    check_keys(matrix, (*NUMBERS, *CHOICES), "matrix")
+    check_keys(paths, tuple(_PATHS), "paths")
+    for axis in NUMBERS:
+        _check_numbers(axis, matrix.get(axis))
+    measurement = read_measurement(document.get("measure") or {})
+    base = overlay(overlay(QUIET, document["base"]), {"trainer": {"accelerator": accelerator(device)}})
+    rows = []
+    for point in _points(matrix):
+        settings = base
+        for axis in CHOICES:
+            for layer in _layers(matrix, axis, point):
+                settings = overlay(settings, resolve_layer(layer, document.get("overlays") or {}, read_recipe))
+        settings = _with_numbers(settings, point, paths, document.get("global_batch_size"))
+        settings = overlay(settings, {"trainer": {"max_steps": measurement.warmup_steps + measurement.timed_steps}})
+        rows.append(_row(point, settings, measurement))
+    return Sweep(path.stem, document["title"], device, tuple(rows))
+
+
+def _row(point: dict[str, Any], settings: Settings, measurement: Measurement) -> Row:
+    parts = [f"{_SHORT[axis]}{point[axis]}" if axis in _SHORT else str(point[axis]) for axis in point]
+    return Row("_".join(parts), " ".join(parts), settings, measurement, point=point)
+
+
+def _points(matrix: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    axes = [axis for axis in (*NUMBERS, *CHOICES) if axis in matrix]
+    for values in product(*(list(matrix[axis]) for axis in axes)):
+        yield {"devices": 1, **dict(zip(axes, values, strict=True))}
+
+
+def _layers(matrix: Mapping[str, Any], axis: str, point: Mapping[str, Any]) -> list[Any]:
+    if axis not in matrix:
+        return []
+    if not isinstance(matrix[axis], Mapping):
+        raise ValueError(f"`matrix.{axis}` holds {matrix[axis]!r} where a mapping of names to lists of layers must be.")
+    return list(matrix[axis][point[axis]] or [])
+
+
+def _check_numbers(axis: str, values: Any) -> None:
+    if values is None:
+        return
+    if not isinstance(values, list) or not values or any(not isinstance(v, int) or v < 1 for v in values):
+        raise ValueError(f"`matrix.{axis}={values!r}` must be a list of positive integers, for example [1, 2].")
+
+
+def _with_numbers(
+    settings: Settings, point: Mapping[str, Any], paths: Mapping[str, str], global_batch_size: int | None
+) -> Settings:
+    devices = point["devices"]
+    trainer: Settings = {"devices": devices}
+    if devices > 1 and "strategy" not in settings["trainer"]:
+        trainer["strategy"] = "ddp"
+    settings = overlay(settings, {"trainer": trainer})
+    for axis, path in paths.items():
+        if axis in point:
+            settings = overlay(settings, _nested(path, point[axis]))
+    if global_batch_size is None:
+        return settings
+    micro = point.get("micro_batch_size")
+    if micro is None:
+        raise ValueError("`global_batch_size` sets the accumulation of `matrix.micro_batch_size`, which is absent.")
+    if global_batch_size % (micro * devices):
+        raise ValueError(
+            f"`global_batch_size={global_batch_size}` is no multiple of micro-batch {micro} x {devices} processes. "
+            "Choose sizes that divide it."
+        )
+    return overlay(settings, {"trainer": {"accumulate_grad_batches": global_batch_size // (micro * devices)}})
+
+
+def _nested(path: str, value: Any) -> Settings:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value

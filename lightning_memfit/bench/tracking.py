@@ -1,0 +1,85 @@
+"""`Tracker`: one Weights & Biases run for one measured run, online or in a folder for `wandb sync`."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+Mode = Literal["online", "offline", "off"]
+
+_SAMPLING_S = 1.0  # of system metrics: measured runs are short
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Where the runs of a sweep go."""
+
+    mode: Mode
+    project: str
+    group: str
+    folder: str
+
+    def __post_init__(self) -> None:
+        if self.mode != "off" and find_spec("wandb") is None:
+            raise ModuleNotFoundError(
+                f"`--wandb {self.mode}` needs wandb: `pip install lightning-memfit[wandb]`, or take `--wandb off`."
+            )
+
+
+def reachable_mode(mode: Mode, base_url: str = "https://api.wandb.ai", timeout_s: float = 3.0) -> Mode:
+    """`offline` instead of `online` where the server can't be reached."""
+    if mode != "online":
+        return mode
+    url = urlsplit(base_url)
+    port = url.port or (80 if url.scheme == "http" else 443)
+    try:
+        socket.create_connection((url.hostname or "", port), timeout_s).close()
+    except OSError:
+        return "offline"
+    return "online"
+
+
+class Tracker:
+    """A W&B run from before the training until its figures are known.
+
+    Nothing is sent while steps are timed but W&B's own system metrics; the steps are logged at the end.
+    """
+
+    def __init__(self, tracking: Tracking, name: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        Path(tracking.folder).mkdir(parents=True, exist_ok=True)
+        assert tracking.mode != "off"
+        self._run = wandb.init(
+            project=tracking.project,
+            group=tracking.group,
+            name=name,
+            dir=tracking.folder,
+            config=dict(config),
+            mode=tracking.mode,
+            settings=wandb.Settings(console="off", silent=True, x_stats_sampling_interval=_SAMPLING_S),
+        )
+
+    def finish(self, steps: list[dict[str, float]], outcome: Mapping[str, Any]) -> None:
+        """Log the steps, put the prediction into the configuration and everything into the summary, close the run."""
+        for step in steps:
+            self._run.log(step)
+        self._run.config.update({"predicted": outcome.get("predicted")})
+        self._run.summary.update(_flat(outcome))
+        self._run.finish(exit_code=1 if outcome["status"] == "failed" else 0)
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"speed": {"a": 1}}` as `{"speed/a": 1}`, what is None left out."""
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{key}/"))
+        elif value is not None:
+            flat[f"{prefix}{key}"] = value
+    return flat
