@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "predict": ("lightning_cli", "Run a model over data."),
     "estimate": ("estimate", "Say how much memory a recipe needs, without the memory."),
     "bench": ("bench", "Measure techniques one after the other, beside their predictions."),
+    "scale": ("scale", "Measure a matrix of processes, sizes and techniques, and report it."),
     "doctor": ("doctor", "Say what this machine has, and what would hinder training."),
     "recipes": ("recipes", "List the recipes that come with the package, or copy one."),
     "export": ("export", "Turn a checkpoint into a Hugging Face folder."),
