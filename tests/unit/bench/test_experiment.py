@@ -82,7 +82,7 @@ def test_unknown_names():
     with pytest.raises(ValueError, match=r"`--experiment bert_larg` is neither .* Closest: bert_large"):
         experiment_file("bert_larg")
     experiment = load_experiment(experiment_file("bert_large"), "small", "cpu", read_recipe)
-    with pytest.raises(ValueError, match=r"`--only vanila`: bert_large has no such row. Closest: vanilla"):
+    with pytest.raises(ValueError, match=r"`--only vanila`: there is no such row. Closest: vanilla"):
         experiment.only(["vanila"])
     assert [row.name for row in experiment.only(["vanilla"])] == ["vanilla"]
 
