@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.models.trained import load_checkpoint, network_from_checkpoint
@@ -18,17 +18,25 @@ def load_trained(ckpt_path: str, tokenizer: str | None) -> tuple[PreTrainedModel
     """Load the network of a checkpoint and the tokenizer its data were made with.
 
     Args:
-        ckpt_path: Checkpoint file written by `memfit fit`.
+        ckpt_path: Checkpoint written by `memfit fit`; a sharded one is consolidated in memory.
         tokenizer: Overrides the tokenizer noted in the checkpoint.
 
     Raises:
         ValueError: If either cannot be read, or no tokenizer is known.
     """
-    checkpoint = load_checkpoint(ckpt_path)
+    checkpoint = _load(ckpt_path)
     name = tokenizer or checkpoint.get(_DATA, {}).get("tokenizer")
     if name is None:
         raise ValueError(f"`ckpt_path={ckpt_path!r}` does not say which tokenizer its data had. Give `--tokenizer`.")
     return network_from_checkpoint(checkpoint), load_tokenizer(name)
+
+
+def _load(ckpt_path: str) -> dict[str, Any]:
+    if not Path(ckpt_path).is_dir():
+        return load_checkpoint(ckpt_path)
+    from lightning_memfit.strategies.consolidate import consolidated
+
+    return consolidated(ckpt_path)
 
 
 def load_exported(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -1,0 +1,57 @@
+"""From the checkpoint folder of a sharded run to one checkpoint with whole fp32 weights."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# What DeepSpeed 0.19 adds to the file that also holds what Lightning saves.
+_DEEPSPEED_KEYS = {
+    "buffer_names",
+    "checkpoint_parallel_dimensions",
+    "data_sampler",
+    "dp_world_size",
+    "ds_config",
+    "ds_version",
+    "frozen_param_fragments",
+    "frozen_param_shapes",
+    "global_samples",
+    "global_steps",
+    "lr_scheduler",
+    "module",
+    "mp_world_size",
+    "optimizer",
+    "param_shapes",
+    "random_ltd",
+    "shared_params",
+    "skipped_steps",
+}
+
+
+def consolidated(folder: str | Path) -> dict[str, Any]:
+    """Read the checkpoint folder of a ZeRO strategy as if it were the file of a run on one device.
+
+    Weights come from the optimizer's fp32 master weights. Needs host memory for all of them; optimizer states are left
+    out. The file written with `torch.save` can be loaded with `load_from_checkpoint`, `load_full_weights`, and
+    `memfit export`.
+
+    Args:
+        folder: What `Trainer.save_checkpoint` wrote.
+
+    Returns:
+        `state_dict` and everything that Lightning and the module saved.
+
+    Raises:
+        ValueError: If it is no such folder.
+    """
+    root = Path(folder)
+    if not (root / "latest").is_file():
+        raise ValueError(f"{str(folder)!r} is no checkpoint folder of a ZeRO strategy: it has no file `latest`.")
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    state_dict = get_fp32_state_dict_from_zero_checkpoint(str(root))
+    tag = (root / "latest").read_text().strip()
+    files = sorted((root / tag).glob("*mp_rank_00_model_states.pt"))
+    saved = torch.load(files[0], map_location="cpu", weights_only=False, mmap=True)
+    ours = {key: value for key, value in saved.items() if key not in _DEEPSPEED_KEYS}
+    return ours | {"state_dict": state_dict}

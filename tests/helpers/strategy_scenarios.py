@@ -1,0 +1,74 @@
+"""What a user does besides training: save, resume, evaluate, export. Run by `strategy_runs`, on every rank."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from tests.helpers.strategy_runs import Losses, TokenData, build_module, build_trainer
+
+STEPS, HALF = 4, 2
+
+
+def train(case: dict[str, Any], steps: int, ckpt_path: str | None = None) -> tuple[pl.Trainer, Any, list[float]]:
+    pl.seed_everything(0, verbose=False)
+    losses = Losses()
+    trainer, module = build_trainer(case, losses, max_steps=steps), build_module(**case.get("module", {}))
+    trainer.fit(module, TokenData(), ckpt_path=ckpt_path)
+    return trainer, module, losses.values
+
+
+def save(case: dict[str, Any]) -> dict[str, Any]:
+    """Train in one go; train half of it, save twice to one path, and say what a validation gives there."""
+    _, _, whole = train(case, STEPS)
+    trainer, module, first = train(case, HALF)
+    path = Path(case["folder"]) / "half.ckpt"
+    for _ in range(2):
+        trainer.save_checkpoint(path)
+    trainer.limit_val_batches = trainer.limit_test_batches = trainer.limit_predict_batches = 2
+    validated = trainer.validate(module, TokenData(), verbose=False)
+    tested = trainer.test(module, TokenData(), verbose=False)
+    predicted = trainer.predict(module, TokenData())
+    return {
+        "whole": whole,
+        "first": first,
+        "val_loss": validated[0]["val_loss"],
+        "test_loss": tested[0]["test_loss"],
+        "predicted": [list(ids.shape) for ids in predicted],
+        "left": sorted(file.name for file in Path(case["folder"]).iterdir()),
+    }
+
+
+def resume(case: dict[str, Any]) -> dict[str, Any]:
+    _, _, losses = train(case, STEPS, ckpt_path=str(Path(case["folder"]) / "half.ckpt"))
+    return {"losses": losses}
+
+
+def validate(case: dict[str, Any]) -> dict[str, Any]:
+    """Evaluate a checkpoint without training."""
+    pl.seed_everything(1, verbose=False)
+    trainer, module = build_trainer(case, limit_val_batches=2), build_module()
+    path = str(Path(case["folder"]) / "half.ckpt")
+    return {"val_loss": trainer.validate(module, TokenData(), ckpt_path=path, verbose=False)[0]["val_loss"]}
+
+
+def fit_twice(case: dict[str, Any]) -> dict[str, Any]:
+    """A second `fit` goes on from the weights with a new optimizer, as it does on one device."""
+    trainer, module, first = train(case, HALF)
+    trainer.fit_loop.epoch_loop.max_steps = STEPS
+    trainer.callbacks[0].values = second = []
+    trainer.fit(module, TokenData())
+    return {"first": first, "second": second}
+
+
+def evaluate_whole(folder: str, ranks: int) -> float:
+    """The validation loss of a consolidated checkpoint in plain torch, over what two batches per rank hold."""
+    from lightning_memfit.models.trained import network_from_checkpoint
+    from lightning_memfit.strategies.consolidate import consolidated
+    from tests.helpers.strategy_runs import BATCH, Tokens
+
+    network = network_from_checkpoint(consolidated(folder))
+    rows = [Tokens()[index]["input_ids"] for index in range(2 * BATCH * ranks)]
+    with torch.no_grad():
+        return float(network(input_ids=torch.stack(rows), labels=torch.stack(rows)).loss)

@@ -1,0 +1,100 @@
+"""Saving, resuming, evaluating and exporting under every ZeRO stage: the numbers are those of DDP."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.strategy_launch import launch
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.slow
+
+STRATEGIES = {
+    "ddp": "ddp",
+    "stage_1": "memfit_zero_1",
+    "stage_2": "memfit_zero_2",
+    "stage_3": "memfit_zero_3",
+    "stage_3_offload": {
+        "class_path": "lightning_memfit.strategies.ZeroStrategy",
+        "init_args": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    },
+}
+SHARDED = [name for name in STRATEGIES if name != "ddp"]
+SCENARIOS = "tests.helpers.strategy_scenarios"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("zero-checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    cases = {}
+    for name, strategy in STRATEGIES.items():
+        (folder / name).mkdir()
+        for scenario in ("save", "resume", "validate", "fit_twice"):
+            case = {"strategy": strategy, "devices": 2, "scenario": f"{SCENARIOS}.{scenario}"}
+            cases[f"{name}/{scenario}"] = case | {"folder": str(folder / name)}
+    return launch(folder, cases)
+
+
+def close(values):
+    return pytest.approx(values, abs=2e-6, rel=0)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_resuming_goes_on_with_the_optimizer_s_states(results, name):
+    resumed = results[f"{name}/resume"]["losses"]
+    assert resumed == close(results["ddp/resume"]["losses"])
+    # A run that had lost its moments would be here:
+    assert abs(resumed[-1] - results["ddp/fit_twice"]["second"][-1]) > 0.01
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_second_fit_starts_a_new_optimizer(results, name):
+    assert results[f"{name}/fit_twice"] == {key: close(values) for key, values in results["ddp/fit_twice"].items()}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_evaluation_after_training_and_from_a_checkpoint(results, name):
+    saved, plain = results[f"{name}/save"], results["ddp/save"]
+    assert saved["val_loss"] == saved["test_loss"] == close(plain["val_loss"])
+    assert saved["predicted"] == plain["predicted"]
+    assert results[f"{name}/validate"]["val_loss"] == close(plain["val_loss"])
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_path_saved_twice_holds_one_checkpoint(results, name):
+    assert results[f"{name}/save"]["left"] == ["half.ckpt"]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_consolidated_weights_evaluate_alike(results, folder, name):
+    from tests.helpers.strategy_scenarios import evaluate_whole
+
+    assert evaluate_whole(str(folder / name / "half.ckpt"), ranks=2) == close(results["ddp/save"]["val_loss"])
+
+
+@pytest.mark.parametrize("name", ["stage_2", "stage_3"])
+def test_export_gives_a_hugging_face_folder(results, folder, name, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    from cli.main import main
+    from lightning_memfit.strategies.consolidate import consolidated
+
+    source, target = folder / name / "half.ckpt", tmp_path / "exported"
+    arguments = ["export", "--ckpt_path", str(source), "--folder", str(target), "--tokenizer", "bytes"]
+    assert main(arguments) == 0, capsys.readouterr().err
+    weights = consolidated(source)["state_dict"]["model.transformer.wte.weight"]
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(target).transformer.wte.weight, weights)
+    assert json.loads((target / "config.json").read_text())["n_layer"] == 2
+
+
+def test_consolidating_something_else_is_refused(tmp_path: Path):
+    from lightning_memfit.strategies.consolidate import consolidated
+
+    with pytest.raises(ValueError, match="no file `latest`"):
+        consolidated(tmp_path)
