@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  memfit scale --config benchmarks/experiments/scaling/cpu.yaml
+  memfit scale --config benchmarks/experiments/sweeps/scaling.yaml
   memfit scale --config mine.yaml --device cuda --wandb online --project mine
   memfit scale --config mine.yaml --report-only
 
