@@ -1,0 +1,70 @@
+import csv
+import io
+
+import pytest
+
+from lightning_memfit.bench.record import Speed
+from lightning_memfit.bench.scaling import as_csv, curves_of, pareto_front, points_of, unit_of
+
+from .results import out_of_memory, result
+
+
+def at(row: str, devices: int, technique: str, median: float, tokens: float, measured: int):
+    speed = Speed(5, median, 0.8 * median, 2 * median, tokens / 10, tokens, 0.0)
+    return result(row, measured, measured, speed=speed, point={"devices": devices, "technique": technique})
+
+
+RESULTS = [
+    at("a1", 1, "none", 1.0, 100.0, 400),
+    at("a2", 2, "none", 1.1, 180.0, 500),
+    at("a4", 4, "none", 1.2, 320.0, 500),
+    at("b1", 1, "small", 2.0, 50.0, 200),
+    at("b2", 2, "small", 2.0, 90.0, 450),
+]
+
+
+def test_speed_up_and_efficiency_against_the_fewest_processes():
+    none, small = curves_of(points_of(RESULTS))
+    assert none.label == "none"
+    assert none.devices == (1, 2, 4)
+    assert none.speedup == pytest.approx((1.0, 1.8, 3.2))
+    assert none.efficiency == pytest.approx((1.0, 0.9, 0.8))
+    assert none.speedup_low == pytest.approx((0.5, 0.9, 1.6))  # step times twice as long at the 95 % quantile
+    assert none.speedup_high == pytest.approx((1.25, 2.25, 4.0))
+    assert small.speedup == pytest.approx((1.0, 1.8))
+
+
+def test_curves_that_start_at_two_processes_start_at_two():
+    [curve] = curves_of(points_of([RESULTS[1], RESULTS[2]]))
+    assert curve.speedup == pytest.approx((2.0, 2 * 320 / 180))
+
+
+def test_one_number_of_processes_makes_no_curve():
+    assert curves_of(points_of([RESULTS[0], RESULTS[3]])) == []
+
+
+def test_no_point_beats_one_on_the_front():
+    points = points_of(RESULTS)
+    front = pareto_front(points)
+    assert [point.row for point in front] == ["b1", "a1", "a4"]
+    for point in front:
+        assert not any(
+            other.measured_bytes <= point.measured_bytes and other.per_second > point.per_second for other in points
+        )
+
+
+def test_runs_without_figures_are_no_points_but_stand_in_the_csv():
+    results = [*RESULTS, out_of_memory("c1")]
+    assert len(points_of(results)) == len(RESULTS)
+    rows = list(csv.DictReader(io.StringIO(as_csv(results))))
+    assert [row["row"] for row in rows] == [result.row for result in results]
+    assert rows[0]["tokens_per_second"] == "100.0"
+    assert rows[0]["measured_bytes"] == "400"
+    assert (rows[-1]["status"], rows[-1]["tokens_per_second"]) == ("out_of_memory", "")
+
+
+def test_samples_count_where_there_are_no_tokens():
+    images = [result("a", speed=Speed(5, 1.0, 1.0, 1.0, 8.0, None, 0.0), point={"devices": 1})]
+    assert unit_of(images) == "samples"
+    assert points_of(images)[0].per_second == 8.0
+    assert unit_of(RESULTS) == "tokens"
