@@ -21,6 +21,7 @@ from lightning_memfit.fitting.oom import is_out_of_memory, release
 from lightning_memfit.fitting.snapshot import OptimizerSnapshot
 
 _STEPS_BETWEEN_CHECKS = 16
+_MAX_RETRIES = 3
 
 
 class StepGuard:
@@ -51,12 +52,21 @@ class StepGuard:
     def step(
         self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Run the closure, then the step, and repeat the step if memory ran out in it."""
+        """Run the closure, then the step, and repeat the step if memory ran out in it.
+
+        A call without a closure is a trial step's, which runs inside the closure of the real step it prepares: it is
+        copied, since it allocates the states, and the real step still counts as the first.
+
+        Raises:
+            torch.OutOfMemoryError: If memory runs out in every retry, too; weights and states are those before the step.
+            RuntimeError: If it ran out when some weights were changed, and there is no copy.
+        """
         loss = None
         if closure is not None:
             loss = closure()
             kwargs["closure"] = lambda: loss
-        snapshot = OptimizerSnapshot(optimizer) if self._check(optimizer) else None
+        at_risk = closure is None or self._check(optimizer)
+        snapshot = OptimizerSnapshot(optimizer) if at_risk else None
         versions = None if snapshot else _versions(optimizer)
         try:
             return step(**kwargs)
@@ -69,14 +79,38 @@ class StepGuard:
                 "Memory ran out in the middle of `optimizer.step`, some weights are updated and some are not. Resume "
                 "from the last checkpoint with a smaller optimizer state, `foreach=False` or less memory in use."
             ) from failure
-        release(failure)
-        if snapshot is not None:
-            snapshot.restore()
-        self.num_retries += 1
         self._steps_to_check = 0
-        rank_zero_warn("Memory ran out in `optimizer.step`; the step is repeated tensor by tensor (`foreach=False`).")
-        with _one_tensor_at_a_time(optimizer):
-            return step(**kwargs)
+        return self._repeat(optimizer, partial(step, **kwargs), failure, snapshot)
+
+    def _repeat(
+        self, optimizer: Optimizer, step: Callable[[], Any], failure: Exception, snapshot: OptimizerSnapshot | None
+    ) -> Any:
+        """Repeat a step from the state before it, tensor by tensor."""
+        for _ in range(_MAX_RETRIES):
+            release(failure)
+            if snapshot is None:
+                snapshot = OptimizerSnapshot(optimizer)  # nothing has changed yet
+            else:
+                snapshot.restore()
+            self.num_retries += 1
+            rank_zero_warn(
+                "Memory ran out in `optimizer.step`; the step is repeated tensor by tensor (`foreach=False`)."
+            )
+            try:
+                with _one_tensor_at_a_time(optimizer):
+                    return step()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error
+        assert snapshot is not None
+        release(failure)
+        snapshot.restore()
+        raise torch.OutOfMemoryError(
+            f"Memory ran out in `optimizer.step` {_MAX_RETRIES + 1} times in a row, at last with the temporaries of one "
+            "tensor only. Weights and states are those before the step. Smaller states need less: `Optimizer8bit()` or "
+            f"`ReplaceOptimizer('torch.Adafactor')`. {str(failure).splitlines()[0]}"
+        ) from failure
 
     def _check(self, optimizer: Optimizer) -> bool:
         if self._steps_to_check == 0:

@@ -136,7 +136,7 @@ class Failing(Tagger):
     """Runs out of memory where told to.
 
     Args:
-        where: `forward`, `middle` (of forward, after logging), `backward` or `step`.
+        where: `forward`, `middle` (of forward, after logging), `backward`, `before step` or `step` (weights changed).
         calls: At which calls of `training_step`, or of the optimizer step.
         rank: On which rank.
     """
@@ -155,7 +155,7 @@ class Failing(Tagger):
         return due
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if self.training and torch.is_grad_enabled() and self.where != "step":
+        if self.training and torch.is_grad_enabled() and "step" not in self.where:
             self.count += 1
         if self._is_due("forward"):
             raise out_of_memory()
@@ -168,9 +168,12 @@ class Failing(Tagger):
         optimizer = super().configure_optimizers()
 
         def fail(*_: Any) -> None:
-            self.count += self.where == "step"
-            if self._is_due("step"):
+            self.count += 1
+            if self._is_due(self.where):
                 raise out_of_memory()
 
-        optimizer.register_step_post_hook(fail)  # all weights are updated by then
+        if self.where == "step":
+            optimizer.register_step_post_hook(fail)  # all weights are updated by then
+        elif self.where == "before step":
+            optimizer.register_step_pre_hook(fail)
         return optimizer

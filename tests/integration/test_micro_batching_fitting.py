@@ -284,10 +284,10 @@ def test_other_errors_in_a_trial_pass_through_and_leave_no_trace() -> None:
     assert module.calls == []
 
 
-def test_killed_while_probing_leaves_no_files(tmp_path: Path) -> None:
+def test_killed_while_probing_leaves_no_files_and_the_next_run_starts_clean(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
-        import os, signal
+        import os, signal, sys
         from lightning_memfit.fitting import MicroBatching
         from lightning_memfit.fitting.trial import Trial
         from tests.helpers.fitting import Tagger, fit
@@ -295,12 +295,25 @@ def test_killed_while_probing_leaves_no_files(tmp_path: Path) -> None:
         def killed(self, size):
             probe(self, size)
             os.kill(os.getpid(), signal.SIGKILL)
-        Trial.probe = killed
-        fit(Tagger(), MicroBatching(predictor=lambda size: size, limit_bytes=4))
+        if sys.argv[1:] == ["killed"]:
+            Trial.probe = killed
+        module = Tagger()
+        trainer = fit(module, MicroBatching(predictor=lambda size: size, limit_bytes=4))
+        print(trainer.global_step, sum(float(p.double().sum()) for p in module.parameters()))
         """
     )
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", script, *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, timeout=120, check=False, capture_output=True, text=True
+        )
+
+    untouched = run()
+    assert run("killed").returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
+    again = run()
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == untouched.stdout

@@ -91,6 +91,55 @@ def test_a_real_shortage_is_survived_tensor_by_tensor() -> None:
         device.track(parameter.grad, next(iter(device.live_by_category)))
     guard = StepGuard(device)
     with device, guard(optimizer):
-        optimizer.step()
+        optimizer.step(lambda: None)
     assert guard.num_retries == 1
     assert optimizer.param_groups[0]["foreach"] is True
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_retry_that_fails_is_repeated(after: bool) -> None:
+    guard = StepGuard(FullGauge())
+    assert equal(trained({2, 3, 4}, guard, after), trained(set(), None, after))
+    assert guard.num_retries == 3
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_step_that_never_fits_leaves_weights_and_states_as_they_were(after: bool) -> None:
+    module = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    module(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    before = [tensor.clone() for tensor in (*module.parameters(), *optimizer.state[module.weight].values())]
+
+    def fail(*_: Any) -> None:
+        raise out_of_memory()
+
+    (optimizer.register_step_post_hook if after else optimizer.register_step_pre_hook)(fail)
+    with pytest.raises(torch.OutOfMemoryError, match="4 times in a row"), StepGuard(FullGauge())(optimizer):
+        optimizer.step(lambda: None)
+    assert equal([*module.parameters(), *optimizer.state[module.weight].values()], before)
+
+
+def test_a_trial_step_is_not_the_first_step() -> None:
+    """The first real step makes the states, whatever a trial inside its closure did before."""
+    module = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise out_of_memory()
+
+    def closure() -> None:
+        for _ in range(2):
+            optimizer.step()
+
+    optimizer.register_step_post_hook(fail)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    guard = StepGuard(None)
+    with guard(optimizer):
+        optimizer.step(closure)
+    assert guard.num_retries == 1
