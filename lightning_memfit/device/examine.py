@@ -47,7 +47,7 @@ def examine(folder: str = ".") -> dict[str, list[Finding]]:
             check_cuda(torch.version.cuda, available, driver),
             check_bitsandbytes(bnb_error, backend, available),
         ],
-        "building extensions": _tools(),
+        "building extensions": build_tools(),
         "memory": _memory(folder),
         "disk": _disk(folder),
         "libraries": check_versions(*_libraries()),
@@ -95,7 +95,8 @@ def _bitsandbytes() -> tuple[str | None, str]:
     return None, Path(native._name).name if native is not None else ""
 
 
-def _tools() -> list[Finding]:
+def build_tools() -> list[Finding]:
+    """What DeepSpeed's kernels are compiled with when they are first used."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     jit = "DeepSpeed's and torch.compile's kernels"
     headers = [folder / "libaio.h" for folder in (Path("/usr/include"), Path("/usr/local/include"), _OWN_HEADERS)]

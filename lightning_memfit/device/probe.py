@@ -116,8 +116,20 @@ def _memlock_limit() -> int | None:
         return None
     import resource
 
+    if _may_lock_all():
+        return None
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _may_lock_all(status: Path = Path("/proc/self/status")) -> bool:
+    """Whether the process has CAP_IPC_LOCK, which the limit doesn't bind. Root has it, in containers often not."""
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return False
+    effective = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
+    return bool(effective >> 14 & 1)
 
 
 def _cgroup_limits(root: Path, proc_cgroup: Path) -> list[tuple[int, int]]:

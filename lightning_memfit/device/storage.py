@@ -56,13 +56,23 @@ def measure_storage(folder: str | Path, size_bytes: int = 256 * MIB) -> StorageS
 
 
 def _direct_error(name: str) -> str | None:
+    """Write a chunk with O_DIRECT and read it back; some file systems open such files and fail at the first access."""
     if not hasattr(os, "O_DIRECT"):
         return "this system has no O_DIRECT"
     try:
-        os.close(os.open(name, os.O_WRONLY | os.O_DIRECT))
+        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
     except OSError as error:
         return error.strerror
-    return None
+    try:
+        with mmap.mmap(-1, MIB) as written, mmap.mmap(-1, MIB) as read:
+            written.write(os.urandom(MIB))
+            os.pwrite(descriptor, written, 0)
+            os.preadv(descriptor, [read], 0)
+            return None if read[:] == written[:] else "what was read is not what was written"
+    except OSError as error:
+        return error.strerror
+    finally:
+        os.close(descriptor)
 
 
 def _write(name: str, flag: int, size_bytes: int) -> float:

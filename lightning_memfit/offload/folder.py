@@ -14,7 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from lightning_memfit.offload.leftovers import LOCK_FILE, RunState, find_runs, folder_name, remove_leftovers, remove_run
+from lightning_memfit.offload.leftovers import (
+    LOCK_FILE,
+    RunState,
+    find_runs,
+    folder_name,
+    is_locked,
+    remove_leftovers,
+    remove_run,
+)
 from lightning_memfit.offload.owner import Owner
 
 _RUN_ID = re.compile(r"[0-9a-z]{4,40}")
@@ -133,19 +141,34 @@ def check_parent(parent: str | Path) -> Path:
     """The user's folder as an absolute path.
 
     Raises:
-        ValueError: If it is no folder, can't be written to, or lies within a run's folder.
+        ValueError: If `parent_problem` finds one.
     """
+    problem = parent_problem(parent)
+    if problem is not None:
+        found, fix = problem
+        raise ValueError(f"`nvme_path` {found}: {fix}.")
+    return Path(parent).resolve()
+
+
+def parent_problem(parent: str | Path) -> tuple[str, str] | None:
+    """What is wrong with the user's folder, and the fix: missing, no folder, read-only, or within a run's folder."""
     path = Path(parent)
+    another = "or name another folder on a local NVMe drive"
+    if not path.exists():
+        return f"{str(parent)!r} does not exist", f"make the folder, {another}"
     if not path.is_dir():
-        what = "is not a folder" if path.exists() else "does not exist"
-        raise ValueError(f"`nvme_path={str(parent)!r}` {what}. Make the folder on a local NVMe drive, or name another.")
+        return f"{str(parent)!r} is not a folder", f"name a folder, {another}"
     path = path.resolve()
     inside = next((folder for folder in (path, *path.parents) if Owner.read(folder) is not None), None)
     if inside is not None:
-        raise ValueError(f"`nvme_path={str(parent)!r}` is within a run's own folder. Name {inside.parent} instead.")
-    if not os.access(path, os.W_OK | os.X_OK) or os.statvfs(path).f_flag & os.ST_RDONLY:
-        raise ValueError(f"`nvme_path={str(parent)!r}` can't be written to. Change its rights, or name another.")
-    return path
+        owner = Owner.read(inside)
+        state = "that still runs" if is_locked(inside) else "that has ended"
+        return f"{str(parent)!r} is within the folder of a run ({owner}) {state}", f"name {inside.parent} instead"
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        return f"{str(parent)!r} is on a file system mounted read-only", f"mount it writable, {another}"
+    if not os.access(path, os.W_OK | os.X_OK):
+        return f"{str(parent)!r} may not be written to by this user", f"change its rights, {another}"
+    return None
 
 
 @contextmanager
@@ -157,7 +180,7 @@ def _locked(parent: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             raise ValueError(
-                f"`nvme_path={str(parent)!r}` can't be locked ({error.strerror}). Name a folder on a local drive."
+                f"`nvme_path` {str(parent)!r} can't be locked ({error.strerror}): name a folder on a local drive."
             ) from error
         yield
     finally:
