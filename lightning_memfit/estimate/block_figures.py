@@ -24,6 +24,9 @@ class BlockFigures:
     """Highest level while a block runs, less what the blocks before it keep."""
     head: int
     elsewhere: int
+    """Highest level outside of the blocks, the optimizer's step included."""
+    outside: int
+    """Highest level outside of the blocks in forward and backward alone."""
     traffic: np.ndarray
     """Bytes allocated in forward and backward of a block."""
     flops: int
@@ -51,9 +54,19 @@ def block_figures(trace: Trace | ModelProfile, rounding: int) -> BlockFigures:
             traffic[block] = sum(int(made[first:stop].sum()) for first, stop in spans)
         head = max(head, int(live[forward[-1] : backward[-1]].max(initial=0)) - int(before[-1]))
         inside[forward[0] : backward[0]] = True
-    outside = live[events.phases[0][0] :][~inside[events.phases[0][0] :]]
-    elsewhere = int(outside.max(initial=0))
-    return BlockFigures(kept, peak, head, elsewhere, traffic, sum(trace.flops.values()))
+    inside[: events.phases[0][0]] = True  # what building the module needs is not part of a step
+    elsewhere = int(live[~inside].max(initial=0))
+    outside = int(live[~inside & _in_passes(events)].max(initial=0))
+    return BlockFigures(kept, peak, head, elsewhere, outside, traffic, sum(trace.flops.values()))
+
+
+def _in_passes(events: EventList) -> np.ndarray:
+    """Which events lie in a forward or backward phase."""
+    found = np.zeros(len(events), dtype=bool)
+    bounds = [*(at for at, _ in events.phases), len(events)]
+    for (first, name), stop in zip(events.phases, bounds[1:], strict=True):
+        found[first:stop] = name in ("forward", "backward")
+    return found
 
 
 def _passes(events: EventList, num_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
