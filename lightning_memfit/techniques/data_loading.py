@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_memfit.techniques.base import ReversibleCallback
 from lightning_memfit.techniques.facts import Run
@@ -15,24 +16,29 @@ from lightning_memfit.techniques.wrapping import wrap_method
 
 _PREFETCHED = 2
 """Batches that a worker prepares ahead: torch's default."""
+_OWN_ORDER = (SequentialSampler, DistributedSampler)
+"""Samplers whose order follows from the epoch alone."""
 
 
 class DataLoading(ReversibleCallback):
     """Set workers and pinned memory of the training loaders for a run. Samples and their order stay.
 
-    A data set that draws random numbers in `__getitem__` draws others in worker processes than in the main one, as
-    always in torch.
+    Refused is what would change the order: torch's workers run ahead of training, so that a generator of the sampler's
+    own has drawn once more when the next epoch begins, and persistent ones draw one number less of the global generator
+    per epoch. A data set that draws random numbers in `__getitem__` draws others in worker processes than in the main
+    one, as always in torch.
 
     Args:
         num_workers: Processes per loader.
         pin_memory: Batches in page-locked memory, which copies to CUDA beside computing. None decides by the device.
-        persistent_workers: Keep the processes from epoch to epoch; they end with the run.
+        persistent_workers: Keep the processes from epoch to epoch, for loaders that do not shuffle; they end with the
+            run.
 
     Raises:
         ValueError: If `num_workers` is negative.
     """
 
-    def __init__(self, num_workers: int = 2, pin_memory: bool | None = None, persistent_workers: bool = True) -> None:
+    def __init__(self, num_workers: int = 2, pin_memory: bool | None = None, persistent_workers: bool = False) -> None:
         super().__init__()
         if num_workers < 0:
             raise ValueError(f"`num_workers={num_workers}` must not be negative.")
@@ -48,7 +54,7 @@ class DataLoading(ReversibleCallback):
             source = inner()
             found = source.flattened if isinstance(source, CombinedLoader) else _flat(source)
             for loader in found:
-                reason = refusal(loader, self.num_workers)
+                reason = refusal(loader, self.num_workers, self.persistent_workers)
                 if reason is not None:
                     raise ValueError(f"DataLoading: {reason}")
                 self.on_restore(self._set(loader, pin))
@@ -80,7 +86,7 @@ class DataLoading(ReversibleCallback):
         return put_back
 
 
-def refusal(loader: Any, num_workers: int) -> str | None:
+def refusal(loader: Any, num_workers: int, persistent_workers: bool = False) -> str | None:
     """Reason and fix, or None where a loader can have workers."""
     if not isinstance(loader, DataLoader):
         return f"{type(loader).__name__} is no torch DataLoader, whose workers could be set. Leave DataLoading out."
@@ -88,6 +94,20 @@ def refusal(loader: Any, num_workers: int) -> str | None:
         return (
             f"{type(loader.dataset).__name__} is an IterableDataset, of which every worker would give all samples, or "
             "another order. Set num_workers=1, or leave DataLoading out."
+        )
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if num_workers == 0 or isinstance(sampler, _OWN_ORDER):
+        return None
+    if isinstance(getattr(sampler, "generator", None), torch.Generator):
+        return (
+            f"{type(sampler).__name__} shuffles by a generator of its own, which workers let draw ahead: from the "
+            "second epoch on the order would differ. Leave the loader's `generator` out (seed_everything decides then), or "
+            "leave DataLoading out."
+        )
+    if persistent_workers:
+        return (
+            f"`persistent_workers=True`: {type(sampler).__name__} would shuffle otherwise from the second epoch on, as "
+            "torch draws no seed for workers that stay. Set it to False."
         )
     return None
 

@@ -212,6 +212,8 @@ class Setting:
             merged |= choice.technique.configured(**choice.options)[0]
         if self.world_size > 1:
             merged["devices"] = self.world_size
+        if self.accumulate_grad_batches > 1:
+            merged["accumulate_grad_batches"] = 1  # the loader gives the whole batch, which micro-batching cuts
         return merged
 
 
