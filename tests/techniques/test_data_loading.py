@@ -100,6 +100,7 @@ def test_what_would_change_the_data_is_refused():
     generator = torch.Generator().manual_seed(5)
     assert "of its own" in refusal(shuffled(generator=generator), 2)
     assert "of its own" in refusal(DataLoader(torch.arange(4), sampler=RandomSampler(range(4), generator=generator)), 2)
+    assert refusal(DataLoader(torch.arange(4), generator=generator), 2) is None
     assert "persistent_workers=True" in refusal(shuffled(), 2, persistent_workers=True)
     with pytest.raises(ValueError, match="no torch DataLoader"):
         run([torch.ones(2)], DataLoading())
