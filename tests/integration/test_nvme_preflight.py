@@ -1,0 +1,210 @@
+"""What stops a run with ZeRO-Infinity, under the real conditions: drives that are small, full, read-only or shared."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_memfit.device import examine
+from lightning_memfit.estimate.zero_infinity import zero_infinity_states
+from lightning_memfit.memory import GIB, MIB, Tier
+from lightning_memfit.offload.folder import RunFolder
+from lightning_memfit.offload.preflight import Needs, PreflightReport, preflight
+from lightning_memfit.offload.sizing import infinity_sizes
+from lightning_memfit.offload.traffic import step_traffic
+from lightning_memfit.offload.watermark import DiskWatermark, DiskWatermarkError
+from lightning_memfit.profile.record import ParameterInfo
+from tests.helpers.small_drive import small_drive
+
+LAYERS = 16
+PARAMETERS = tuple(ParameterInfo(f"h.{i}.weight", MIB, 2, shape=(1024, 1024)) for i in range(LAYERS))
+
+
+def needs_of(parameters: tuple[ParameterInfo, ...] = PARAMETERS, **changes: object) -> Needs:
+    """Of 16 million parameters in bf16: 288 MiB on disk."""
+    sizes = infinity_sizes([[parameter.numel for parameter in parameters]])
+    total = sum(parameter.numel for parameter in parameters)
+    needs = Needs(zero_infinity_states(parameters, sizes), sizes, step_traffic(total, total), reserve_bytes=64 * MIB)
+    return replace(needs, **changes)
+
+
+def named(report: PreflightReport, name: str) -> str:
+    (problem,) = [problem for problem in report.problems if problem.startswith(f"{name}:")]
+    return problem
+
+
+@pytest.fixture
+def killed_run(tmp_path: Path) -> Path:
+    """The folder of a run that was killed, with 8 MiB of swap file."""
+    code = (
+        "import os, signal, sys\n"
+        "from lightning_memfit.offload.folder import RunFolder\n"
+        "swap = RunFolder.create(sys.argv[1], 'dead').path / 'zero_stage_3/optimizer/rank0'\n"
+        "swap.mkdir(parents=True)\n"
+        "(swap / '0_3.tensor.swp').write_bytes(os.urandom(8 << 20))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
+    (folder,) = tmp_path.iterdir()
+    return folder
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """A folder on a file system in memory."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no tmpfs at /dev/shm")
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_good_folder(tmp_path: Path) -> None:
+    report = preflight(tmp_path, needs_of(endurance_tbw=600.0))
+    report.require()
+    assert report.problems == ()
+    assert list(tmp_path.iterdir()) == []
+    assert report.seconds_per_step is not None
+    assert 0 < report.seconds_per_step < 600
+    document = json.loads(json.dumps(report.to_dict()))
+    assert document["bytes_per_rank"]["disk"]["optimizer_state"] == 3 * 4 * LAYERS * MIB
+    names = [finding.name for finding in report.findings]
+    for name in ("O_DIRECT", "disk speed", "disk space", "host memory", "locked memory", "libaio", "endurance"):
+        assert name in names
+    assert "disk" in report.table()
+    assert "per day" in report.table()
+
+
+def test_missing_folder_is_not_made(tmp_path: Path) -> None:
+    folder = tmp_path / "nvme"
+    assert "does not exist; make the folder" in named(preflight(folder, needs_of()), "nvme_path")
+    assert not folder.exists()
+    with pytest.raises(RuntimeError, match=r"would fail:\n- nvme_path: .*does not exist"):
+        preflight(folder, needs_of()).require()
+
+
+def test_file_system_mounted_read_only(tmp_path: Path) -> None:
+    with small_drive(tmp_path, 16, "ro") as drive:
+        assert "mounted read-only; mount it writable" in named(preflight(drive, needs_of()), "nvme_path")
+        with pytest.raises(ValueError, match="mounted read-only"):
+            RunFolder.create(drive, "run1")
+
+
+def test_drive_that_is_too_small(tmp_path: Path) -> None:
+    with small_drive(tmp_path, 200) as drive:
+        problem = named(preflight(drive, needs_of()), "disk space")
+        assert problem.startswith("disk space: 288.00 MiB of swap files and 64.00 MiB of reserve, but only 1")
+        assert [path.name for path in drive.iterdir()] == ["lost+found"]
+
+
+def test_drive_that_is_just_large_enough(tmp_path: Path) -> None:
+    with small_drive(tmp_path, 450) as drive:
+        preflight(drive, needs_of()).require()
+
+
+def test_drive_without_room_to_try_it_out(tmp_path: Path) -> None:
+    with small_drive(tmp_path, 32) as drive:
+        report = preflight(drive, needs_of())
+        assert report.seconds_per_step is None
+        assert "only" in named(report, "disk space")
+
+
+def test_drive_in_memory_is_measured_and_its_direct_io_really_tried(memory_folder: Path) -> None:
+    """Newer kernels' tmpfs takes O_DIRECT, older ones refuse it: the verdict is what a real write says."""
+    report = preflight(memory_folder, needs_of())
+    try:
+        os.close(os.open(memory_folder / "try", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+        direct = True
+    except OSError:
+        direct = False
+    (memory_folder / "try").unlink(missing_ok=True)
+    assert any(problem.startswith("O_DIRECT") for problem in report.problems) != direct
+
+
+def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the mount can't be had: what such a file system answers to a write."""
+
+    def refuse(*arguments: object) -> int:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    assert "Invalid argument" in named(preflight(tmp_path, needs_of()), "O_DIRECT")
+
+
+def test_folder_within_a_live_run(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path, "run1") as folder:
+        problem = named(preflight(folder.path, needs_of()), "nvme_path")
+        assert f"process {os.getpid()}" in problem
+        assert "still runs" in problem
+        report = preflight(tmp_path, needs_of())  # beside it there is room
+        assert report.problems == ()
+        assert any(finding.name == "other run" for finding in report.findings)
+
+
+def test_folder_of_a_killed_run_is_counted_as_free_and_removed_at_the_start(killed_run: Path) -> None:
+    report = preflight(killed_run.parent, needs_of())
+    assert report.problems == ()
+    (note,) = [finding for finding in report.findings if finding.name == "leftovers"]
+    assert "8.0" in note.found
+    assert killed_run.exists()
+    RunFolder.create(killed_run.parent, "next").close()
+    assert not killed_run.exists()
+
+
+def test_libaio_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_file = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda path: path.name != "libaio.h" and is_file(path))
+    assert "apt install libaio-dev" in named(preflight(tmp_path, needs_of()), "libaio")
+
+
+def test_compiler_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine.shutil, "which", lambda name: None)
+    assert "apt install g++" in named(preflight(tmp_path, needs_of()), "C++ compiler")
+
+
+def test_memory_that_does_not_suffice(tmp_path: Path) -> None:
+    huge = (ParameterInfo("w", 2**38, 2, shape=(2**19, 2**19)),)
+    report = preflight(tmp_path, needs_of(huge, device_free_bytes=24 * GIB))
+    for name in ("host memory", "device memory", "disk space"):
+        assert "needed" in (problem := named(report, name)) or "free" in problem
+    assert report.states.total(Tier.DEVICE) > 24 * GIB
+
+
+def test_locked_memory_is_limited() -> None:
+    """In a process without root's right to lock what it likes."""
+    code = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))\n"
+        "from tests.integration.test_nvme_preflight import needs_of\n"
+        "from lightning_memfit.offload.preflight import preflight\n"
+        "print(*preflight(sys.argv[1], needs_of()).problems, sep='\\n')\n"
+    )
+    drop = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"] if os.geteuid() == 0 else []
+    if drop and shutil.which("setpriv") is None:
+        pytest.skip("setpriv, to give up CAP_IPC_LOCK, is not installed")
+    root = Path(__file__).parents[2]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*drop, sys.executable, "-c", code, folder], capture_output=True, text=True, check=True, cwd=root
+        )
+    assert "locked memory: buffers of" in done.stdout
+    assert "limit of 1.00 MiB; `ulimit -l unlimited`" in done.stdout
+
+
+def test_drive_that_fills_up_while_training(tmp_path: Path) -> None:
+    with small_drive(tmp_path, 64) as drive, DiskWatermark(drive, reserve_bytes=16 * MIB) as watermark:
+        written = 0
+        with pytest.raises(DiskWatermarkError, match="free some space there"), (drive / "other").open("wb") as file:
+            while True:  # another program, or a checkpoint
+                watermark.check()
+                written += file.write(bytes(MIB))
+                file.flush()
+        assert written > 16 * MIB
+        assert shutil.disk_usage(drive).free > 8 * MIB  # in time
