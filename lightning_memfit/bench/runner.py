@@ -114,14 +114,22 @@ class Runner:
         with log.open("wb") as file:
             code = _wait([*self.worker, str(folder)], file, row.measurement.timeout_s)
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:])
-        # That of the first process; where another one failed, Lightning ended the first before it could tell.
-        for outcome in (folder / "outcome.json", *sorted(folder.glob("outcome_*.json"))):
-            if outcome.exists():
-                said: dict[str, Any] = json.loads(outcome.read_text(encoding="utf-8"))
-                if said["status"] == "failed":
-                    said["error"]["log_tail"] = tail
-                return said
-        return _no_outcome(code, row.measurement.timeout_s, tail)
+        said = _combined(folder)
+        if said is None:
+            return _no_outcome(code, row.measurement.timeout_s, tail)
+        if said["status"] == "failed":
+            said["error"]["log_tail"] = tail
+        return said
+
+
+def _combined(folder: Path) -> dict[str, Any] | None:
+    """What the first process says. Where another one ran out of memory, all others fail because it is gone."""
+    files = (folder / "outcome.json", *sorted(folder.glob("outcome_*.json")))
+    outcomes = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+    if not outcomes:
+        return None
+    cause = next((outcome for outcome in outcomes if outcome["status"] == "out_of_memory"), outcomes[0])
+    return {**outcomes[0], "status": cause["status"], "error": cause.get("error")}
 
 
 def _no_outcome(code: int | None, timeout_s: float, tail: str) -> dict[str, Any]:
