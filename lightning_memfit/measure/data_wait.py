@@ -1,0 +1,69 @@
+"""`DataWaitMonitor`: how much of a run's time goes by between batches, waiting for data."""
+
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class DataWaitMonitor(Callback):
+    """Log the share of time between the end of a batch and the start of the next, `throughput/data_wait_fraction`.
+
+    On CUDA it is the host's time: what the device needs to finish a batch hides a wait of the same length. Validation
+    and the first batch of an epoch, for which loaders start their workers, are left out. Costs two readings of the
+    clock a batch; figures are those of each process, and the first one's are logged.
+
+    Args:
+        every_n_steps: Optimizer steps between two figures. None takes the Trainer's `log_every_n_steps`.
+
+    Attributes:
+        fraction: Over the whole run so far; None before the second batch.
+
+    Raises:
+        ValueError: If `every_n_steps` is below 1.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"`every_n_steps={every_n_steps}` must be at least 1.")
+        self.every_n_steps = every_n_steps
+        self._waited = self._elapsed = 0.0
+        self._ended: float | None = None
+        self._logged_step = 0
+
+    @property
+    def fraction(self) -> float | None:
+        """Share of the time that went by between batches."""
+        return self._waited / self._elapsed if self._elapsed else None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the last run."""
+        self._waited = self._elapsed = 0.0
+        self._logged_step = trainer.global_step
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out the start of the epoch."""
+        self._ended = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out the validation."""
+        self._ended = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count the wait."""
+        self._started = time.perf_counter()
+        if self._ended is not None:
+            self._waited += self._started - self._ended
+            self._elapsed += self._started - self._ended
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch; log now and then."""
+        self._ended = time.perf_counter()
+        self._elapsed += self._ended - self._started
+        every = self.every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        step = trainer.global_step
+        if step != self._logged_step and step % every == 0 and not trainer.barebones and self.fraction is not None:
+            self._logged_step = step
+            pl_module.log("throughput/data_wait_fraction", self.fraction)

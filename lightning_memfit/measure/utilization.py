@@ -1,0 +1,174 @@
+"""`FlopsMonitor`: FLOP/s of a run's model, and their share of what the device could do (MFU)."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_memfit.device.catalogue import find_device
+from lightning_memfit.measure.throughput import Throughput, count_samples, count_tokens
+
+_FORWARD_AND_BACKWARD = 3  # backward multiplies by the weights and by the inputs: twice the forward
+
+
+class FlopsMonitor(Callback):
+    """Log `throughput/model_tflops_per_second` and `throughput/mfu`, the model FLOPs utilization of a device.
+
+    Model FLOPs are three times those of the forward (Chowdhery et al. 2022, appendix B): recomputing activations costs
+    time and counts for nothing. The forward of the first batch is counted operator by operator; after that a batch
+    counts by its tokens (`input_ids`), or by its samples. Time is measured from the second optimizer step on, waiting
+    for data included and validation left out. Figures are those of one device.
+
+    Args:
+        peak_flops: What the device could do, in FLOP/s. None takes the catalogue's dense rate of the CUDA device in the
+            Trainer's precision; where that is unknown, and on the CPU, there is no MFU, and a message says so.
+        every_n_steps: Optimizer steps between two figures. None takes the Trainer's `log_every_n_steps`.
+
+    Attributes:
+        flops_per_second: Over the run so far; None before the third optimizer step.
+        mfu: Its share of the peak; None where that is unknown.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
+
+    def __init__(self, peak_flops: float | None = None, every_n_steps: int | None = None) -> None:
+        if peak_flops is not None and peak_flops <= 0:
+            raise ValueError(f"`peak_flops={peak_flops}` must be positive, for example 989.4e12 for an H100 in bf16.")
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"`every_n_steps={every_n_steps}` must be at least 1.")
+        self.peak_flops = peak_flops
+        self.every_n_steps = every_n_steps
+        self._peak = peak_flops
+        self._before: Callable[..., Any] | None = None
+        self._reset(torch.device("cpu"))
+
+    def _reset(self, device: torch.device) -> None:
+        self._throughput = Throughput(device)
+        self._forward: int | None = None
+        self._flops_per_token: float | None = None
+        self._flops_per_sample: float | None = None
+        self._num_steps = self._global_step = 0
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """Model FLOP/s of one device."""
+        tokens, samples = self._throughput.tokens_per_second, self._throughput.samples_per_second
+        if tokens is not None and self._flops_per_token is not None:
+            return tokens * self._flops_per_token
+        if samples is not None and self._flops_per_sample is not None:
+            return samples * self._flops_per_sample
+        return None
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the device's peak."""
+        achieved = self.flops_per_second
+        return None if achieved is None or self._peak is None else achieved / self._peak
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prepare to count the first forward."""
+        self._reset(trainer.strategy.root_device)
+        self._global_step = trainer.global_step
+        self._peak = self.peak_flops or _peak_of(trainer)
+        self._restore(trainer)
+        self._before = vars(trainer.strategy).get("training_step")
+        strategy: Any = trainer.strategy
+        strategy.training_step = partial(self._counted, strategy.training_step)
+
+    def _counted(self, training_step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if self._forward is not None:
+            return training_step(*arguments, **named)
+        with FlopCounterMode(display=False) as counter:
+            output = training_step(*arguments, **named)
+        self._forward = counter.get_total_flops()
+        return output
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count; log now and then."""
+        if self._forward is not None and self._flops_per_sample is None:
+            self._learn(trainer, batch)
+        step = trainer.global_step
+        stepped = step != self._global_step
+        self._throughput.add(batch, stepped)
+        if not stepped:
+            return
+        self._global_step = step
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._throughput.start()
+        every = self.every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        if self._num_steps > 1 and self._num_steps % every == 0:
+            self._log(trainer, pl_module)
+
+    def _learn(self, trainer: Trainer, batch: Any) -> None:
+        """What a token and a sample of the first batch cost; the strategy gets its own method back."""
+        assert self._forward is not None
+        samples, tokens = count_samples(batch), count_tokens(batch)
+        self._flops_per_sample = _FORWARD_AND_BACKWARD * self._forward / samples if samples else 0.0
+        self._flops_per_token = _FORWARD_AND_BACKWARD * self._forward / tokens if tokens else None
+        self._restore(trainer)
+
+    def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._throughput.synchronize()
+        if trainer.barebones or not (achieved := self.flops_per_second):
+            return
+        figures = {"throughput/model_tflops_per_second": achieved / 1e12}
+        if self.mfu is not None:
+            figures["throughput/mfu"] = self.mfu
+        pl_module.log_dict(figures)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock."""
+        self._throughput.pause()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the clock run again."""
+        self._throughput.resume()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the last figures; give the strategy its method back."""
+        self._throughput.synchronize()
+        self._restore(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the strategy its method back."""
+        self._restore(trainer)
+
+    def _restore(self, trainer: Trainer) -> None:
+        """Where somebody wrapped our method since, it stays and passes everything on."""
+        strategy: Any = trainer.strategy
+        ours = vars(strategy).get("training_step")
+        if not isinstance(ours, partial) or getattr(ours.func, "__self__", None) is not self:
+            return
+        if self._before is None:
+            del strategy.training_step
+        else:
+            strategy.training_step = self._before
+
+
+def _peak_of(trainer: Trainer) -> float | None:
+    """Dense FLOP/s of the CUDA device in the trainer's precision, from the catalogue."""
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        rank_zero_info(f"FlopsMonitor: no peak is known for `{device.type}`, so there is no MFU. Give `peak_flops`.")
+        return None
+    try:
+        return find_device(torch.cuda.get_device_name(device)).flops_for(_dtype_of(str(trainer.precision)))
+    except ValueError as error:
+        rank_zero_info(f"FlopsMonitor: there is no MFU. {error} Give `peak_flops`.")
+        return None
+
+
+def _dtype_of(precision: str) -> str:
+    if precision.startswith("bf16"):
+        return "bfloat16"
+    if precision.startswith("16"):
+        return "float16"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "float32"

@@ -1,0 +1,71 @@
+"""Predicted against measured reaches the logger, of one process and of two."""
+
+import csv
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_memfit import MemoryMonitor, MemoryPrediction
+from lightning_memfit.measure.data_wait import DataWaitMonitor
+from lightning_memfit.measure.summary import RunSummary
+from lightning_memfit.measure.utilization import FlopsMonitor
+
+from .test_utilization import fit
+
+
+def test_every_logger_gets_predicted_and_measured(tmp_path):
+    monitor = MemoryMonitor(tracked_steps=2)
+    watching = [MemoryPrediction(), monitor, DataWaitMonitor(), FlopsMonitor(peak_flops=1e12), RunSummary()]
+    logger, _ = fit(tmp_path, *watching)
+    assert monitor.report is not None
+    assert logger.seen["summary/prediction_error"] == pytest.approx(monitor.report.prediction_error)
+    assert logger.seen["summary/measured_peak_gib"] * 2**30 == pytest.approx(monitor.report.measured_peak_bytes)
+    assert logger.seen["summary/mfu"] > 0
+    assert logger.seen["summary/data_wait_fraction"] > 0
+    assert "summary/measured_peak_max_rank_gib" not in logger.seen
+    [file] = tmp_path.rglob("metrics.csv")
+    with file.open() as lines:
+        assert float(list(csv.DictReader(lines))[-1]["summary/predicted_peak_gib"]) > 0
+
+
+def test_without_a_monitor_there_is_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="Put a `MemoryMonitor` before it"):
+        fit(tmp_path, RunSummary())
+
+
+class Ranks:
+    """A trainer of two processes, the other of which used more."""
+
+    world_size = 2
+    is_global_zero = True
+    global_step = 3
+
+    def __init__(self, *callbacks: pl.Callback) -> None:
+        import torch
+
+        self.callbacks = list(callbacks)
+        self.logged: dict[str, float] = {}
+        self.loggers = [self]
+        self.strategy = self
+        self.root_device = torch.device("cpu")
+
+    def all_gather(self, tensor: Any) -> Any:
+        import torch
+
+        return torch.stack([tensor, 2 * tensor])
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.logged = metrics
+
+    def save(self) -> None:
+        pass
+
+
+def test_the_largest_of_all_processes(tmp_path):
+    monitor = MemoryMonitor(tracked_steps=2)
+    fit(tmp_path, monitor)
+    trainer = Ranks(monitor)
+    RunSummary().on_fit_end(trainer, None)
+    assert trainer.logged["summary/measured_peak_max_rank_gib"] == 2 * trainer.logged["summary/measured_peak_gib"]
+    assert trainer.logged["summary/samples_per_second"] == pytest.approx(2 * monitor.report.samples_per_second)

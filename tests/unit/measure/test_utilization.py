@@ -1,0 +1,124 @@
+"""Model FLOPs of a module whose FLOPs can be counted by hand."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_memfit import MemoryMonitor
+from lightning_memfit.measure.data_wait import DataWaitMonitor
+from lightning_memfit.measure.utilization import FlopsMonitor
+
+SIZE, WIDTH = 4, 32
+FORWARD = 2 * SIZE * (WIDTH * WIDTH) * 2  # two square layers, a multiplication and an addition each
+
+
+class Layers(pl.LightningModule):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.net = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        out = checkpoint(self.net, batch, use_reentrant=False) if self.recompute else self.net(batch)
+        return out.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Memory(pl.loggers.CSVLogger):
+    """Keeps what is logged."""
+
+    def __init__(self, folder: Any) -> None:
+        super().__init__(folder)
+        self.seen: dict[str, float] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.seen |= metrics
+        super().log_metrics(metrics, step)
+
+
+def fit(folder: Any, *callbacks: pl.Callback, recompute: bool = False) -> tuple[Memory, pl.Trainer]:
+    logger = Memory(folder)
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=8,
+        max_epochs=-1,
+        log_every_n_steps=2,
+        logger=logger,
+        callbacks=list(callbacks),
+        **quiet,
+    )
+    trainer.fit(Layers(recompute), DataLoader(torch.randn(SIZE * 5, WIDTH), SIZE))
+    return logger, trainer
+
+
+def test_flops_are_three_forwards_over_the_time(tmp_path):
+    monitor = FlopsMonitor(peak_flops=1e12)
+    logger, trainer = fit(tmp_path, monitor)
+    assert monitor._flops_per_sample == 3 * FORWARD / SIZE
+    assert monitor.flops_per_second is not None
+    assert monitor.flops_per_second == pytest.approx(3 * FORWARD / monitor._throughput.seconds_per_step)
+    assert monitor.mfu == pytest.approx(monitor.flops_per_second / 1e12)
+    assert logger.seen["throughput/mfu"] > 0
+    assert logger.seen["throughput/model_tflops_per_second"] > 0
+    assert "training_step" not in vars(trainer.strategy)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_recomputation_counts_for_nothing_and_other_wrappers_are_no_trouble(tmp_path, first):
+    monitor, memory = FlopsMonitor(peak_flops=1e12), MemoryMonitor(tracked_steps=2)
+    both = [monitor, memory] if first else [memory, monitor]
+    _, trainer = fit(tmp_path, *both, recompute=True)
+    assert monitor._flops_per_sample == 3 * FORWARD / SIZE
+    assert "training_step" not in vars(trainer.strategy)
+
+
+def test_without_a_known_peak_there_is_no_mfu_and_that_is_said(tmp_path, caplog):
+    monitor = FlopsMonitor()
+    with caplog.at_level("INFO"):
+        logger, _ = fit(tmp_path, monitor)
+    assert monitor.mfu is None
+    assert "no peak is known for `cpu`" in caplog.text
+    assert "throughput/mfu" not in logger.seen
+    assert "throughput/model_tflops_per_second" in logger.seen
+
+
+def test_an_exception_leaves_the_strategy_as_it_was(tmp_path):
+    class Breaks(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            self.strategy = trainer.strategy
+            assert "training_step" in vars(trainer.strategy)
+            raise RuntimeError("stop")
+
+    breaks = Breaks()
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(tmp_path, FlopsMonitor(), breaks)
+    assert "training_step" not in vars(breaks.strategy)
+
+
+def test_data_wait_is_a_share_of_the_time(tmp_path):
+    monitor = DataWaitMonitor()
+    logger, _ = fit(tmp_path, monitor)
+    assert monitor.fraction is not None
+    assert 0 < monitor.fraction < 1
+    assert 0 < logger.seen["throughput/data_wait_fraction"] < 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FlopsMonitor(peak_flops=0), "`peak_flops=0` must be positive"),
+        (lambda: FlopsMonitor(every_n_steps=0), "`every_n_steps=0` must be at least 1"),
+        (lambda: DataWaitMonitor(every_n_steps=0), "`every_n_steps=0` must be at least 1"),
+    ],
+)
+def test_mistakes_are_explained(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
