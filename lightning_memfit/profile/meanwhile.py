@@ -1,0 +1,69 @@
+"""`in_child`: run a function in a forked copy of this process while this one goes on."""
+
+import multiprocessing
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def in_child(function: Callable[[], T]) -> Callable[[], T]:
+    """Start a function in a forked process; what is returned waits for its result, or raises its exception.
+
+    Where a fork is not safe (other threads, a CUDA context, another system than Linux) or has no core of its own, the
+    function runs when its result is asked for. So it does if the child dies. A result that nobody asks for costs
+    nothing but the child's time: it is a daemon and ends with this process.
+
+    Args:
+        function: Its result or exception must be picklable. It must not run parallel operators of torch if this process
+            has done so before, for a forked child has none of their threads.
+    """
+    if not _can_fork():
+        return function
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(function, sending), daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads that Python doesn't know
+        process.start()
+    sending.close()
+
+    def result() -> T:
+        try:
+            value, error = receiving.recv()
+        except EOFError:
+            return function()
+        finally:
+            process.join()
+            receiving.close()
+        if error is not None:
+            raise error
+        found: T = value
+        return found
+
+    return result
+
+
+def _can_fork() -> bool:
+    return (
+        sys.platform == "linux"
+        and threading.active_count() == 1
+        and not torch.cuda.is_initialized()
+        and len(os.sched_getaffinity(0)) > 1
+    )
+
+
+def _run(function: Callable[[], T], sending: "Connection") -> None:
+    try:
+        answer = function(), None
+    except Exception as error:
+        answer = None, error
+    sending.send(answer)
+    sending.close()

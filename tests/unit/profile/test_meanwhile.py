@@ -1,0 +1,59 @@
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from lightning_memfit.profile.assumptions import TraceError
+from lightning_memfit.profile.meanwhile import in_child
+
+
+@pytest.fixture(autouse=True)
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # the test runner has its own
+
+
+def test_the_function_runs_in_another_process_meanwhile() -> None:
+    def work() -> tuple[int, float]:
+        time.sleep(0.3)
+        return os.getpid(), time.monotonic()
+
+    result = in_child(work)
+    time.sleep(0.6)
+    asked = time.monotonic()
+    pid, finished = result()
+    assert pid != os.getpid()
+    assert finished < asked
+
+
+def test_its_exception_is_raised_here() -> None:
+    def fail() -> None:
+        raise TraceError("values of tensors", ("an assumption",))
+
+    with pytest.raises(TraceError, match="values of tensors") as caught:
+        in_child(fail)()
+    assert caught.value.assumptions == ("an assumption",)
+
+
+def test_what_a_killed_child_left_undone_is_done_here() -> None:
+    here = os.getpid()
+
+    def work() -> int:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 7
+
+    assert in_child(work)() == 7
+
+
+@pytest.mark.parametrize("obstacle", ["threads", "cores", "cuda"])
+def test_no_fork_where_it_is_not_safe(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if obstacle == "threads":
+        monkeypatch.setattr(threading, "active_count", lambda: 2)
+    elif obstacle == "cores":
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    else:
+        monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert in_child(os.getpid)() == os.getpid()
