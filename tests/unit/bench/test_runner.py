@@ -26,10 +26,13 @@ if settings["does"] == "die":
     os.kill(os.getpid(), 9)
 if settings["does"] == "exit":
     sys.exit(3)
-outcome = {"status": settings["does"], "loss_first": 1.0, "hardware": {"device": "toy"}}
+outcome = {"status": settings["does"].split()[0], "loss_first": 1.0, "hardware": {"device": "toy"}}
 if outcome["status"] != "ok":
     outcome["error"] = {"type": "E", "message": "m"}
 (folder / "outcome.json").write_text(json.dumps(outcome))
+if settings["does"] == "failed because of another":
+    said = {"status": "out_of_memory", "error": {"type": "OutOfMemoryError", "message": "of rank 1"}, "loss_first": None}
+    (folder / "outcome_1.json").write_text(json.dumps(said))
 """
 
 
@@ -108,6 +111,13 @@ def test_a_process_that_ends_without_a_result(make, does, kind, message):
     [result] = runner.run([row("a", does)])
     assert (result.status, result.error.type) == ("failed", kind)
     assert message in result.error.message
+
+
+def test_a_run_is_out_of_memory_when_one_of_its_processes_is(make):
+    runner, row, _ = make
+    [result] = runner.run([row("a", "failed because of another")])
+    assert (result.status, result.error.message) == ("out_of_memory", "of rank 1")
+    assert result.loss_first == 1.0  # of the first process
 
 
 def test_an_interrupt_leaves_what_was_finished_and_no_process(make, monkeypatch):
