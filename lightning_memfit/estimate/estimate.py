@@ -45,7 +45,7 @@ class Estimate:
 
     micro_batch_size: int
     breakdown: MemoryBreakdown
-    """Device bytes at the peak by category, fragmentation and runtime context included."""
+    """Bytes at the device's peak by category, with fragmentation, runtime context and what is kept on the host."""
     phase: str
     """Where the peak lies: forward, backward or step."""
     allocated_bytes: int
@@ -104,6 +104,7 @@ def estimate_step(
     allocated = int(live[peak]) + workspace
     reserved = _reserved(events, start, workspace) if cuda else allocated
     context = runtime.context_bytes if runtime is not None else 0
+    breakdown += MemoryBreakdown.from_dict(profile.host)
     breakdown += MemoryBreakdown.device(
         {
             Category.TEMPORARY: workspace,

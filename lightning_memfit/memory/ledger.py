@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lightning_memfit.memory.breakdown import Category
+from lightning_memfit.memory.host import is_on_host, keep_on_host, stands_for_host
 
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc}
 _TO_COPY = torch.ops.aten._to_copy.default
@@ -94,6 +95,13 @@ class StorageLedger(TorchDispatchMode):
                 self.track(inner, category, name)
         else:
             self._enter(storage, category, name)
+
+    def move_to_host(self, tensor: torch.Tensor, category: Category, serves: torch.Tensor | None) -> None:
+        """Leave a storage out from now on: it stands for host memory (`memory.host`)."""
+        key = tensor.untyped_storage()._cdata
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._leave(key, entry)
 
     def is_tracked(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage is entered; of a sparse tensor, those of the tensors inside."""
@@ -179,6 +187,8 @@ class StorageLedger(TorchDispatchMode):
     def _enter(self, storage: torch.UntypedStorage, category: Category, name: str) -> None:
         if self.device_type is not None and storage.device.type != self.device_type:
             return
+        if stands_for_host(storage):
+            return
         key = storage._cdata
         entry = _Entry(self._next_identity, self._rounded(storage.nbytes()), category)
         self._next_identity += 1
@@ -229,10 +239,14 @@ class StorageLedger(TorchDispatchMode):
             self.track(parameter.grad, Category.GRADIENT)
 
     def _label_states(self, optimizer: torch.optim.Optimizer) -> None:
-        for state in optimizer.state.values():
+        for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    self.track(value, Category.OPTIMIZER_STATE)
+                    if is_on_host(parameter):
+                        keep_on_host(value, Category.OPTIMIZER_STATE, parameter)
+                        self.move_to_host(value, Category.OPTIMIZER_STATE, parameter)
+                    else:
+                        self.track(value, Category.OPTIMIZER_STATE)
 
     def _open_step(self, *_: Any) -> None:
         self._step_open = True

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from lightning_memfit.memory import Category
+from lightning_memfit.memory.host import keep_on_host, reserve_pinned, return_to_device
+
 
 class HostMaster:
     """Moves an optimizer, which must not have stepped, from half-precision weights to float32 masters on the host.
@@ -86,6 +89,7 @@ class HostMaster:
             if slot.master in self._optimizer.state:
                 self._optimizer.state[weight] = self._optimizer.state.pop(slot.master)
             if keep_masters:
+                return_to_device(slot.master)
                 weight.data = slot.master.data
         self._transfer.close()
 
@@ -105,7 +109,9 @@ class _Slot:
         value = weight.detach() if value is None else value
         self.weight = weight
         self.master = nn.Parameter(value.to("cpu", torch.float32), requires_grad=weight.requires_grad)
+        keep_on_host(self.master, Category.PARAMETER, weight)
         self.staging = torch.empty_like(weight, device="cpu", pin_memory=True) if weight.is_cuda else None
+        reserve_pinned(weight.nbytes, Category.TEMPORARY, weight)
         self._gradient: Tensor | None = None
         self._arrival: Future[None] | None = None
 
@@ -115,6 +121,7 @@ class _Slot:
             return False
         if self._gradient is None:
             self._gradient = torch.empty_like(self.master, requires_grad=False)
+            keep_on_host(self._gradient, Category.GRADIENT, self.weight)
         self.master.grad = self._gradient
         return True
 

@@ -133,6 +133,7 @@ def _profile(
         traffic=first.traffic,
         traffic_slopes=sizes.traffic_slopes,
         attention_kernels=first.attention_kernels,
+        host=first.host.to_dict(),
         assumptions=first.assumptions,
         only_this_size=sizes.reason,
         versions=package_versions(),

@@ -57,6 +57,7 @@ def measure_step(
         block_flops=per_block,
         only_this_size="it was measured, not traced",
         measured=True,
+        host=recorder.host_memory(0).to_dict(),
         versions=package_versions(),
         seconds=time.perf_counter() - started,
     )

@@ -76,6 +76,8 @@ class ModelProfile:
     """Why the step is known at `micro_batch_size` only; empty where any size can be had."""
     measured: bool = False
     """Whether the events come from real steps instead of a trace."""
+    host: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Host memory that the run keeps, by tier and category, as `MemoryBreakdown.to_dict` gives it."""
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 

@@ -8,7 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
-from lightning_memfit.memory import Category
+from lightning_memfit.memory import Category, MemoryBreakdown, Tier
+from lightning_memfit.memory.host import is_on_host, keep_on_host
 from lightning_memfit.memory.ledger import StorageLedger, sparse_parts
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
 from lightning_memfit.profile.kernels import kernel_scratch_bytes, python_kernel
@@ -53,6 +54,8 @@ class EventRecorder(StorageLedger):
         self._module_path: list[str] = []
         self._blocks = {id(block): number for number, block in enumerate(blocks)}
         self._host_scalars = host_scalars
+        self._host: list[tuple[Tier, Category, int, int | None]] = []
+        self._on_host: dict[int, int | None] = {}
         self._flops: dict[tuple[int, int], int] = {}
         self._operators: dict[tuple[int, int], int] = {}
         self._traffic: dict[tuple[int, int], int] = {}
@@ -113,6 +116,51 @@ class EventRecorder(StorageLedger):
     def _leave_block(self, block: int) -> None:
         if self._block == block:
             self._block = OUTSIDE
+
+    # --- host memory ------------------------------------------------------------------------------------------------
+
+    def move_to_host(self, tensor: torch.Tensor, category: Category, serves: torch.Tensor | None) -> None:
+        """Count a storage as host memory, from its allocation on."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._on_host:
+            return
+        entry = self._entries.get(storage._cdata)
+        if entry is not None:
+            self._sizes[self._number[entry.identity]] = 0
+        self._on_host[storage._cdata] = owner = self._owner_of(serves)
+        self._host.append((Tier.HOST, category, storage.nbytes(), owner))
+        super().move_to_host(tensor, category, serves)
+
+    def note_pinned(self, size_bytes: int, category: Category, serves: torch.Tensor) -> None:
+        """Count pinned host memory, which a run on the CPU does not have."""
+        if self._host_scalars:
+            self._host.append((Tier.PINNED_HOST, category, size_bytes, self._owner_of(serves)))
+
+    def _owner_of(self, tensor: torch.Tensor | None) -> int | None:
+        """Number of the storage on the device that host memory serves, if need be through other host memory."""
+        if tensor is None:
+            return None
+        key = tensor.untyped_storage()._cdata
+        if key in self._on_host:
+            return self._on_host[key]
+        if key not in self._entries:
+            self.track(tensor, Category.PARAMETER)
+        return self._number[self._entries[key].identity]
+
+    def host_memory(self, num_blocks: int) -> MemoryBreakdown:
+        """Host memory that the run keeps.
+
+        Args:
+            num_blocks: Repeated blocks of the module; those that were not traced take what the middle one takes.
+        """
+        middle = len(self._blocks) // 2
+        left_out = num_blocks - len(self._blocks)
+        entries: dict[tuple[Tier, Category], int] = {}
+        for tier, category, size_bytes, owner in self._host:
+            block = OUTSIDE if owner is None else self._storage_blocks[owner]
+            times = 1 + (left_out if block == middle else 0)
+            entries[tier, category] = entries.get((tier, category), 0) + times * size_bytes
+        return MemoryBreakdown(entries)
 
     # --- what the ledger reports ------------------------------------------------------------------------------------
 
@@ -184,6 +232,11 @@ class EventRecorder(StorageLedger):
         entry = self._entry_of(argument)
         return OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
 
+    def _enter(self, storage: torch.UntypedStorage, category: Category, name: str) -> None:
+        """Enter a storage; what techniques need to undo themselves after the last step is no part of it."""
+        if not self._phases or self._phases[-1][1] != "end":
+            super()._enter(storage, category, name)
+
     def on_allocate(self, identity: int, size_bytes: int, category: Category, name: str) -> None:
         """Write an allocation down."""
         number = len(self._sizes)
@@ -236,6 +289,10 @@ class EventRecorder(StorageLedger):
             block = OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
             for value in state.values():
                 if not isinstance(value, torch.Tensor):
+                    continue
+                if is_on_host(parameter):
+                    keep_on_host(value, Category.OPTIMIZER_STATE, parameter)
+                    self.move_to_host(value, Category.OPTIMIZER_STATE, parameter)
                     continue
                 self.track(value, Category.OPTIMIZER_STATE)
                 self._assign(value, block)

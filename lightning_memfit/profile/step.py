@@ -184,6 +184,9 @@ def _phase_callback(recorder: EventRecorder) -> Any:
             for scheduler in trainer.lr_scheduler_configs:
                 scheduler.strict = False  # the validation metric that it monitors is not computed here
 
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            recorder.phase("end")
+
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             recorder.phase("forward")
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_memfit.memory import MemoryBreakdown
 from lightning_memfit.profile.assumptions import UNKNOWN_VALUES, WAY_OUT, TraceError, over_assumptions
 from lightning_memfit.profile.datamodule import attached_datamodule
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
@@ -77,6 +78,8 @@ class Trace:
     parameters: tuple[ParameterInfo, ...] = ()
     optimizer: str = ""
     """Class names of the optimizers."""
+    host: MemoryBreakdown = field(default_factory=MemoryBreakdown)
+    """Host memory that the run keeps."""
 
 
 _NEGLIGIBLE_BYTES = 4096
@@ -170,6 +173,7 @@ def _trace(
         block_flops=per_block,
         operators=_unrolled(*recorder.operators(), extra),
         traffic=_unrolled(*recorder.traffic(), extra),
+        host=recorder.host_memory(fold.num_blocks),
     )
 
 

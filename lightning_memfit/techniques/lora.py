@@ -1,10 +1,12 @@
 """`Lora`: train low-rank adapters beside frozen weights, in any module."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,13 +14,16 @@ from lightning_memfit.adapters import lora
 from lightning_memfit.adapters.checkpoint import KEY, describe, without_frozen
 from lightning_memfit.adapters.linears import AUTO, linear_layers
 from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.cost import Cost, Work
 from lightning_memfit.techniques.facts import Run
 from lightning_memfit.techniques.read_facts import run_of
 from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.wrapping import wrap_method
 
 _AFTER = ("ReplaceOptimizer", "Optimizer8bit", "StochasticRounding")
+_TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
 
@@ -65,8 +70,13 @@ class Lora(TechniqueCallback):
         self.dropout = dropout
         self.target_modules = target_modules
         self.train = tuple(train)
+        self._kept: frozenset[str] = frozenset()
         self._record: dict[str, Any] | None = None
         self._learned: dict[str, Any] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Lora":
+        """An unused one with the same arguments, without what a run has left."""
+        return Lora(self.rank, self.alpha, self.dropout, self.target_modules, self.train)
 
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap what configures, saves and loads."""
@@ -77,7 +87,7 @@ class Lora(TechniqueCallback):
 
         def configure(inner: Callable[[], Any]) -> None:
             inner()
-            self._inject(pl_module)
+            self._inject(pl_module, trainer.precision)
 
         def optimizers(inner: Callable[[], Any]) -> Any:
             seen: list[Optimizer] = []
@@ -86,7 +96,7 @@ class Lora(TechniqueCallback):
             return configured
 
         def save(inner: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-            return without_frozen(pl_module, inner())
+            return self._without_frozen(inner())
 
         def mark(inner: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
             inner(checkpoint)
@@ -107,16 +117,17 @@ class Lora(TechniqueCallback):
         """After the run the module holds merged weights; a checkpoint to resume from holds the adapters still."""
         checkpoint.update(self._learned)
 
-    def _inject(self, module: nn.Module) -> None:
+    def _inject(self, module: nn.Module, precision: str) -> None:
         targets = linear_layers(module, self.target_modules)
         wholly_trained = [module.get_submodule(name) for name in self.train]
         flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-        lora.inject(module, targets, self.rank, self.alpha, self.dropout)
+        lora.inject(module, targets, self.rank, self.alpha, self.dropout, _TRUE_DTYPES.get(precision, torch.float32))
         for child in wholly_trained:
             child.requires_grad_(True)
         self.on_restore(lambda: _set_flags(flags))
         self.on_restore(lambda: self._take_out(module))
-        if not _is_fake(module):
+        self._kept = frozenset(without_frozen(module, module.state_dict()))
+        if not lora.is_fake(module):
             # Before a precision plugin converts the weights, for checkpoints are loaded before that, too.
             self._record = describe(module, self.rank, self.alpha)
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
@@ -124,8 +135,11 @@ class Lora(TechniqueCallback):
 
     def _take_out(self, module: nn.Module) -> None:
         if self._record is not None:
-            self._learned = {"state_dict": without_frozen(module, module.state_dict()), KEY: self._record}
+            self._learned = {"state_dict": self._without_frozen(module.state_dict()), KEY: self._record}
         lora.remove(module)
+
+    def _without_frozen(self, entries: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in entries.items() if name in self._kept}
 
     def _completed(self, module: nn.Module, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint of adapters with the module's own frozen weights beside them.
@@ -150,9 +164,7 @@ class Lora(TechniqueCallback):
                 "`ckpt_path` has adapters for other frozen weights than the module's. Start from the same weights, in "
                 "the same precision and quantization (random ones need the same seed)."
             )
-        entries = module.state_dict()
-        trained = without_frozen(module, entries)
-        frozen = {name: value for name, value in entries.items() if name not in trained}
+        frozen = {name: value for name, value in module.state_dict().items() if name not in self._kept}
         return {**checkpoint, "state_dict": {**frozen, **checkpoint["state_dict"]}}
 
 
@@ -177,12 +189,6 @@ def _set_flags(flags: list[tuple[nn.Parameter, bool]]) -> None:
         parameter.requires_grad_(requires_grad)
 
 
-def _is_fake(module: nn.Module) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
-
-
 def unsupported(run: Run, options: Options | None = None) -> str | None:
     """Reason and fix, or None where adapters can be trained."""
     if run.strategy not in _STRATEGIES:
@@ -197,3 +203,53 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
 
 _LORA = CallbackSpec("lightning_memfit.techniques.lora.Lora")
 _QUANTIZED = "lightning_memfit.techniques.quantized_weights.QuantizedWeights"
+
+
+def _cost(profile: ModelProfile, options: Options) -> Cost:
+    """Two thin products beside each weight; no gradients of the weights themselves."""
+    linear = [p for p in profile.parameters if p.dims == 2 and not p.shared_with]
+    forward = profile.flops.get("forward", 0)
+    elements = sum(p.numel for p in linear)
+    if not elements:
+        return Cost()
+    thin = int(options.get("rank", 8)) * sum(sum(p.shape) for p in linear) / elements
+    return Cost(micro_batch=Work(flops=(3 * thin - 1) * forward))
+
+
+def _quantized_cost(profile: ModelProfile, options: Options) -> Cost:
+    """Every weight is read in few bits and written and read in half precision, in forward and in backward."""
+    elements = sum(p.numel for p in profile.parameters if p.dims == 2 and not p.shared_with)
+    bits = int(options.get("bits", 4))
+    return _cost(profile, options) + Cost(micro_batch=Work(device_bytes=2 * elements * (bits / 8 + 2 + 2)))
+
+
+LORA = Technique(
+    name="lora",
+    kind="adapter",
+    summary="trains low-rank adapters beside frozen weights",
+    numerics=frozenset({"lora"}),
+    callbacks=(_LORA,),
+    unsupported=unsupported,
+    cost=_cost,
+    package="peft",
+    extra="lightning-memfit[lora]",
+)
+
+QLORA = replace(
+    LORA,
+    name="qlora",
+    summary="adapters beside frozen weights in 4 bits",
+    numerics=frozenset({"lora", "4bit"}),
+    callbacks=(CallbackSpec(_QUANTIZED, {"bits": 4}), _LORA),
+    cost=_quantized_cost,
+    page="lora",
+)
+
+LORA_8BIT = replace(
+    QLORA,
+    name="lora_8bit",
+    summary="adapters beside frozen weights in 8 bits",
+    numerics=frozenset({"lora", "8bit"}),
+    callbacks=(CallbackSpec(_QUANTIZED, {"bits": 8}), _LORA),
+    cost=lambda profile, options: _quantized_cost(profile, {"bits": 8, **options}),
+)

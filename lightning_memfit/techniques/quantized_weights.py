@@ -9,8 +9,10 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_memfit.adapters.linears import AUTO, exchange, is_conv1d, linear_layers, tied_weights
+from lightning_memfit.adapters.linears import AUTO, exchange, linear_layers, tied_weights
 from lightning_memfit.adapters.quantized import QuantizedLinear
+from lightning_memfit.memory import Category
+from lightning_memfit.memory.host import keep_on_host, return_to_device
 from lightning_memfit.techniques.base import TechniqueCallback
 from lightning_memfit.techniques.facts import Run
 from lightning_memfit.techniques.read_facts import run_of
@@ -68,22 +70,24 @@ class QuantizedWeights(TechniqueCallback):
         for layer in layers.values():
             quantized = QuantizedLinear(layer, self.bits)
             exchange(module, layer, quantized)
-            wait_on_host(layer)
+            wait_on_host(layer, quantized.weight)
             self.on_restore(partial(_put_back, module, quantized, layer))
             after += sum(t.nbytes for t in (quantized.weight, *quantized.buffers()))
         self.announce(f"{len(layers)} layers in {self.bits} bits, {before / after:.1f} times smaller")
 
 
-def wait_on_host(layer: nn.Module) -> None:
+def wait_on_host(layer: nn.Module, serves: torch.Tensor) -> None:
     """Move a layer's weight, and not the bias it shares, out of the device's memory."""
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     weight.data = weight.data.cpu()
+    keep_on_host(weight, Category.PARAMETER, serves)
 
 
 def _put_back(module: nn.Module, quantized: nn.Module, layer: nn.Module) -> None:
     """Give the module its layer again, on the device and in the precision that the rest of it has now."""
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     rest = next((p for p in module.parameters() if p.is_floating_point()), weight)
+    return_to_device(weight)
     weight.data = weight.data.to(rest.device, rest.dtype)
     exchange(module, quantized, layer)
 

@@ -17,15 +17,16 @@ ALLOWED = {
     "optim": {"memory"},
     "offload": {"memory", "device", "profile"},
     "checkpointing": {"memory"},
+    "adapters": {"memory"},
     "profile": {"memory", "device", "checkpointing"},
     "estimate": {"memory", "device", "profile", "checkpointing", "offload"},
     "measure": {"memory", "device"},
-    "techniques": {"memory", "device", "profile", "estimate", "optim", "checkpointing"},
+    "techniques": {"adapters", "memory", "device", "profile", "estimate", "optim", "checkpointing"},
     "planner": {"memory", "device", "profile", "estimate", "techniques", "checkpointing"},
     "fitting": {"memory", "device", "profile", "estimate", "techniques", "measure"},
     "bench": {"memory", "device", "profile", "estimate", "techniques", "fitting", "measure"},
     "strategies": {"memory", "device", "optim", "profile", "estimate", "offload"},
-    "models": {"memory", "optim"},
+    "models": {"memory", "optim", "adapters"},
     "data": {"memory"},
 }
 

@@ -1,0 +1,1 @@
+"""Plain torch: adapters beside frozen weights, and frozen weights in 4 or 8 bits."""
