@@ -31,7 +31,7 @@ if outcome["status"] != "ok":
     outcome["error"] = {"type": "E", "message": "m"}
 (folder / "outcome.json").write_text(json.dumps(outcome))
 if settings["does"] == "failed because of another":
-    said = {"status": "out_of_memory", "error": {"type": "OutOfMemoryError", "message": "of rank 1"}, "loss_first": None}
+    said = {"status": "out_of_memory", "error": {"type": "OutOfMemoryError", "message": "of rank 1"}}
     (folder / "outcome_1.json").write_text(json.dumps(said))
 """
 
