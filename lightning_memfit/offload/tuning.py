@@ -97,7 +97,8 @@ def _measure(name: str, settings: AioSettings, size_bytes: int, repeats: int) ->
     handle = AsyncIOBuilder().load(verbose=False).aio_handle(**options)
     buffer = handle.new_cpu_locked_tensor(size_bytes, torch.empty(0, dtype=torch.uint8))
     try:
-        buffer.random_(0, 256)  # drives that compress would flatter themselves
+        # Drives that compress would flatter themselves on zeros. The run's own random numbers stay where they are.
+        buffer.random_(0, 256, generator=torch.Generator())
         writes = [_seconds(handle, handle.async_pwrite, buffer, name) for _ in range(repeats)]
         reads = [_seconds(handle, handle.async_pread, buffer, name) for _ in range(repeats)]
     finally:
