@@ -225,8 +225,9 @@ def _check_support(trainer: Trainer, module: LightningModule) -> None:
     strategy = trainer.strategy
     if strategy.handles_gradient_accumulation:
         raise MisconfigurationException(
-            f"`{type(strategy).__name__}` accumulates gradients on its own, which `MicroBatching` can't direct. Set "
-            "the micro-batch in the strategy's configuration instead."
+            f"`{type(strategy).__name__}` reduces gradients inside every backward pass, which `MicroBatching` can't "
+            "repeat or put off. Set the loader's batch size to the micro-batch and `accumulate_grad_batches` to the "
+            "number of micro-batches, or use `memfit_ddp` or `memfit_fsdp2`."
         )
     if getattr(strategy, "_ddp_comm_hook", None) is not None:
         raise MisconfigurationException(

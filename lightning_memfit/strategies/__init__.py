@@ -1,8 +1,10 @@
 """Strategies for more than one device, and for models beyond one: importing this registers them by name."""
 
+from lightning_memfit.strategies.data_parallel import DataParallelStrategy
+from lightning_memfit.strategies.fully_sharded import FullyShardedStrategy
 from lightning_memfit.strategies.registry import register
 from lightning_memfit.strategies.zero import ZeroStrategy
 
 register()
 
-__all__ = ["ZeroStrategy"]
+__all__ = ["DataParallelStrategy", "FullyShardedStrategy", "ZeroStrategy"]

@@ -1,5 +1,9 @@
 """Names of DeepSpeed that are not public, written for DeepSpeed 0.19.8; `test_upstream_names.py` pins them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 
 def disable_shared_memory_collectives() -> None:
     """Let gloo do all collectives on the CPU.
@@ -22,3 +26,13 @@ def allow_loading_without_optimizer() -> None:
 
     if not hasattr(DeepSpeedZeRoOffload, "_restore_from_bit16_weights"):
         DeepSpeedZeRoOffload._restore_from_bit16_weights = lambda self: None
+
+
+@contextmanager
+def loading_universal(engine: Any) -> Iterator[None]:
+    """Have an engine load the universal checkpoint of a folder; the option otherwise has to be known at its start."""
+    engine._config.load_universal_checkpoint = True
+    try:
+        yield
+    finally:
+        engine._config.load_universal_checkpoint = False

@@ -2,6 +2,8 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_memfit.strategies.data_parallel import DataParallelStrategy
+from lightning_memfit.strategies.fully_sharded import FullyShardedStrategy
 from lightning_memfit.strategies.zero import ZeroStrategy
 
 
@@ -19,3 +21,5 @@ def register() -> None:
         stage=2,
         offload_optimizer=True,
     )
+    StrategyRegistry.register("memfit_ddp", DataParallelStrategy, "a whole model on every device", override=True)
+    StrategyRegistry.register("memfit_fsdp2", FullyShardedStrategy, "FSDP2, block by block", override=True)

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -23,9 +24,11 @@ from lightning_memfit.strategies.checkpoint_folder import rewritten
 from lightning_memfit.strategies.deepspeed_internals import (
     allow_loading_without_optimizer,
     disable_shared_memory_collectives,
+    loading_universal,
 )
 from lightning_memfit.strategies.huggingface_build import partitioned_builds
 from lightning_memfit.strategies.offloaded_optimizer import prefer_fused
+from lightning_memfit.strategies.universal import SavedRun, convert
 from lightning_memfit.strategies.zero_config import Config, ZeroOptions, with_raw_options
 from lightning_memfit.strategies.zero_sizes import ModelSizes, sized
 
@@ -222,3 +225,19 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Write a checkpoint folder; one that is there already is replaced when the new one is complete."""
         with rewritten(self.broadcast(filepath), self.local_rank == 0, self.barrier) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load weights and, to go on training, optimizer states: converted where ranks or stage have changed."""
+        assert self.lightning_module is not None
+        if self.load_full_weights or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        folder = Path(self.broadcast(checkpoint_path))
+        saved = SavedRun.read(folder)
+        if not saved.needs_conversion(self.config["zero_optimization"]["stage"], self.world_size):
+            return super().load_checkpoint(folder, weights_only)
+        rank_zero_info(f"{type(self).__name__}: converting the checkpoint of {saved} in {str(folder)!r}.")
+        if self.local_rank == 0:
+            convert(folder)
+        self.barrier()
+        with loading_universal(self.deepspeed_engine):
+            return super().load_checkpoint(folder, weights_only)

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -38,7 +39,16 @@ class ChunkedLoss(TechniqueCallback):
         self.num_chunks = num_chunks
 
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap `configure_model`, after which the model is complete."""
+        """Wrap `configure_model`, after which the model is complete.
+
+        Raises:
+            MisconfigurationException: Under ZeRO-3, which gathers the head's weight only while the head itself runs.
+        """
+        if getattr(trainer.strategy, "zero_stage_3", False):
+            raise MisconfigurationException(
+                "ChunkedLoss uses the head's weight outside the head, where ZeRO-3 has put it away. Use "
+                "`memfit_zero_2` or `memfit_fsdp2`, or leave ChunkedLoss out."
+            )
 
         def configure(inner: Callable[[], Any]) -> None:
             inner()

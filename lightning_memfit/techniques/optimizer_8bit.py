@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_memfit.estimate.optimizers import optimizer_family
@@ -57,7 +59,16 @@ class Optimizer8bit(TechniqueCallback):
         self._optimizers: list[Any] = []
 
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap `configure_optimizers`."""
+        """Wrap `configure_optimizers`.
+
+        Raises:
+            MisconfigurationException: If embeddings are to keep 32-bit states under DeepSpeed.
+        """
+        if self.keep_32bit_embeddings and isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                "`keep_32bit_embeddings=True` has no effect under DeepSpeed, whose ZeRO steps on flat partitions in "
+                "which embeddings can't be told apart. Set `keep_32bit_embeddings: false`."
+            )
 
         def configure(inner: Callable[[], Any]) -> Any:
             return self._convert_all(inner(), pl_module)

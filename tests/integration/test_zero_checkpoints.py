@@ -96,5 +96,29 @@ def test_export_gives_a_hugging_face_folder(results, folder, name, tmp_path, cap
 def test_consolidating_something_else_is_refused(tmp_path: Path):
     from lightning_memfit.strategies.consolidate import consolidated
 
-    with pytest.raises(ValueError, match="no file `latest`"):
+    with pytest.raises(ValueError, match="no sharded checkpoint"):
         consolidated(tmp_path)
+
+
+MOVES = [("ddp", "ddp"), ("stage_1", "stage_1"), ("stage_2", "stage_2"), ("stage_1", "stage_2")]
+REFUSED = [("stage_3", "stage_3"), ("stage_2", "stage_3"), ("stage_3", "stage_2")]
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(results, folder):
+    """What two ranks saved, resumed on one."""
+    cases = {}
+    for source, target in MOVES + REFUSED:
+        case = {"strategy": STRATEGIES[target], "scenario": f"{SCENARIOS}.resume", "folder": str(folder / source)}
+        cases[f"{source}/{target}"] = case | {"expect_error": (source, target) in REFUSED}
+    return launch(folder, cases)
+
+
+@pytest.mark.parametrize(("source", "target"), MOVES[1:])
+def test_resuming_on_another_number_of_ranks_is_exact(on_one_rank, source, target):
+    assert on_one_rank[f"{source}/{target}"]["losses"] == close(on_one_rank["ddp/ddp"]["losses"])
+
+
+@pytest.mark.parametrize(("source", "target"), REFUSED)
+def test_where_it_would_not_be_exact_it_is_refused(on_one_rank, source, target):
+    assert "can't go on exactly" in on_one_rank[f"{source}/{target}"]["error"]

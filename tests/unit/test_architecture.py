@@ -25,7 +25,7 @@ ALLOWED = {
     "planner": {"memory", "device", "profile", "estimate", "techniques", "checkpointing"},
     "fitting": {"memory", "device", "profile", "estimate", "techniques", "measure"},
     "bench": {"memory", "device", "profile", "estimate", "techniques", "fitting", "measure"},
-    "strategies": {"memory", "device", "optim", "profile", "estimate", "offload"},
+    "strategies": {"memory", "device", "optim", "checkpointing", "profile", "estimate", "offload"},
     "models": {"memory", "optim", "adapters"},
     "data": {"memory"},
 }

@@ -13,6 +13,13 @@ def test_names_are_registered_without_deepspeed():
         "print({'deepspeed', 'bitsandbytes', 'datasets'} & set(sys.modules))"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for name in ("memfit_zero_1", "memfit_zero_2", "memfit_zero_3", "memfit_zero_offload"):
+    for name in (
+        "memfit_ddp",
+        "memfit_fsdp2",
+        "memfit_zero_1",
+        "memfit_zero_2",
+        "memfit_zero_3",
+        "memfit_zero_offload",
+    ):
         assert repr(name) in output
     assert output.strip().endswith("set()")

@@ -28,4 +28,5 @@ def test_deepspeed():
     engine = inspect.getsource(DeepSpeedEngine)  # its methods hide their signatures behind a decorator
     assert "def backward(self, loss, retain_graph=False, scale_wrt_gas=True)" in engine
     assert "_restore_from_bit16_weights()" in engine
+    assert "return self._config.load_universal_checkpoint" in engine
     assert callable(DeepSpeedZeRoOffload)

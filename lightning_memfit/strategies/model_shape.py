@@ -1,0 +1,68 @@
+"""The parameters of a module before it is built: what has to be known before weights are put on disk one by one."""
+
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_memfit.profile.fake import fake_clone, fake_pretrained_weights
+from lightning_memfit.profile.parameters import parameter_table
+from lightning_memfit.profile.record import ParameterInfo
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Parameters of a module, and how they are spread over its submodules."""
+
+    parameters: tuple[ParameterInfo, ...]
+    numels_by_module: tuple[tuple[int, ...], ...]
+    """Elements of what each submodule owns itself; it needs those at one time."""
+
+    def most_per_module(self, min_numel: int) -> int:
+        """Largest number of parameters of at least `min_numel` elements that one submodule owns."""
+        return max((sum(numel >= min_numel for numel in numels) for numels in self.numels_by_module), default=0)
+
+    @classmethod
+    def of(cls, module: LightningModule) -> "ModelShape":
+        """Build a copy on fake tensors, which have shapes and no memory. The module and all random numbers stay.
+
+        What callbacks add to `configure_model` is left out: adapters are small.
+
+        Raises:
+            MisconfigurationException: If the module can't be built so.
+        """
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        random_state = torch.get_rng_state()
+        try:
+            clone = fake_clone(module, fake_mode)
+            with fake_mode, fake_pretrained_weights():
+                type(clone).configure_model(clone)
+        except Exception as error:
+            raise MisconfigurationException(
+                f"{type(module).__name__}.configure_model can't be run without memory, to learn the parameters' shapes "
+                f"({type(error).__name__}: {error}). Build the model in `__init__` instead."
+            ) from error
+        finally:
+            torch.set_rng_state(random_state)
+        owned = (tuple(p.numel() for p in child.parameters(recurse=False)) for child in clone.modules())
+        return cls(parameter_table(clone), tuple(numels for numels in owned if numels))
+
+    @classmethod
+    def of_built(cls, module: torch.nn.Module) -> "ModelShape":
+        """Read a module that is built, partitioned by ZeRO-3 or not."""
+        owned = (tuple(_numel(p) for p in child.parameters(recurse=False)) for child in module.modules())
+        table = (
+            ParameterInfo(name, _numel(p), p.element_size(), p.requires_grad, len(_shape(p)), "", _shape(p))
+            for name, p in module.named_parameters()
+        )
+        return cls(tuple(table), tuple(numels for numels in owned if numels))
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

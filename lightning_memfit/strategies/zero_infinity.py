@@ -1,0 +1,276 @@
+"""`ZeroInfinityStrategy`: ZeRO-3 with optimizer states, parameters or both on disk, checked before and during a run."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memfit.device.probe import probe_device
+from lightning_memfit.estimate.zero_infinity import zero_infinity_states
+from lightning_memfit.memory import format_bytes, parse_bytes
+from lightning_memfit.memory.breakdown import Tier
+from lightning_memfit.offload.folder import RunFolder, new_run_id
+from lightning_memfit.offload.preflight import Needs, PreflightReport, preflight
+from lightning_memfit.offload.sizing import AioSettings, InfinitySizes, infinity_sizes
+from lightning_memfit.offload.traffic import step_traffic
+from lightning_memfit.offload.tuning import tuned_aio
+from lightning_memfit.offload.watermark import DiskWatermark
+from lightning_memfit.strategies.model_shape import ModelShape
+from lightning_memfit.strategies.nvme_internals import (
+    copy_parameters_from_swap_buffers,
+    loading_swapped_parameters,
+    restore_swapped_optimizer,
+)
+from lightning_memfit.strategies.zero import ZeroStrategy
+from lightning_memfit.strategies.zero_config import with_raw_options
+
+T = TypeVar("T")
+
+_STEPS_WELL = ("torch.optim.", "deepspeed.ops.")
+
+
+class ZeroInfinityStrategy(ZeroStrategy):
+    """Train models that fit in neither device nor host memory: their states lie on disk and are stepped piece by piece.
+
+    Before weights are loaded, a preflight looks at the drive and at all memory, and refuses what would fail, with the
+    fix. Every run has a folder of its own below `nvme_path`, gone when the process ends. While it trains, free space is
+    watched: a full disk would corrupt the weights silently. Sizes of all buffers follow from the model, settings of
+    asynchronous I/O from a measurement of the drive; `config` may set others.
+
+    Args:
+        nvme_path: Folder on a local NVMe drive. It must exist.
+        offload_optimizer: Put optimizer states and gradients on disk.
+        offload_parameters: Put parameters on disk.
+        pipeline: Read the next and write the last sub-group while one is stepped; takes three times the buffers.
+        params_in_host: Elements of parameters that stay in host memory, for fewer reads.
+        disk_reserve: What must stay free on the drive.
+        endurance_tbw: Terabytes the drive is rated to be written, to hear how long that lasts.
+        **options: Of `ZeroStrategy`.
+
+    Attributes:
+        report: What the preflight found, on the first rank of each machine; None before.
+        folder: The run's folder; None before.
+
+    Raises:
+        ValueError: If nothing is to be offloaded, or an argument is out of range.
+    """
+
+    strategy_name = "memfit_zero_infinity"
+
+    def __init__(
+        self,
+        nvme_path: str,
+        offload_optimizer: bool = True,
+        offload_parameters: bool = True,
+        pipeline: bool = False,
+        params_in_host: int = 0,
+        disk_reserve: int | str = "1GiB",
+        endurance_tbw: float | None = None,
+        **options: Any,
+    ) -> None:
+        if not (offload_optimizer or offload_parameters):
+            raise ValueError("`offload_optimizer` and `offload_parameters` are both false: use `memfit_zero_3`.")
+        if params_in_host < 0:
+            raise ValueError(f"`params_in_host={params_in_host}` must be 0 or more elements.")
+        if options.pop("stage", 3) != 3:
+            raise ValueError("`stage` must be 3: below it DeepSpeed keeps in memory what should go to disk.")
+        super().__init__(3, offload_optimizer, offload_parameters, **options)
+        self.nvme_path = nvme_path
+        self.pipeline = pipeline
+        self.params_in_host = params_in_host
+        self.reserve_bytes = parse_bytes(disk_reserve, "disk_reserve")
+        self.endurance_tbw = endurance_tbw
+        self.report: PreflightReport | None = None
+        self.folder: RunFolder | None = None
+        self._offloads = (offload_optimizer, offload_parameters)
+        self._watermark: DiskWatermark | None = None
+        self._aio = AioSettings()
+        self.remote_device = "nvme" if offload_parameters else None
+
+    def setup_environment(self) -> None:
+        """Start the processes' communication."""
+        super().setup_environment()
+        if self._on_cpu:
+            copy_parameters_from_swap_buffers()
+
+    # --- before anything is loaded ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Check and prepare the drive, then put parameters there as they are made."""
+        with ExitStack() as stack:
+            if self._train_engine is None:  # a second `zero.Init` would remove the parameters' files
+                assert self.lightning_module is not None
+                self._prepare(ModelShape.of(self.lightning_module))
+                stack.enter_context(super().model_sharded_context())
+            yield
+
+    def _fill_sizes(self, model: nn.Module) -> None:
+        self._prepare(ModelShape.of_built(model))
+        super()._fill_sizes(model)
+
+    def _prepare(self, shape: ModelShape) -> None:
+        if self.folder is not None:
+            return
+        self._init_config_if_needed()
+        first, run_id = self.local_rank == 0, self.broadcast(new_run_id())
+        self.report = self._on_all_ranks(lambda: self._preflight(shape) if first else None)
+        self._on_all_ranks(lambda: self._tune() if first else None)
+        self._on_all_ranks(lambda: None if first else self._tune())  # reads what the first has measured
+        made = self._on_all_ranks(lambda: RunFolder.create(self.nvme_path, run_id) if first else None)
+        joined = self._on_all_ranks(lambda: None if first else RunFolder.join(self.nvme_path, run_id))
+        self.folder = made or joined
+        assert self.folder is not None
+        weakref.finalize(self, self.folder.close)
+        self._watermark = DiskWatermark(self.folder.path, self.reserve_bytes).start()
+        self._configure(self._sizes(shape))
+
+    def _preflight(self, shape: ModelShape) -> PreflightReport:
+        assert self.lightning_module is not None
+        sizes = self._sizes(shape)
+        states = zero_infinity_states(shape.parameters, sizes, self.world_size, "adamw", *self._offloads)
+        share = sum(sizes.sub_groups) * self.num_processes
+        micro_batches = self.lightning_module.trainer.accumulate_grad_batches
+        traffic = step_traffic(share * self._offloads[0], share * self._offloads[1], sizes.itemsize, 2, micro_batches)
+        device = self.root_device
+        free = probe_device(device.index).available_bytes if device.type == "cuda" else None
+        needs = Needs(states, sizes, traffic, self.num_processes, free, self.reserve_bytes, self.endurance_tbw)
+        report = preflight(self.nvme_path, needs)
+        report.require()
+        on_tiers = ", ".join(f"{format_bytes(states.total(tier))} {tier}" for tier in Tier)
+        rank_zero_info(
+            f"{type(self).__name__}: each rank needs {on_tiers}; steps take {report.seconds_per_step or 0.0:.2f} s or more."
+        )
+        return report
+
+    def _tune(self) -> None:
+        given = self._raw.get("aio", {})
+        fields = ("block_size", "queue_depth", "intra_op_parallelism")
+        chosen = {name: given[name] for name in fields if name in given}
+        self._aio = AioSettings(**chosen) if given else tuned_aio(self.nvme_path).settings
+
+    def _sizes(self, shape: ModelShape, groups: list[list[int]] | None = None) -> InfinitySizes:
+        trained = [p.numel for p in shape.parameters if p.trainable and not p.shared_with]
+        itemsize = 2 if "16" in self.precision_plugin.precision else 4
+        large = self._aio.min_swapped_bytes // itemsize * self.world_size
+        return infinity_sizes(
+            groups or [trained],
+            self.world_size,
+            itemsize,
+            self._aio,
+            pipeline_read=self.pipeline,
+            pipeline_write=self.pipeline,
+            params_per_module=shape.most_per_module(large),
+            max_in_cpu=self.params_in_host,
+        )
+
+    def _configure(self, sizes: InfinitySizes) -> None:
+        """Put sizes into the configuration; what the user set stays."""
+        assert self.folder is not None
+        made = sizes.config(str(self.folder.path), *self._offloads)
+        zero, sections = self.config["zero_optimization"], made["zero_optimization"]
+        for name in ("offload_optimizer", "offload_param"):
+            if name in sections:
+                zero[name] = {"pin_memory": zero[name]["pin_memory"], **sections.pop(name)}
+        if self.pipeline and self._offloads[0]:
+            zero["offload_optimizer"] |= {"pipeline_read": True, "pipeline_write": True}
+        config = self.config | {"zero_optimization": zero | sections, "aio": made["aio"]}
+        self.config = with_raw_options(config, self._raw, {})
+
+    def _on_all_ranks(self, work: Callable[[], T]) -> T:
+        """Run on every rank; an error on one is an error on all, so that none waits for one that has gone."""
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        messages: list[str | None] = [None] * self.world_size
+        if self.world_size > 1:
+            torch.distributed.all_gather_object(messages, None if error is None else str(error))
+        if error is not None:
+            raise error
+        other = next((message for message in messages if message), None)
+        if other is not None:
+            raise RuntimeError(f"Another rank can't go on: {other}")
+        return result
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Optimizer]:
+        self._fill_sizes(model)
+        if optimizer is not None:
+            self._check_optimizer(optimizer)
+            groups = [[_whole(p) for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+            self._configure(self._sizes(ModelShape.of_built(model), [group for group in groups if group]))
+        return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse optimizers whose states are not what the swapper takes them for: it would train on garbage."""
+        name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        if self._offloads[0] and not name.startswith(_STEPS_WELL):
+            raise MisconfigurationException(
+                f"{name} can't keep its states on disk: DeepSpeed swaps fp32 tensors only, and 8-bit states would be "
+                "lost silently. Use an optimizer of torch.optim, or `offload_optimizer: false`."
+            )
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        """Without an optimizer there is nothing of it to offload, and DeepSpeed must not look for its files."""
+        zero = self.config["zero_optimization"]
+        section = zero.pop("offload_optimizer", None)
+        try:
+            super()._initialize_deepspeed_inference(model)
+        finally:
+            if section is not None:
+                self.config["zero_optimization"]["offload_optimizer"] = section
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step, then stop if the drive is about to be full."""
+        result = super().optimizer_step(*args, **kwargs)
+        if self._watermark is not None:
+            self._watermark.check()
+        return result
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave nothing on the drive."""
+        super().on_exception(exception)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._watermark is not None:
+            self._watermark.stop()
+        if self.folder is not None:
+            self.folder.close()
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint, unless the states on disk are in doubt."""
+        if self._watermark is not None:
+            self._watermark.check()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load weights and, to go on training, the optimizer's states, which upstream loses where they lie on disk."""
+        assert self.lightning_module is not None
+        folder = Path(self.broadcast(checkpoint_path))
+        with loading_swapped_parameters():
+            loaded = super().load_checkpoint(folder, weights_only)
+        training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if training and self._offloads[0] and not self.load_full_weights:
+            restore_swapped_optimizer(self.deepspeed_engine, folder, self.global_rank)
+        return loaded
+
+
+def _whole(parameter: nn.Parameter) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
