@@ -112,12 +112,6 @@ def test_a_trace_follows_the_plan_and_asks_for_one():
     assert int(live.max()) == callback.resolved.plan.peak_bytes
 
 
-def test_offload_mode(plain):
-    ours = fit([ActivationCheckpointing("offload")], build)
-    assert torch.equal(torch.stack(ours.losses), torch.stack(plain.losses))
-    assert_same_weights(ours, plain)
-
-
 @pytest.mark.parametrize("budget", ["much", "140%", "-3%", "x%", 0])
 def test_wrong_budgets(budget):
     with pytest.raises(ValueError, match="`budget="):

@@ -49,21 +49,6 @@ def test_same_run_without_gradients(callbacks, kwargs):
     assert not any(p._post_accumulate_grad_hooks for p in ours.parameters())
 
 
-@pytest.mark.parametrize("first", [[], [Optimizer8bit()]])
-def test_resume_is_bitwise(tmp_path, first):
-    def module():
-        return LanguageModel(scheduled, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-
-    def run(**kwargs):
-        return fit([*copy.deepcopy(first), GradientRelease()], module, max_steps=-1, limit_train_batches=2, **kwargs)
-
-    straight = run(max_epochs=3)
-    run(max_epochs=1).seen["trainer"].save_checkpoint(tmp_path / "half.ckpt")
-    resumed = run(max_epochs=3, ckpt_path=tmp_path / "half.ckpt")
-    assert torch.equal(torch.stack(resumed.losses), torch.stack(straight.losses[2:]))
-    assert_same_weights(resumed, straight)
-
-
 class Manual(LanguageModel):
     def __init__(self):
         super().__init__()

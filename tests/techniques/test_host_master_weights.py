@@ -13,8 +13,7 @@ from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRound
 from lightning_memfit.techniques.gradient_release import GradientRelease
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
-from tests.techniques.peaks import assert_predicted_peak_is_measured
-from tests.techniques.runs import LanguageModel, assert_same_weights, fit, loader, trainer
+from tests.techniques.runs import LanguageModel, assert_same_weights, fit, trainer
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
@@ -115,18 +114,6 @@ def test_checkpoints_load_without_the_callback(tmp_path):
     assert len(plain.losses) == 1
 
 
-def test_module_is_restored_after_an_exception():
-    class Crash(pl.Callback):
-        def on_train_batch_end(self, *args):
-            raise ZeroDivisionError
-
-    model = LanguageModel()
-    with pytest.raises(ZeroDivisionError):
-        trainer([HostMasterWeights(), Crash()], precision="bf16-true").fit(model, loader())
-    assert all(p.dtype is torch.float32 and not p._post_accumulate_grad_hooks for p in model.parameters())
-    assert "configure_optimizers" not in vars(model)
-
-
 class Manual(LanguageModel):
     def __init__(self):
         super().__init__()
@@ -168,8 +155,3 @@ def test_loops_that_repeat_batches_are_refused():
 
     with pytest.raises(ValueError, match="SplittingLoop"):
         fit([Install(), HostMasterWeights()], precision="bf16-true")
-
-
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}])
-def test_predicted_peak_is_the_measured_one(options):
-    assert_predicted_peak_is_measured([HostMasterWeights()], precision="bf16-true", **options)
