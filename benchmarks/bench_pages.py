@@ -44,7 +44,13 @@ def _section(experiment: Experiment) -> str:
     if not results:
         return f"{heading}Not measured yet: `{command} --folder benchmarks/results`, then this page's command.\n"
     minutes = sum(result.seconds for result in results) / 60
-    return f"{heading}`{command}`, {minutes:.1f} minutes in all.\n\n{markdown(results)}"
+    keys = {row.name: row.key for row in experiment.rows}
+    stale = "".join(
+        f"- {result.title}: measured before the experiment or one of its fragments changed: `{result.command} --repeat`\n"
+        for result in results
+        if result.key != keys[result.row]
+    )
+    return f"{heading}`{command}`, {minutes:.1f} minutes in all.\n\n{markdown(results)}{stale}"
 
 
 def main() -> None:

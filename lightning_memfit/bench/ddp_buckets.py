@@ -1,20 +1,21 @@
 """How many bytes the buckets of `DistributedDataParallel` hold: its reducer allocates them outside of any dispatch.
 
-Reads `DistributedDataParallel._get_ddp_logging_data` (torch 2.9 to 2.13), the only place that tells;
-`tests/unit/bench/test_ddp_buckets.py` fails when it moves.
+Reads `DistributedDataParallel._get_ddp_logging_data` (torch 2.9 to 2.13), the only place that tells, and
+`DDPStrategy._ddp_kwargs` (Lightning 2.6); `tests/unit/bench/test_ddp_buckets.py` fails when they move.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memfit.memory import Category
 
 
 def bucket_bytes(model: Any) -> int:
-    """Bytes of all gradient buckets of a wrapped module; 0 for any other."""
-    if not isinstance(model, DistributedDataParallel):
+    """Bytes of the gradient buckets of a wrapped module beside its gradients; 0 where gradients lie in the buckets."""
+    if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
         return 0
     data = model._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
@@ -39,3 +40,16 @@ def with_buckets(by_category: Mapping[Category, int], size_bytes: int, followed_
     if followed_steps > 1:
         result[Category.ACTIVATION] = result.get(Category.ACTIVATION, 0) - size_bytes
     return result
+
+
+def holds_whole_model(strategy: Strategy) -> bool:
+    """Whether every process trains all of the model by itself: what predictions are for."""
+    whole = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
+    return whole and not isinstance(strategy, DeepSpeedStrategy)
+
+
+def copies_gradients(strategy: Strategy) -> bool:
+    """Whether a strategy keeps all gradients a second time, in the buckets of DDP."""
+    if not isinstance(strategy, DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
+        return False
+    return not strategy._ddp_kwargs.get("gradient_as_bucket_view", False)

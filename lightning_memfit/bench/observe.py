@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_memfit.bench.ddp_buckets import copies_gradients, holds_whole_model
 from lightning_memfit.bench.record import Prediction, Speed
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.fitting.prediction import profile_fit, runtime_of
@@ -35,6 +36,10 @@ class PredictRun(Callback):
         """Predict on the fake clone of the module."""
         if stage != "fit" or not trainer.is_global_zero:
             return
+        if not holds_whole_model(trainer.strategy):
+            name = type(trainer.strategy).__name__
+            self.reason = f"`trainer.strategy={name}` divides the model; predictions are for one that is whole."
+            return
         started = time.perf_counter()
         try:
             profile = profile_fit(trainer, pl_module, first_batch(trainer))
@@ -43,7 +48,7 @@ class PredictRun(Callback):
             return
         estimate = estimate_step(profile, runtime=runtime_of(trainer))
         buckets = sum(p.numel * p.itemsize for p in profile.parameters if p.trainable and not p.shared_with)
-        buckets = buckets if trainer.world_size > 1 else 0
+        buckets = buckets if copies_gradients(trainer.strategy) else 0
         breakdown = estimate.breakdown + MemoryBreakdown.device({Category.COMMUNICATION: buckets})
         self.prediction = Prediction(
             allocated_bytes=estimate.allocated_bytes + buckets,

@@ -20,6 +20,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 _MARKERS = "os^DvPX*"
 _SOFT = "#5b5b5b"
 _SIZE = (9.0, 4.6)
+_SQUARE = (7.4, 4.6)  # a square and its legend
 _DPI = 150
 _BAND = 0.05
 _DODGE = 0.03  # of the distance between two numbers of processes
@@ -66,10 +67,10 @@ def write_png(figure: Figure, path: Path) -> None:
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def _axes(x: str, y: str) -> tuple[Figure, Axes]:
+def _axes(x: str, y: str, size: tuple[float, float] = _SIZE) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_SIZE, layout="constrained", facecolor="white")
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -120,7 +121,7 @@ def _efficiency(curves: Sequence[Curve]) -> Figure:
 def _memory(points: Sequence[Point]) -> Figure:
     known = [point for point in points if point.predicted_bytes is not None]
     unit, name = _unit(known)
-    figure, axes = _axes(f"measured peak of a process ({name})", f"predicted peak ({name})")
+    figure, axes = _axes(f"measured peak of a process ({name})", f"predicted peak ({name})", _SQUARE)
     top = 1.08 * max(max(point.measured_bytes, point.predicted_bytes or 0) for point in known) / unit
     axes.plot([0, top], [0, top], "--", color=_SOFT, label="prediction equals measurement")
     axes.fill_between(
