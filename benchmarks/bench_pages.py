@@ -46,7 +46,7 @@ def _section(experiment: Experiment) -> str:
     minutes = sum(result.seconds for result in results) / 60
     keys = {row.name: row.key for row in experiment.rows}
     stale = "".join(
-        f"- {result.title}: measured before the experiment or one of its fragments changed: `{result.command} --repeat`\n"
+        f"- {result.title}: measured before its settings changed: `{result.command} --repeat`\n"
         for result in results
         if result.key != keys[result.row]
     )

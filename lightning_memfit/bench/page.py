@@ -61,12 +61,13 @@ def page(title: str, results: Sequence[Result], figures: Mapping[str, "Figure"],
             f"<h2>{heading}</h2>\n<p>{html.escape(caption)}</p>\n"
             f'<figure role="img" aria-label="{heading}">{as_svg(figure, name)}</figure>'
         )
-    parts.append(f'<h2>All runs</h2>\n<div class="wide">{_table(results)}</div>')
+    parts.append(f'<h2>All runs</h2>\n<div class="wide">{runs_table(results)}</div>')
     parts.append("<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in remarks(results)) + "</ul></html>\n")
     return "\n".join(parts)
 
 
-def _table(results: Sequence[Result]) -> str:
+def runs_table(results: Sequence[Result]) -> str:
+    """Figures of every run."""
     unit = unit_of(results)
     front = {point.row for point in pareto_front(points_of(results))}
     headings = ("run", f"{unit}/s", "step s (5 % to 95 %)", "measured", "predicted", "error", "Pareto front")
