@@ -43,9 +43,9 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
             raise ValueError(
                 f"`{option}` is for `--model NAME`. A recipe states it: override `trainer`, `model` or `data`."
             )
-    with _quiet():
+    with quiet():
         run = load_recipe(overrides)
-        target = _target(arguments.device, run)
+        target = target_of(arguments.device, run)
         try:
             profile = _profile(run, target, arguments)
         except TraceError as error:
@@ -61,7 +61,7 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep banners away, and off stdout, which is the report's, whatever the user's code prints."""
     with (
         loggers_at(logging.ERROR, *LIGHTNING, "bitsandbytes", "transformers"),
@@ -72,7 +72,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _target(name: str | None, run: RecipeRun) -> Target:
+def target_of(name: str | None, run: RecipeRun) -> Target:
     """The named device; else the GPU that is here; else this CPU, unless the recipe insists on a GPU."""
     if name is not None:
         return named_target(name)

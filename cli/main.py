@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "estimate": ("estimate", "Say how much memory a recipe needs, without the memory."),
     "bench": ("bench", "Measure techniques one after the other, beside their predictions."),
     "scale": ("scale", "Measure a matrix of processes, sizes and techniques, and report it."),
+    "plan": ("plan", "Find the fastest way to train a recipe on a device, and say why."),
     "doctor": ("doctor", "Say what this machine has, and what would hinder training."),
     "recipes": ("recipes", "List the recipes that come with the package, or copy one."),
     "export": ("export", "Turn a checkpoint into a Hugging Face folder."),

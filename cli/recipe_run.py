@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import yaml
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -46,6 +47,19 @@ class RecipeRun:
     accelerator: str
     notes: tuple[str, ...]
     """What of the recipe the estimate leaves out."""
+    config: dict[str, Any]
+    """Everything the recipe says, as plain values."""
+
+    @property
+    def callback_specs(self) -> list[dict[str, Any]]:
+        """The recipe's callbacks as YAML names them."""
+        found = self.config.get("trainer", {}).get("callbacks") or []
+        return found if isinstance(found, list) else [found]
+
+    @property
+    def takes_batch_size(self) -> bool:
+        """Whether the data module has an argument `batch_size`."""
+        return "batch_size" in ((self.config.get("data") or {}).get("init_args") or {})
 
 
 class _RecipeCLI(MemFitCLI):
@@ -53,6 +67,9 @@ class _RecipeCLI(MemFitCLI):
 
     def before_instantiate_classes(self) -> None:
         """Note what the recipe says of hardware, precision and loggers, and put stand-ins in their place."""
+        self.plain_config: dict[str, Any] = yaml.safe_load(
+            self.parser.dump(self.config, skip_link_targets=False, skip_validation=True)
+        )
         trainer = self.config.trainer
         self.recipe = {name: trainer[name] for name in _STAND_IN}
         for name, value in _STAND_IN.items():
@@ -86,7 +103,7 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
     cli.model.trainer = trainer  # whose data module the training step may ask
     callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
     notes = tuple(_left_out(recipe, processes, callbacks))
-    return RecipeRun(cli.model, batch, options, callbacks, str(recipe["accelerator"]), notes)
+    return RecipeRun(cli.model, batch, options, callbacks, str(recipe["accelerator"]), notes, cli.plain_config)
 
 
 def _precision(value: Any) -> Precision:

@@ -1,0 +1,131 @@
+"""`memfit plan`: the fastest way to train a recipe on a device, why, and the file that makes `fit` do it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .estimate import split_arguments
+from .recipe_files import resolve
+
+_EPILOG = """\
+examples:
+  memfit plan --config gpt2xl --device "RTX 3060" --out plan.yaml
+  memfit fit --config gpt2xl --config plan.yaml
+  memfit plan --config mine.yaml --device 24GiB --allow exact,bf16 --json
+  memfit plan --config mine.yaml --device 24GiB --lock plan.lock --dry-run     (in CI)
+
+exit codes: 0 something fits, 1 nothing fits, 2 cannot tell (or a mistake, which is explained)
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Plan, print, write, and return the exit code."""
+    parser = make_parser()
+    ours, overrides = split_arguments(parser, argv)
+    arguments = parser.parse_args(ours)
+    if arguments.config is None:
+        parser.error("give `--config RECIPE`")
+    if arguments.out is not None and Path(arguments.out).exists():
+        raise ValueError(f"`--out {arguments.out}` exists already. Name another file: none is overwritten.")
+    plan = _known_or_made(arguments, overrides)
+    if plan is None:
+        return 2
+    if arguments.out is not None and plan["fits"] and not arguments.dry_run:
+        write_overlay(Path(arguments.out), plan)
+    if arguments.json:
+        json.dump(plan, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        from .plan_table import print_plan
+
+        print_plan(plan)
+        if arguments.out is not None and plan["fits"] and not arguments.dry_run:
+            print(f"Written: {arguments.out}. Train with: memfit fit {_configs(arguments)} --config {arguments.out}")
+    return int(not plan["fits"])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options that are ours; whatever else follows is the recipe's."""
+    parser = argparse.ArgumentParser(
+        prog="memfit plan",
+        usage="memfit plan --config RECIPE [--KEY VALUE ...] [options]",
+        description="Find the fastest setting that fits a device, without the device, and say why.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", "-c", action="append", metavar="RECIPE", help="file or name, as for `memfit fit`")
+    parser.add_argument(
+        "--device", metavar="NAME", help="GPU by name, a size such as 12GiB, or cpu (default: this one)"
+    )
+    parser.add_argument(
+        "--allow",
+        metavar="CLASSES",
+        help="numerics that may change, of exact, tf32, bf16, fp16, stochastic, 8bit, 4bit, optimizer, lora "
+        "(default: exact,tf32,bf16,stochastic,8bit)",
+    )
+    parser.add_argument(
+        "--host-memory", metavar="SIZE", help="RAM that offloading may use (default: what is free here)"
+    )
+    parser.add_argument("--out", metavar="FILE.yaml", help="write what `fit --config RECIPE --config FILE` trains with")
+    parser.add_argument(
+        "--lock", metavar="FILE", help="keep the plan here, and reuse it while nothing it rests on changes"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="write no file: only print, and exit 0 or 1")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--no-cache", action="store_true", help="neither read nor write cached plans and traces")
+    return parser
+
+
+def write_overlay(path: Path, plan: dict[str, Any]) -> None:
+    """Write a plan's YAML.
+
+    Raises:
+        ValueError: If the file exists, or its folder doesn't.
+    """
+    import yaml
+
+    if not path.parent.is_dir():
+        raise ValueError(f"`--out {path}`: there is no folder {str(path.parent)!r}. Make it, or name another.")
+    text = f"# {plan['summary']}\n# Made by `memfit plan`; lay it over the recipe: fit --config RECIPE --config THIS.\n"
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text + yaml.safe_dump(plan["overlay"], sort_keys=False))
+
+
+def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any] | None:
+    """The plan from a lock file or the cache, if nothing it depends on has changed; else a new one."""
+    from lightning_memfit.planner.lock import PlanLock, imported_user_files, plan_key
+    from lightning_memfit.profile.cache import default_cache_folder
+
+    recipes = [Path(resolve(name)) for name in arguments.config]
+    limits = {"allow": arguments.allow, "host_memory": arguments.host_memory}
+    key = plan_key(recipes, overrides, arguments.device or "", limits)
+    lock = None
+    if arguments.lock is not None:
+        lock = PlanLock(Path(arguments.lock))
+    elif arguments.device not in (None, "cpu") and not arguments.no_cache:  # what is free here changes by the minute
+        lock = PlanLock(default_cache_folder() / "plans" / f"{key.digest}.json")
+    if lock is not None:
+        known, changed = lock.load(key)
+        if known is not None:
+            return known
+        if changed and arguments.lock is not None:
+            print(f"memfit: planning anew, as this changed: {', '.join(changed)}", file=sys.stderr)
+
+    from .plan_recipe import plan_recipe
+
+    made = plan_recipe(arguments, overrides)
+    if made is None:
+        return None
+    plan, paths = made
+    if lock is not None and not (arguments.dry_run and arguments.lock is not None):
+        lock.save(key, plan, [*imported_user_files(), *paths])
+    return plan
+
+
+def _configs(arguments: argparse.Namespace) -> str:
+    return " ".join(f"--config {name}" for name in arguments.config)

@@ -1,0 +1,148 @@
+"""Every combination of techniques that may be chosen: what is allowed, installed and free of conflicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from lightning_memfit.estimate.optimizers import optimizer_family
+from lightning_memfit.estimate.variants import trained
+from lightning_memfit.planner.workload import Workload
+from lightning_memfit.profile.record import ModelProfile, ParameterInfo
+from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.registry import TECHNIQUES
+from lightning_memfit.techniques.setting import Chosen, Setting
+from lightning_memfit.techniques.technique import Kind, Technique
+
+SEARCHED: tuple[Kind, ...] = ("adapter", "optimizer", "precision", "gradient", "loss", "matmul")
+"""Kinds that the search combines. Checkpointing and micro-batch are solved inside, the rest is the recipe's."""
+
+_UNSOUND = frozenset({"bf16_true"})
+"""Loses small updates: never proposed unless the recipe does it already."""
+
+_DOMINATED = {
+    "bf16_kahan_summation": "bf16_stochastic_rounding",
+    "torchao_adamw_8bit": "optimizer_8bit",
+    "torchao_adamw_fp8": "optimizer_8bit",
+}
+"""As fast at best, and needing more: never proposed where the other one may be."""
+
+_FREES_GRADIENTS = frozenset({"gradient_release", "host_master_weights"})
+
+_FAMILIES = {
+    "": "adamw",
+    "fused_adamw": "adamw",
+    "optimizer_8bit": "adamw_8bit",
+    "adafactor": "adafactor",
+    "lion": "lion",
+    "lion_8bit": "lion_8bit",
+    "torchao_adamw_8bit": "adamw_8bit",
+    "torchao_adamw_fp8": "adamw_8bit",
+    "torchao_adamw_4bit": "adamw_4bit",
+}
+"""Whose states are how large, for a bound. What is not named has none on the device (paged states)."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A setting that was not chosen, and why."""
+
+    setting: Setting
+    reason: str
+    needed_bytes: int | None = None
+    """Of the device, where that is the reason."""
+
+
+def candidates(workload: Workload) -> tuple[list[Setting], list[Rejected]]:
+    """Settings without micro-batch and checkpointing, in a fixed order, and those that rules refuse.
+
+    Combinations that need what is not allowed are left out in silence; `missing_permissions` names them if nothing
+    fits.
+    """
+    kept, refused = [], []
+    for setting in _combinations(_choices(workload)):
+        reason = conflict(setting, workload)
+        if reason is None:
+            kept.append(setting)
+        else:
+            refused.append(Rejected(setting, reason))
+    return kept, refused
+
+
+def conflict(setting: Setting, workload: Workload) -> str | None:
+    """Why techniques don't go together, or with the module; None where they do."""
+    # Batches are cut by the loader, so that the rules of the micro-batch loop don't apply.
+    run = replace(setting, accumulate_grad_batches=1, micro_batch_size=None).run(workload.facts)
+    for choice in setting.chosen:
+        reason = choice.technique.missing() or choice.technique.unsupported(run, choice.options)
+        if reason is not None:
+            return f"{choice.name}: {reason}"
+    return None
+
+
+def conflict_of_sizes(setting: Setting, run: Run) -> str | None:
+    """Why techniques don't go with a number of accumulated micro-batches."""
+    for choice in setting.chosen:
+        reason = choice.technique.unsupported(run, choice.options)
+        if reason is not None:
+            return f"{choice.name}: {reason}"
+    return None
+
+
+def missing_permissions(workload: Workload) -> list[tuple[Technique, tuple[str, ...]]]:
+    """Techniques that would save memory if more were allowed, with what they would need."""
+    found: list[tuple[Technique, tuple[str, ...]]] = []
+    for technique in TECHNIQUES:
+        needed = tuple(sorted(technique.numerics - workload.allow - {"exact"}))
+        if technique.kind in SEARCHED and needed and technique.name not in _UNSOUND:
+            found.append((technique, needed))
+    return found
+
+
+def state_bytes(setting: Setting, profile: ModelProfile, precision_itemsize: int) -> int:
+    """Weights, gradients and optimizer states in closed form: what a setting needs at least on the device."""
+    parameters = tuple(_stored(p, precision_itemsize) for p in profile.parameters)
+    weights = sum(p.numel * p.itemsize for p in parameters if not p.shared_with)
+    if setting.of_kind("adapter") is not None:
+        return 0  # what is trained and how weights are stored is the adapter's choice
+    names = {choice.name for choice in setting.chosen}
+    if not names & _FREES_GRADIENTS:
+        weights += sum(p.numel * p.itemsize for p in trained(parameters))
+    if "host_master_weights" in names:
+        return weights
+    choice = setting.of_kind("optimizer")
+    family = _FAMILIES.get(choice.name if choice is not None else "")
+    if family is None or "Adam" not in profile.optimizer:
+        return weights
+    states = optimizer_family(family).total_bytes(parameters) if trained(parameters) else 0
+    return weights + states
+
+
+def _choices(workload: Workload) -> list[list[Chosen | None]]:
+    own = workload.options.precision
+    choices: list[list[Chosen | None]] = []
+    for kind in SEARCHED:
+        options: list[Chosen | None] = [None]
+        for technique in sorted(TECHNIQUES, key=lambda record: record.name):
+            if technique.kind != kind:
+                continue
+            is_own = technique.trainer.get("precision") == own and not technique.callbacks
+            permitted = technique.numerics <= workload.allow and technique.name not in _UNSOUND
+            if permitted or is_own:
+                options.extend(Chosen(technique.name, preset) for preset in technique.presets)
+        offered = {option.name for option in options if option is not None}
+        choices.append([o for o in options if o is None or _DOMINATED.get(o.name) not in offered])
+    return choices
+
+
+def _combinations(choices: Sequence[Sequence[Chosen | None]]) -> Iterator[Setting]:
+    for combination in product(*choices):
+        setting = Setting(chosen=tuple(choice for choice in combination if choice is not None))
+        if setting.of_kind("matmul") is None or setting.precision == "32-true":  # else no product is in fp32
+            yield setting
+
+
+def _stored(parameter: ParameterInfo, itemsize: int) -> ParameterInfo:
+    """The parameter as a precision stores it; quantized and integer weights stay."""
+    return replace(parameter, itemsize=itemsize) if parameter.itemsize in (2, 4) else parameter

@@ -1,0 +1,274 @@
+"""`MemoryModel`: what a setting needs at any micro-batch and checkpointing plan, put together from a few traces."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from lightning_memfit.checkpointing.knapsack import BlockOption, CheckpointingProblem, PlanFrontier
+from lightning_memfit.checkpointing.policies import Choice
+from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures
+from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_peak_bytes, predict_total_bytes
+from lightning_memfit.estimate.variants import trained
+from lightning_memfit.memory import Category, MemoryBreakdown, Tier
+from lightning_memfit.planner.cost import PassWork, Rates, pass_seconds
+from lightning_memfit.planner.traces import CHOICES, Laboratory
+from lightning_memfit.profile.events import CATEGORIES, EventList
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.techniques.setting import Setting
+
+_TEMPORARY = CATEGORIES.index(Category.TEMPORARY)
+_INPUT = CATEGORIES.index(Category.INPUT)
+_FREES_GRADIENTS = frozenset({"gradient_release", "host_master_weights"})
+_PAGED = frozenset({"paged_optimizer", "paged_optimizer_8bit"})
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What an optimizer's steps keep alive and need, read off a trace."""
+
+    kept_bytes: int
+    """Alive when the second step begins: weights, gradients, states."""
+    backward_bytes: int
+    """Highest level of the second backward pass."""
+    step_bytes: int
+    """Highest level of the optimizer's second step."""
+    state_bytes: int
+
+    @classmethod
+    def of(cls, profile: ModelProfile, rounding: int) -> Standing:
+        """Read it off."""
+        events = profile.events
+        live = events.live_bytes(rounding)
+        spans = _second_step(events)
+        start = spans["forward"][0]
+        states = events.breakdown_at(spans["step"][1] - 1, rounding).get(Category.OPTIMIZER_STATE)
+        return cls(
+            kept_bytes=int(live[start - 1]),
+            backward_bytes=max(int(live[a:b].max()) for a, b in _all(events, "backward")),
+            step_bytes=max(int(live[a:b].max()) for a, b in _all(events, "step")),
+            state_bytes=states,
+        )
+
+
+class MemoryModel:
+    """Memory and recomputation time of one setting's techniques.
+
+    The peak of forward and backward comes from traces with the module's own optimizer. What another optimizer or
+    other master weights keep is a constant, which is added; the peak of the step comes from a trace of steps alone.
+
+    Args:
+        laboratory: Makes the traces.
+        setting: Techniques; its sizes and its checkpointing don't matter.
+        dtype: Of matrix products.
+
+    Raises:
+        TraceError: If a step can't be traced.
+    """
+
+    def __init__(self, laboratory: Laboratory, setting: Setting, dtype: str) -> None:
+        self._laboratory = laboratory
+        self._setting = setting
+        self._dtype = dtype
+        self._names = {choice.name for choice in setting.chosen}
+        self._cuda = laboratory.workload.target.kind == "cuda"
+        self._rounding = CUDA_ROUNDING if self._cuda else 1
+        self._profiles: dict[Choice, ModelProfile] = {"none": laboratory.passes(setting, "none")}
+        if self.none.num_blocks > 1:
+            self._profiles |= {choice: laboratory.passes(setting, choice) for choice in CHOICES if choice != "none"}
+        self._figures: dict[tuple[Choice, int], BlockFigures] = {}
+
+    @property
+    def none(self) -> ModelProfile:
+        """Profile without checkpointing."""
+        return self._profiles["none"]
+
+    @property
+    def knows_every_size(self) -> bool:
+        """Whether another micro-batch than the traced one can be had by arithmetic."""
+        return all(profile.knows_every_size for profile in self._profiles.values())
+
+    # --- what is alive all the time ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _standing(self) -> Standing:
+        """Of the setting, on the device."""
+        if not self._needs_stepping:
+            return Standing.of(self.none, self._rounding)
+        if self._cuda and "host_master_weights" in self._names:
+            return self._beside_host()
+        own = Standing.of(self._laboratory.stepping(self._setting), self._rounding)
+        if not self._cuda:
+            return own
+        if self._names & _PAGED:
+            less = own.state_bytes
+            return Standing(own.kept_bytes - less, own.backward_bytes - less, own.step_bytes - less, own.state_bytes)
+        return own
+
+    def _beside_host(self) -> Standing:
+        """Half-precision weights stay; gradients are on their way one or two at a time; states are float32."""
+        parameters = [replace(p, itemsize=2) for p in self.none.parameters if not p.shared_with]
+        weights = sum(_rounded(p.numel * p.itemsize, self._rounding) for p in parameters)
+        largest = max((p.numel * p.itemsize for p in trained(parameters)), default=0)
+        in_half = Standing.of(self.none, self._rounding).state_bytes  # they follow the weights' dtype in the trace
+        return Standing(weights, weights + 2 * largest, weights, 2 * in_half)
+
+    @cached_property
+    def _shift(self) -> int:
+        """What the setting keeps alive in forward and backward beyond the traces with the module's own optimizer."""
+        plain = Standing.of(self.none, self._rounding)
+        shift = self._standing.kept_bytes - plain.kept_bytes
+        if self._names & _FREES_GRADIENTS:
+            shift += max(0, self._standing.backward_bytes - self._standing.kept_bytes)
+        return shift
+
+    def off_device(self) -> MemoryBreakdown:
+        """Bytes in host memory: paged states, or master weights with their gradients and states."""
+        if not self._cuda:
+            return MemoryBreakdown()
+        states = {Category.OPTIMIZER_STATE: self._standing.state_bytes}
+        if "host_master_weights" in self._names:
+            count = sum(p.numel for p in trained(self.none.parameters))
+            masters = {Category.PARAMETER: 4 * count, Category.GRADIENT: 4 * count, **states}
+            staging = {Category.COMMUNICATION: 2 * count}
+            return MemoryBreakdown.on(Tier.HOST, masters) + MemoryBreakdown.on(Tier.PINNED_HOST, staging)
+        if self._names & _PAGED:
+            return MemoryBreakdown.on(Tier.HOST, states)
+        return MemoryBreakdown()
+
+    # --- checkpointing ----------------------------------------------------------------------------------------------
+
+    def frontier(self, size: int, rates: Rates) -> PlanFrontier | None:
+        """Every checkpointing plan worth having at a micro-batch; None where there are no blocks to choose among."""
+        if len(self._profiles) == 1:
+            return None
+        try:
+            figures = {choice: self._figures_at(choice, size) for choice in self._profiles}
+        except BudgetError:
+            return None
+        seconds = {choice: self._recompute_seconds(choice, size, rates) for choice in self._profiles}
+        plain, shift = figures["none"], self._shift
+        blocks = tuple(
+            tuple(
+                BlockOption(choice, int(found.kept[i]), int(found.peak[i]) + shift, seconds[choice] / len(plain.kept))
+                for choice, found in figures.items()
+            )
+            for i in range(len(plain.kept))
+        )
+        head = max(found.head for found in figures.values()) + shift
+        outside = max(found.outside for found in figures.values()) + shift
+        floor = max(outside, self._step_bytes(size))
+        return PlanFrontier(CheckpointingProblem(blocks, max(0, head), floor))
+
+    def peak_bytes(self, size: int) -> int:
+        """Peak of live tensors without checkpointing."""
+        events = self.none.events_at(size)
+        live = events.live_bytes(self._rounding)
+        passes = max(int(live[a:b].max()) for name in ("forward", "backward") for a, b in _all(events, name))
+        return max(passes + self._shift, self._step_bytes(size))
+
+    def fragmentation_bytes(self, choices: Collection[Choice], size: int) -> int:
+        """What the caching allocator reserves beyond the live tensors, at most over uniform plans of these choices."""
+        if not self._cuda:
+            return 0
+        used = [choice for choice in self._profiles if choice in choices] or list[Choice](("none",))
+        return max(self._fragmentation(choice, size) for choice in used)
+
+    def breakdown(self, peak_bytes: int, size: int) -> MemoryBreakdown:
+        """Bytes on the device by category at a peak: what is always there, and activations for the rest."""
+        on_host = self._cuda and "host_master_weights" in self._names
+        step = self._laboratory.stepping(self._setting) if self._needs_stepping and not on_host else self.none
+        spans = _second_step(step.events)
+        alive = step.events.breakdown_at(spans["forward"][0] - 1, self._rounding)
+        states = 0 if self.off_device().total(Tier.HOST) else alive.get(Category.OPTIMIZER_STATE)
+        fixed = {
+            Category.PARAMETER: alive.get(Category.PARAMETER),
+            Category.BUFFER: alive.get(Category.BUFFER),
+            Category.GRADIENT: 0 if self._names & _FREES_GRADIENTS else alive.get(Category.GRADIENT),
+            Category.OPTIMIZER_STATE: states,
+            Category.INPUT: _input_bytes(self.none, size),
+        }
+        rest = max(0, peak_bytes - sum(fixed.values()))
+        return MemoryBreakdown.device({**fixed, Category.ACTIVATION: rest})
+
+    def work(self, size: int) -> PassWork:
+        """Forward and backward of one micro-batch without recomputation."""
+        return PassWork.of(self.none, size)
+
+    @property
+    def _needs_stepping(self) -> bool:
+        return not self._names <= _LEAVES_STATES
+
+    def _step_bytes(self, size: int) -> int:
+        traced = self.none.micro_batch_size
+        more = _input_bytes(self.none, size) - _input_bytes(self.none, traced)
+        return self._standing.step_bytes + max(0, more)
+
+    def _figures_at(self, choice: Choice, size: int) -> BlockFigures:
+        key = (choice, size)
+        if key not in self._figures:
+            self._figures[key] = block_figures(_at(self._profiles[choice], size), self._rounding)
+        return self._figures[key]
+
+    def _recompute_seconds(self, choice: Choice, size: int, rates: Rates) -> float:
+        def seconds(of: Choice) -> float:
+            return sum(pass_seconds(PassWork.of(self._profiles[of], size), rates, self._dtype).values())
+
+        return max(0.0, seconds(choice) - seconds("none"))
+
+    def _fragmentation(self, choice: Choice, size: int) -> int:
+        profile = _at(self._profiles[choice], size)
+        if self._needs_stepping:
+            profile = replace(profile, events=_without_scratch(profile.events))
+        return max(0, predict_total_bytes(profile, size) - predict_peak_bytes(profile, size))
+
+
+_LEAVES_STATES = frozenset({"bf16_mixed", "fp16_mixed", "bf16_true", "chunked_loss", "tf32"})
+"""Techniques beside which the optimizer steps as the module made it, which `Laboratory.passes` traces already."""
+
+
+def _at(profile: ModelProfile, size: int) -> ModelProfile:
+    return replace(profile, events=profile.events_at(size), micro_batch_size=size, slopes=None, larger=None)
+
+
+def _without_scratch(events: EventList) -> EventList:
+    """Events without the scratch memory of optimizer steps, whose cached blocks another optimizer doesn't leave."""
+    allocations = np.flatnonzero(events.events > 0)
+    made_in_step = np.zeros(len(events.sizes), dtype=bool)
+    starts = [*(at for at, _ in events.phases), len(events)]
+    for (first, name), stop in zip(events.phases, starts[1:], strict=True):
+        if name == "step":
+            made = allocations[(allocations >= first) & (allocations < stop)]
+            made_in_step[events.storages[made]] = True
+    scratch = made_in_step & (events.categories == _TEMPORARY)
+    return replace(events, sizes=np.where(scratch, 0, events.sizes))
+
+
+def _input_bytes(profile: ModelProfile, size: int) -> int:
+    events = profile.events_at(size)
+    return int(events.sizes[events.categories == _INPUT].sum())
+
+
+def _rounded(size_bytes: int, rounding: int) -> int:
+    return -(-size_bytes // rounding) * rounding
+
+
+def _all(events: EventList, wanted: str) -> list[tuple[int, int]]:
+    """First event and the one after the last of every phase of a name, the first optimizer step's left out."""
+    names = [name for _, name in events.phases]
+    starts = [*(at for at, _ in events.phases), len(events)]
+    second = names.index("step") + 1
+    return [
+        (starts[i], starts[i + 1])
+        for i, name in enumerate(names)
+        if i >= second and name == wanted and starts[i + 1] > starts[i]
+    ]
+
+
+def _second_step(events: EventList) -> dict[str, tuple[int, int]]:
+    """The first phase of every name after the first optimizer step."""
+    found = {name: _all(events, name) for name in ("forward", "backward", "step")}
+    return {name: spans[0] for name, spans in found.items() if spans}

@@ -1,0 +1,50 @@
+"""A plan as YAML that is laid over its recipe: `fit --config recipe.yaml --config plan.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_memfit.planner.plan import Plan
+from lightning_memfit.techniques.registry import TECHNIQUES
+
+BATCHING = "lightning_memfit.fitting.callback.MicroBatching"
+
+
+def overlay_of(plan: Plan, callbacks: Sequence[dict[str, Any]], batch_size_in_data: bool) -> dict[str, Any]:
+    """What the plan says, in the recipe's words.
+
+    Every callback of the recipe that isn't a technique stays; lists replace each other in YAML, so they are repeated.
+    Micro-batches are the loader's where the data module takes a `batch_size`; else `MicroBatching` cuts them.
+
+    Args:
+        plan: That fits.
+        callbacks: Of the recipe, each with `class_path` and maybe `init_args`.
+        batch_size_in_data: Whether `data` has an argument `batch_size`.
+
+    Raises:
+        ValueError: If the plan doesn't fit.
+    """
+    if plan.setting is None:
+        raise ValueError("Nothing fits, so there is no plan to write.")
+    setting = plan.setting
+    alone = replace(setting, accumulate_grad_batches=1, micro_batch_size=None)
+    laid = alone.overlay().get("trainer", {})
+    chosen = laid.pop("callbacks+", [])
+    techniques = technique_classes()
+    kept = [spec for spec in callbacks if spec["class_path"] not in techniques]
+    trainer: dict[str, Any] = {"precision": setting.precision, **laid}
+    if batch_size_in_data:
+        trainer["accumulate_grad_batches"] = setting.accumulate_grad_batches
+    elif setting.accumulate_grad_batches > 1:
+        chosen = [*chosen, {"class_path": BATCHING, "init_args": {"micro_batch_size": setting.micro_batch_size}}]
+        trainer["accumulate_grad_batches"] = 1
+    trainer["callbacks"] = [*chosen, *kept]
+    data = {"data": {"init_args": {"batch_size": setting.micro_batch_size}}} if batch_size_in_data else {}
+    return {**data, "trainer": trainer}
+
+
+def technique_classes() -> frozenset[str]:
+    """Import paths of all callbacks that techniques put into a run."""
+    return frozenset(spec.class_path for technique in TECHNIQUES for spec in technique.callbacks)

@@ -1,0 +1,179 @@
+"""`Plan`: what was chosen, what it is predicted to need and to take, why, and what was passed over. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
+from lightning_memfit.techniques.setting import Setting
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Bought:
+    """What one technique of the plan is for."""
+
+    technique: str
+    saved_bytes: int
+    """Of the device, against the plan without it; negative where it costs memory."""
+    extra_seconds: float
+    """Per optimizer step; negative where it saves time."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What was not chosen."""
+
+    techniques: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The fastest setting that fits, or why none does."""
+
+    model: str
+    num_parameters: int
+    batch_size: int
+    """Samples per optimizer step on each device."""
+    sequence_length: int | None
+    device: str
+    usable_bytes: int
+    setting: Setting | None
+    """None where nothing fits."""
+    peak_bytes: int = 0
+    """Of live tensors (`torch.cuda.max_memory_allocated`)."""
+    needed_bytes: int = 0
+    """With fragmentation and the runtime context: what the device must have."""
+    breakdown: MemoryBreakdown = field(default_factory=MemoryBreakdown)
+    """At the peak, by tier."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of an optimizer step by component."""
+    bought: tuple[Bought, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    largest_micro_batch: int = 0
+    """That would still fit with the same techniques, checkpointing as needed."""
+    advice: tuple[str, ...] = ()
+    """What to change or buy where nothing fits."""
+    notes: tuple[str, ...] = ()
+    searched: Mapping[str, int] = field(default_factory=dict)
+    """How many combinations there were, how many were worked out, how many steps were traced."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a setting that fits."""
+        return self.setting is not None
+
+    @property
+    def exit_code(self) -> int:
+        """0 fits, 1 nothing fits."""
+        return int(not self.fits)
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What stays free, the safety margin not counted."""
+        return self.usable_bytes - self.needed_bytes
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Predicted time of an optimizer step."""
+        return sum(self.seconds.values())
+
+    @property
+    def samples_per_s(self) -> float:
+        """Predicted samples per second on each device; 0 where nothing fits."""
+        return self.batch_size / self.seconds_per_step if self.seconds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Predicted tokens per second; None for batches without sequences."""
+        return None if self.sequence_length is None else self.samples_per_s * self.sequence_length
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """About the longest sequence that would still fit one at a time, as memory grows with the tokens."""
+        return None if self.sequence_length is None else self.sequence_length * self.largest_micro_batch
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        data = {name: getattr(self, name) for name in _PLAIN}
+        return {
+            "format": FORMAT,
+            **data,
+            "fits": self.fits,
+            "setting": None if self.setting is None else self.setting.to_dict(),
+            "label": "" if self.setting is None else label(self.setting),
+            "summary": self.summary(),
+            "headroom_bytes": self.headroom_bytes if self.fits else None,
+            "breakdown": self.breakdown.to_dict(),
+            "seconds": dict(self.seconds),
+            "seconds_per_step": self.seconds_per_step,
+            "samples_per_s": self.samples_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "bought": [asdict(item) for item in self.bought],
+            "alternatives": [asdict(item) for item in self.alternatives],
+            "longest_sequence": self.longest_sequence,
+            "advice": list(self.advice),
+            "notes": list(self.notes),
+            "searched": dict(self.searched),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: If it was written by another format version.
+        """
+        if data.get("format") != FORMAT:
+            raise ValueError(f"The plan has format {data.get('format')}, this version writes {FORMAT}. Plan again.")
+        setting = data["setting"]
+        return cls(
+            **{name: data[name] for name in _PLAIN},
+            setting=None if setting is None else Setting.from_dict(setting),
+            breakdown=MemoryBreakdown.from_dict(data["breakdown"]),
+            seconds=dict(data["seconds"]),
+            bought=tuple(Bought(**item) for item in data["bought"]),
+            alternatives=tuple(Alternative(**item) for item in data["alternatives"]),
+            advice=tuple(data["advice"]),
+            notes=tuple(data["notes"]),
+            searched=dict(data["searched"]),
+        )
+
+    def summary(self) -> str:
+        """One sentence."""
+        if self.setting is None:
+            return f"Nothing fits {self.device}: {self.advice[0] if self.advice else 'see the alternatives'}"
+        speed = f"{self.tokens_per_s:.0f} tokens/s" if self.tokens_per_s else f"{self.samples_per_s:.1f} samples/s"
+        host = self.breakdown.total(Tier.HOST) + self.breakdown.total(Tier.PINNED_HOST)
+        beside = f", {format_bytes(host)} of host memory" if host else ""
+        return (
+            f"{label(self.setting)}: needs {format_bytes(self.needed_bytes)} of {format_bytes(self.usable_bytes)} "
+            f"usable{beside}, about {speed}"
+        )
+
+
+_PLAIN = (
+    "model",
+    "num_parameters",
+    "batch_size",
+    "sequence_length",
+    "device",
+    "usable_bytes",
+    "peak_bytes",
+    "needed_bytes",
+    "largest_micro_batch",
+)
+
+
+def label(setting: Setting) -> str:
+    """A setting in a few words."""
+    names = [choice.name for choice in setting.chosen]
+    if not any(choice.technique.kind == "precision" for choice in setting.chosen):
+        names.insert(0, "32-true")
+    if setting.micro_batch_size is None:
+        return " + ".join(names)
+    return f"{' + '.join(names)}, micro-batch {setting.micro_batch_size} x {setting.accumulate_grad_batches}"

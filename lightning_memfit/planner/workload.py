@@ -1,0 +1,115 @@
+"""`Workload`: what shall be trained, on what, within which limits; everything a plan depends on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch
+
+from lightning_memfit.estimate.target import Target
+from lightning_memfit.planner.cost import Rates
+from lightning_memfit.profile.fake import fake_pretrained_weights
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.techniques.facts import Facts
+from lightning_memfit.techniques.read_facts import read_facts
+from lightning_memfit.techniques.technique import Numerics
+
+NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
+
+DEFAULT_ALLOW: frozenset[Numerics] = frozenset({"exact", "tf32", "bf16", "stochastic", "8bit"})
+"""What a plan may change unless told otherwise: not what is trained, nor the optimizer's formula."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run may use beside the device. None is unlimited."""
+
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A module, a real batch, and the machine.
+
+    Raises:
+        ValueError: If the batch per step is less than one sample.
+    """
+
+    module: Any
+    """LightningModule; never changed."""
+    batch: Any
+    """One real batch of the loader."""
+    options: StepOptions
+    """The recipe's precision, accumulation and clipping."""
+    share: int
+    """Samples per optimizer step on each device."""
+    target: Target
+    rates: Rates
+    facts: Facts
+    limits: Limits = field(default_factory=Limits)
+    allow: frozenset[Numerics] = DEFAULT_ALLOW
+    fixed: tuple[Any, ...] = ()
+    """Callbacks of the user that change a step and that no record describes; part of every trace."""
+
+    def __post_init__(self) -> None:
+        if self.share < 1:
+            raise ValueError(f"`share={self.share}`: a step needs at least one sample.")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Micro-batch sizes that divide a step evenly, so that all are equal."""
+        return tuple(size for size in range(1, self.share + 1) if self.share % size == 0)
+
+
+def check_allow(names: Iterable[str]) -> frozenset[Numerics]:
+    """The classes of numerics that a user names.
+
+    Raises:
+        ValueError: If one is unknown, or none is left.
+    """
+    wanted = [name.strip() for name in names if name.strip()]
+    unknown = [name for name in wanted if name not in NUMERICS]
+    if unknown:
+        raise ValueError(f"`allow`: {', '.join(unknown)} is none of {', '.join(NUMERICS)}.")
+    if not wanted:
+        raise ValueError(f"`allow` is empty, so nothing may run. Name at least `exact`, of {', '.join(NUMERICS)}.")
+    return frozenset(name for name in NUMERICS if name in wanted or name == "exact")
+
+
+def facts_of(module: Any, target: Target, options: StepOptions, optimizer: str = "") -> Facts:
+    """Facts of a module, built without memory where it builds itself.
+
+    Raises:
+        ValueError: If the module has no training step.
+    """
+    check_trainable(module)
+    shape = module
+    if hasattr(module, "configure_model"):
+        with torch.device("meta"), fake_pretrained_weights(), contextlib.suppress(NotImplementedError):
+            shape = copy.deepcopy(module)
+            shape.configure_model()
+    capability = target.capability if target.kind == "cuda" else None
+    return read_facts(
+        shape, target.kind, capability, optimizer, options.gradient_clip_val, options.gradient_clip_algorithm
+    )
+
+
+def check_trainable(module: Any) -> None:
+    """Refuse what can't be planned for.
+
+    Raises:
+        ValueError: If it is no LightningModule with a training step.
+    """
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    if not isinstance(module, LightningModule):
+        raise ValueError(f"`module` is a {type(module).__name__}. Give a LightningModule.")
+    for hook in ("training_step", "configure_optimizers"):
+        if not is_overridden(hook, module):
+            raise ValueError(f"{type(module).__name__} has no `{hook}`, so there is no training to plan. Write one.")
