@@ -12,9 +12,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ckpt_path", required=True, metavar="FILE", help="checkpoint written by `memfit fit`")
     parser.add_argument("--folder", required=True, help="new or empty folder to write")
     parser.add_argument("--tokenizer", help="hub name or folder (default: the one the checkpoint was trained with)")
+    parser.add_argument("--adapters_only", action="store_true", help="write a peft folder of the adapters alone")
     arguments = parser.parse_args(argv)
 
-    from lightning_memfit.models.trained import export_folder
+    from lightning_memfit.models.trained import export_adapters, export_folder, load_checkpoint
+
+    if arguments.adapters_only:
+        print(export_adapters(load_checkpoint(arguments.ckpt_path), arguments.folder))
+        return 0
 
     from .trained import load_trained
 

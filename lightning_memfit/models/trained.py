@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,11 +36,15 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
     """Build the trained network in evaluation mode, in the precision it was saved in and without asking the hub.
 
+    Adapters are merged into the pretrained model they belong to, which is loaded in its own precision.
+
     Args:
         checkpoint: What `load_checkpoint` returned.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if ADAPTERS in checkpoint:
+        return _merged_network(checkpoint)
     entries = checkpoint[ARCHITECTURE_KEY]
     config = type(AutoConfig.for_model(entries["model_type"])).from_dict(entries)
     weights = {k.removeprefix(_PREFIX): v for k, v in checkpoint["state_dict"].items() if k.startswith(_PREFIX)}
@@ -46,6 +52,58 @@ def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
     network = AutoModelForCausalLM.from_config(config, dtype=dtype)
     network.load_state_dict(weights)
     return network.eval()
+
+
+def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
+    """The pretrained network with the checkpoint's adapters merged into it."""
+    from transformers import AutoModelForCausalLM
+
+    from lightning_memfit.adapters.lora import merge_into
+
+    network = AutoModelForCausalLM.from_pretrained(_base_of(checkpoint), dtype="auto")
+    weights = {f"{_PREFIX}{name}": value for name, value in network.state_dict().items()}
+    trained = checkpoint["state_dict"]
+    merge_into(weights, trained, checkpoint[ADAPTERS]["layers"])
+    with torch.no_grad():
+        for name in weights.keys() & trained.keys():  # trained as a whole
+            weights[name].copy_(trained[name])
+    return network.eval()
+
+
+def _base_of(checkpoint: dict[str, Any]) -> str:
+    pretrained: str | None = checkpoint["hyper_parameters"].get("pretrained")
+    if pretrained is None:
+        raise ValueError(
+            "`ckpt_path` holds adapters alone, for a model that began with random weights: these are nowhere. Train "
+            "adapters of a model with `pretrained`, or export from Python when the run ends (`CausalLM.export`)."
+        )
+    return pretrained
+
+
+def export_adapters(checkpoint: dict[str, Any], folder: str | Path) -> Path:
+    """Write a checkpoint's adapters as `peft.PeftModel.from_pretrained` reads them.
+
+    Args:
+        checkpoint: What `load_checkpoint` returned.
+        folder: Where to write; created if missing.
+
+    Raises:
+        ValueError: If the checkpoint has no adapters, or the folder has content already.
+    """
+    from lightning_memfit.adapters.checkpoint import write_peft_folder
+
+    if ADAPTERS not in checkpoint:
+        raise ValueError("`ckpt_path` holds no adapters. Leave `--adapters_only` out.")
+    target = _new_folder(folder)
+    write_peft_folder(target, checkpoint, _PREFIX, checkpoint["hyper_parameters"].get("pretrained"))
+    return target
+
+
+def _new_folder(folder: str | Path) -> Path:
+    target = Path(folder).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"`folder={str(folder)!r}` is not empty. Name a new folder: nothing is overwritten.")
+    return target
 
 
 def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> Path:
@@ -59,9 +117,7 @@ def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTr
     Raises:
         ValueError: If the folder has content already.
     """
-    target = Path(folder).expanduser()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"`folder={str(folder)!r}` is not empty. Name a new folder: nothing is overwritten.")
+    target = _new_folder(folder)
     was_cached, network.config.use_cache = network.config.use_cache, True  # off only for training
     try:
         network.save_pretrained(target)

@@ -195,7 +195,7 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
         return f"{run.strategy} shards weights, for which adapters are not injected. Use one device or DDP."
     if run.has("HostMasterWeights"):
         return "adapters are small, and there is nothing to keep on the host. Leave HostMasterWeights out."
-    early = [name for name in run.callbacks[: run.callbacks.index("Lora")] if name in _AFTER]
+    early = [name for name in run.callbacks[: run.callbacks.index("Lora") if run.has("Lora") else 0] if name in _AFTER]
     if early:
         return f"{early[0]} stands before it and would convert an optimizer of frozen weights. List Lora first."
     return None

@@ -10,6 +10,7 @@ from lightning_memfit.techniques import (
     data_loading,
     gradient_release,
     host_master_weights,
+    lora,
     micro_batching,
     mixed_precision,
     optimizer,
@@ -20,6 +21,9 @@ from lightning_memfit.techniques import (
 from lightning_memfit.techniques.technique import Technique
 
 TECHNIQUES: tuple[Technique, ...] = (
+    lora.LORA,
+    lora.QLORA,
+    lora.LORA_8BIT,
     optimizer_8bit.OPTIMIZER_8BIT,
     optimizer_8bit.PAGED_OPTIMIZER,
     optimizer_8bit.PAGED_OPTIMIZER_8BIT,

@@ -72,7 +72,16 @@ _ROUNDED = (
 )
 _TURING = Facts(capability=(7, 5))
 
+_ADAPTED = (
+    (replace(CPU, callbacks=("Lora", "HostMasterWeights")), "Leave HostMasterWeights out"),
+    (replace(CPU, callbacks=("Lora",), strategy="FSDPStrategy"), "FSDPStrategy"),
+    (replace(CPU, callbacks=("Optimizer8bit", "Lora")), "List Lora first"),
+)
+
 CASES: dict[str, tuple[Case, ...]] = {
+    "lora": (Case(using("lora"), None, _ADAPTED),),
+    "qlora": (Case(using("qlora"), None, _ADAPTED), Case(using("qlora", "activation_checkpointing"), None)),
+    "lora_8bit": (Case(using("lora_8bit"), None, _ADAPTED),),
     "optimizer_8bit": (Case(using("optimizer_8bit", min_8bit_size=2048), 1e-2, _NOT_CONVERTED),),
     "paged_optimizer": (Case(using("paged_optimizer"), 1e-3, _NOT_CONVERTED),),
     "paged_optimizer_8bit": (
