@@ -30,11 +30,11 @@ def columns(results: Sequence[Result]) -> list[Column]:
         Column(f"predicted {name}", lambda row, first: _size(_predicted(row), unit)),
         Column("error", lambda row, first: _percent(row.prediction_error)),
         Column("speed x first", lambda row, first: _ratio(_samples(row), _samples(first))),
-        Column("memory x first", lambda row, first: _ratio(_bytes(row), _bytes(first))),
+        Column("memory x first", lambda row, first: _ratio(_comparable(row), _comparable(first))),
         Column("loss", _loss),
     ]
-    if any(row.measured and row.measured.process_bytes for row in results):
-        shown.insert(6, Column("process MB (NVML)", lambda row, first: _size(_process(row), _MB, 0)))
+    if any(row.device == "cuda" for row in results):
+        shown.insert(6, Column("used MB (NVML)", lambda row, first: _size(_comparable(row) or None, _MB, 0)))
     if any(row.reference for row in results):
         shown += [
             Column("source: samples/s", lambda row, first: _number(_given(row, "samples_per_second"), 2)),
@@ -138,12 +138,16 @@ def _bytes(row: Result) -> int:
     return (row.measured.allocated_bytes if row.measured and row.status == "ok" else None) or 0
 
 
+def _comparable(row: Result) -> int:
+    """What sources state: all that the process, or else everyone, uses of a card; on the CPU live tensors."""
+    measured = row.measured
+    if measured is None or row.status != "ok":
+        return 0
+    return measured.process_bytes or measured.card_bytes or measured.allocated_bytes or 0
+
+
 def _predicted(row: Result) -> int | None:
     return row.predicted.allocated_bytes if row.predicted else None
-
-
-def _process(row: Result) -> int | None:
-    return row.measured.process_bytes if row.measured else None
 
 
 def _spread(row: Result) -> float | None:
