@@ -25,7 +25,8 @@ def copy_parameters_from_swap_buffers() -> None:
 def _copying(plain: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, params: Any) -> None:
         plain(self, params)
-        for parameter in [params] if isinstance(params, torch.nn.Parameter) else params:
+        several: list[Any] = [params] if isinstance(params, torch.nn.Parameter) else list(params)
+        for parameter in several:
             if parameter.nvme_swapper is not None:
                 parameter.data = parameter.data.clone()
 

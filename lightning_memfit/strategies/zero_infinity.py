@@ -146,9 +146,8 @@ class ZeroInfinityStrategy(ZeroStrategy):
         report = preflight(self.nvme_path, needs)
         report.require()
         on_tiers = ", ".join(f"{format_bytes(states.total(tier))} {tier}" for tier in Tier)
-        rank_zero_info(
-            f"{type(self).__name__}: each rank needs {on_tiers}; steps take {report.seconds_per_step or 0.0:.2f} s or more."
-        )
+        seconds = "" if report.seconds_per_step is None else f"; a step takes {report.seconds_per_step:.1f} s or more"
+        rank_zero_info(f"{type(self).__name__}: each rank needs {on_tiers}{seconds}.")
         return report
 
     def _tune(self) -> None:

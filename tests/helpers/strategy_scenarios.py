@@ -48,7 +48,7 @@ def resume(case: dict[str, Any]) -> dict[str, Any]:
 def validate(case: dict[str, Any]) -> dict[str, Any]:
     """Evaluate a checkpoint without training."""
     pl.seed_everything(1, verbose=False)
-    trainer, module = build_trainer(case, limit_val_batches=2), build_module()
+    trainer, module = build_trainer(case, limit_val_batches=2), build_module(**case.get("module", {}))
     path = str(Path(case["folder"]) / "half.ckpt")
     return {"val_loss": trainer.validate(module, TokenData(), ckpt_path=path, verbose=False)[0]["val_loss"]}
 

@@ -1,0 +1,74 @@
+import inspect
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+import torch
+
+from lightning_memfit.strategies.nvme_internals import copy_parameters_from_swap_buffers, loading_swapped_parameters
+from lightning_memfit.strategies.zero_infinity import ZeroInfinityStrategy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload_optimizer": False, "offload_parameters": False}, "use `memfit_zero_3`"),
+        ({"params_in_host": -1}, "params_in_host=-1"),
+        ({"stage": 2}, "`stage` must be 3"),
+        ({"disk_reserve": "much"}, "disk_reserve='much'"),
+    ],
+)
+def test_arguments_that_make_no_sense(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ZeroInfinityStrategy("/somewhere", **options)
+
+
+def test_making_one_touches_no_drive() -> None:
+    strategy = ZeroInfinityStrategy("/does/not/exist")
+    assert strategy.folder is None
+    assert strategy.remote_device == "nvme"
+
+
+def test_upstream_still_hands_out_swap_buffers() -> None:
+    """What `copy_parameters_from_swap_buffers` is for; and it may be called twice."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    copy_parameters_from_swap_buffers()
+    inits = [partition_parameters.NoGatherHandle.__init__, partition_parameters.NoGatherCoalescedHandle.__init__]
+    copy_parameters_from_swap_buffers()
+    for init, handle in zip(
+        inits, (partition_parameters.NoGatherHandle, partition_parameters.NoGatherCoalescedHandle), strict=True
+    ):
+        assert handle.__init__ is init
+    source = inspect.getsource(partition_parameters)
+    assert "param.data = param.ds_tensor.data.to(device=get_accelerator().current_device_name()" in source
+
+
+def test_names_that_resuming_needs() -> None:
+    from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    before = Stage3._rigid_load_state_dict
+    with pytest.raises(KeyError), loading_swapped_parameters():
+        assert Stage3._rigid_load_state_dict is not before
+        raise KeyError
+    assert Stage3._rigid_load_state_dict is before
+    for name in ("_swappable_optimizer_subgroup", "_reassign_or_swap_out_partitioned_parameters"):
+        assert callable(getattr(Stage3, name))
+    assert callable(OptimizerSwapper._get_param_swap_info)
+    for name in ("sub_group_to_group_id", "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat"):
+        assert f"self.{name} = " in inspect.getsource(Stage3.__init__)
+
+
+def test_optimizers_that_can_not_be_swapped() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    strategy = ZeroInfinityStrategy("/somewhere")
+    strategy._check_optimizer(torch.optim.AdamW([weight]))
+    with pytest.raises(Exception, match=r"Mine can't keep its states on disk.*`offload_optimizer: false`"):
+        strategy._check_optimizer(Mine([weight]))
+    ZeroInfinityStrategy("/somewhere", offload_optimizer=False)._check_optimizer(Mine([weight]))
