@@ -27,7 +27,7 @@ def test_one_shape(path):
 def test_recorded_peaks_keep_their_bar():
     rows = json.loads(RESULTS.read_text())["rows"]
     names = {row["name"].partition(",")[0] for row in rows}
-    assert names == {"plain", *(technique.name for technique in TECHNIQUES)}
+    assert names <= {"plain", *(technique.name for technique in TECHNIQUES)}
     for row in rows:
         if "measured_bytes" in row:
             assert abs(row["predicted_bytes"] / row["measured_bytes"] - 1) <= 0.03, row["name"]
