@@ -101,7 +101,7 @@ def refusal(loader: Any, num_workers: int, persistent_workers: bool = False) -> 
     if isinstance(getattr(sampler, "generator", None), torch.Generator):
         return (
             f"{type(sampler).__name__} shuffles by a generator of its own, which workers let draw ahead: from the "
-            "second epoch on the order would differ. Leave the loader's `generator` out (seed_everything decides then), or "
+            "second epoch on the order would differ. Leave its `generator` out (seed_everything decides then), or "
             "leave DataLoading out."
         )
     if persistent_workers:
