@@ -15,6 +15,7 @@ A layer is the name of an overlay, of a recipe fragment or of a file, or the con
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -128,6 +129,10 @@ def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe
     rows = []
     for name, entry in document["rows"].items():
         entry = entry or {}
+        if not re.fullmatch(r"[\w.-]+", str(name)):
+            raise ValueError(
+                f"`rows` has the name {name!r}, which is to be a file's: use letters, digits, `_`, `-`, `.`."
+            )
         check_keys(entry, ("title", "layers", "reference"), f"rows.{name}")
         settings = overlay(base, chosen.get("base") or {})
         for layer in entry.get("layers") or []:

@@ -17,7 +17,7 @@ _STYLE = """
 body { margin: 24px auto; max-width: 980px; padding: 0 12px; background: #ffffff; color: #1b1b1b;
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 28px 0 4px; }
-p, li { color: #5b5b5b; margin: 0 0 6px; } figure { margin: 0; } svg { width: 100%; height: auto; display: block; }
+p, li { color: #5b5b5b; margin: 0 0 6px; } figure { margin: 0; } svg { max-width: 100%; height: auto; display: block; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 10px; text-align: right; border-bottom: 1px solid #d8d8d8; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }

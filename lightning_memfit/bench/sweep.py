@@ -16,6 +16,7 @@
 `technique` and `model` map names to layers, as rows of an experiment have them. Every axis may be absent.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -90,12 +91,14 @@ def load_sweep(path: Path, device: str, read_recipe: ReadRecipe) -> Sweep:
         settings = _with_numbers(settings, point, paths, document.get("global_batch_size"))
         settings = overlay(settings, {"trainer": {"max_steps": measurement.warmup_steps + measurement.timed_steps}})
         rows.append(_row(point, settings, measurement))
+    if len({row.name for row in rows}) < len(rows):
+        raise ValueError("Some points of `matrix` have the same name. Name techniques and models by different letters.")
     return Sweep(path.stem, document["title"], device, tuple(rows))
 
 
 def _row(point: dict[str, Any], settings: Settings, measurement: Measurement) -> Row:
     parts = [f"{_SHORT[axis]}{point[axis]}" if axis in _SHORT else str(point[axis]) for axis in point]
-    return Row("_".join(parts), " ".join(parts), settings, measurement, point=point)
+    return Row(re.sub(r"[^\w.-]+", "-", "_".join(parts)), " ".join(parts), settings, measurement, point=point)
 
 
 def _points(matrix: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

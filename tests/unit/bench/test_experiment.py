@@ -61,6 +61,7 @@ def test_the_key_follows_what_is_measured_and_nothing_else(tmp_path):
         ({"rows": {"a": {"layers": ["halff"]}}}, r"halff` is neither a file nor a recipe"),
         ({"rows": {"a": {"layers": [3]}}}, "`layers` holds 3; a layer is a name or a mapping"),
         ({"rows": {}}, "lacks `rows`"),
+        ({"rows": {"../a": {}}}, "`rows` has the name '../a', which is to be a file's"),
         ({"measure": {"timed_steps": 0}, "scales": {"small": {}}}, "`measure.timed_steps=0` must be at least 1"),
         ({"measures": {}}, r"no key `measures`. Closest: measure"),
         ({"scales": {"full": {}}}, "`--scale small`: mine.yaml has no such scale. Closest: full."),

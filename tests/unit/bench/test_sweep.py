@@ -65,6 +65,7 @@ def test_other_places_for_the_numbers(tmp_path):
         ({"matrix": {"technique": ["none"]}}, "`matrix.technique` holds .* where a mapping"),
         ({"global_batch_size": 12, "matrix": {"micro_batch_size": [8]}}, "12` is no multiple of micro-batch 8 x 1"),
         ({"global_batch_size": 12, "matrix": {"devices": [1]}}, "`matrix.micro_batch_size`, which is absent"),
+        ({"matrix": {"technique": {"a b": [], "a-b": []}}}, "Some points of `matrix` have the same name"),
         ({"paths": {"devices": "x"}}, "`paths` has no key `devices`"),
     ],
 )
