@@ -22,18 +22,19 @@ _NUM_ALTERNATIVES = 6
 _MAX_MICRO_BATCH = 1 << 12
 
 
-def make_plan(workload: Workload, cache: ProfileCache | None = None) -> Plan:
+def make_plan(workload: Workload, cache: ProfileCache | None = None, overlap: bool = False) -> Plan:
     """Find the fastest setting of a workload that fits.
 
     Args:
         workload: What is trained, where, within which limits.
         cache: Where traces are kept between runs; none by default.
+        overlap: Trace two sizes at a time, in a fork; for commands only.
 
     Raises:
         TraceError: If the plain step can't be traced, so that nothing can be said.
         ValueError: If there is no device to plan for.
     """
-    search = Search(Laboratory(workload, cache))
+    search = Search(Laboratory(workload, cache, overlap))
     outcome = search.run()
     searched = {
         "combinations": outcome.num_candidates,

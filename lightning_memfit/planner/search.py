@@ -30,6 +30,9 @@ _DTYPES = {"bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float
 _CORRECTIONS = 4
 """How often a checkpointing plan is made again for what its fragmentation takes."""
 
+_RESERVE = 0.03
+"""Share of a device left free beside its margin: what putting a plan together from several traces may get wrong."""
+
 _TIE = 0.005
 """Settings within this share of each other's time are alike; the simpler one is taken, then that of less memory."""
 
@@ -144,7 +147,7 @@ class Search:
             raise ValueError(
                 "There is no GPU here and none was named. Pass for example `--device 'RTX 3060'` or 12GiB."
             )
-        return usable
+        return int(usable * (1 - _RESERVE))
 
     def bound(self, setting: Setting) -> float:
         """Seconds per step that no plan of these techniques gets below."""

@@ -32,12 +32,14 @@ class Laboratory:
     Args:
         workload: What is trained.
         cache: Where profiles are kept between runs; none by default.
+        overlap: Trace two sizes at a time, in a fork; for commands only (`profile_module`).
     """
 
-    def __init__(self, workload: Workload, cache: ProfileCache | None = None) -> None:
+    def __init__(self, workload: Workload, cache: ProfileCache | None = None, overlap: bool = False) -> None:
         self.workload = workload
         self.num_traces = 0
         self._cache = cache
+        self._overlap = overlap
         self._known: dict[tuple[Any, ...], ModelProfile] = {}
         size = batch_size(workload.batch)
         self._batch = resize_batch(workload.batch, size, _TRACED_SIZE)
@@ -112,6 +114,7 @@ class Laboratory:
             any_micro_batch=any_size,
             shorten=shorten,
             check_assumptions=False,
+            overlap=self._overlap,
             cache=self._cache,
         )
 

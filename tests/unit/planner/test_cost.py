@@ -1,0 +1,83 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_memfit.planner.cost import PassWork, pass_seconds, step_seconds
+from lightning_memfit.techniques.cost import Cost, Work
+
+from .made import NUM_PARAMETERS, RATES, MadeLaboratory, made_workload
+
+CPU = replace(RATES, asynchronous=False, link_bytes_per_s=None, num_cores=2)
+
+
+def plain():
+    return MadeLaboratory(made_workload(1000)).plain()
+
+
+def test_products_and_traffic_add_up() -> None:
+    seconds = pass_seconds(PassWork(2e12, 50e9, 100), RATES, "float32")
+    assert seconds["arithmetic"] == pytest.approx(0.2)
+    assert seconds["memory"] == pytest.approx(0.1)
+    assert seconds["launch"] == 0.0  # 100 operators are issued long before
+
+
+def test_launching_is_a_floor_on_cuda_and_adds_up_on_the_cpu() -> None:
+    work = PassWork(1e9, 0.0, 10_000)
+    assert sum(pass_seconds(work, RATES, "float32").values()) == pytest.approx(0.08)
+    assert sum(pass_seconds(work, CPU, "float32").values()) == pytest.approx(0.08 + 1e9 / 10e12)
+
+
+def test_unknown_dtype_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"float8.*bfloat16"):
+        pass_seconds(PassWork(1.0, 1.0, 1.0), RATES, "float8")
+
+
+def test_work_grows_with_the_micro_batch() -> None:
+    two, four = PassWork.of(plain()), PassWork.of(plain(), 4)
+    assert four.flops == 2 * two.flops
+    assert four.operators == two.operators
+
+
+def test_traffic_grows_by_its_slope() -> None:
+    profile = replace(plain(), traffic={"forward": 100}, traffic_slopes={"forward": 30.0})
+    assert PassWork.of(profile, 5).traffic_bytes == 100 + 3 * 30
+
+
+FREE = Cost()
+
+
+def step(cost: Cost = FREE, rates=RATES, num: int = 4, extra: float = 0.0):
+    return step_seconds(PassWork(1e12, 0.0, 0.0), cost, plain(), rates, "float32", num, extra)
+
+
+def test_micro_batches_multiply_and_the_step_does_not() -> None:
+    once, four = step(num=1), step(num=4)
+    assert four.seconds["arithmetic"] == pytest.approx(4 * once.seconds["arithmetic"])
+    assert four.seconds["optimizer"] == once.seconds["optimizer"]
+
+
+def test_recomputation_counts_per_micro_batch() -> None:
+    assert step(extra=0.5).total - step().total == pytest.approx(4 * 0.5)
+
+
+def test_traffic_over_the_link_hides_behind_computing_only_where_it_overlaps() -> None:
+    moving = Cost(Work(host_link_bytes=1e9))  # 50 ms beside 100 ms of products
+    assert step(moving).seconds["link"] == pytest.approx(4 * 0.05)
+    assert step(replace(moving, overlap=True)).seconds["link"] == 0.0
+
+
+def test_optimizer_on_the_cpu_takes_its_measured_seconds() -> None:
+    from lightning_memfit.techniques.step_cost import CPU_SECONDS
+
+    assert step(rates=CPU).seconds["optimizer"] == pytest.approx(CPU_SECONDS["adamw"] * NUM_PARAMETERS / 2)
+
+
+def test_factors_correct_their_component() -> None:
+    doubled = replace(RATES, factors={"optimizer": 2.0})
+    assert step(rates=doubled).seconds["optimizer"] == pytest.approx(2 * step().seconds["optimizer"])
+    assert step(rates=doubled).seconds["arithmetic"] == step().seconds["arithmetic"]
+
+
+def test_disk_traffic_needs_a_rate() -> None:
+    with pytest.raises(ValueError, match="doctor"):
+        step(Cost(step=Work(disk_bytes=1.0)))

@@ -1,0 +1,116 @@
+import json
+
+import pytest
+import yaml
+
+from lightning_memfit.planner.make import smallest_device
+from lightning_memfit.planner.overlay import overlay_of
+from lightning_memfit.planner.plan import Plan, label
+from lightning_memfit.planner.search import Search
+from lightning_memfit.planner.workload import check_allow, check_trainable
+
+from .made import MIB, MadeLaboratory, made_workload
+
+OWN = {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"}
+EIGHT_BIT = {"class_path": "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit", "init_args": {"paged": True}}
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    from lightning_memfit.planner import make
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "Laboratory", lambda workload, cache, overlap: MadeLaboratory(workload))
+        return make.make_plan(made_workload(1000))
+
+
+def refused() -> Plan:
+    from lightning_memfit.planner import make
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "Laboratory", lambda workload, cache, overlap: MadeLaboratory(workload))
+        return make.make_plan(made_workload(250, allow=frozenset({"exact"})))
+
+
+def test_plan_says_what_it_needs_and_what_for(plan: Plan) -> None:
+    assert plan.fits
+    assert plan.exit_code == 0
+    assert plan.needed_bytes <= plan.usable_bytes <= 1000 * MIB
+    assert plan.headroom_bytes >= 0
+    assert plan.breakdown.total() == plan.needed_bytes
+    assert plan.tokens_per_s == pytest.approx(16 * 8 / plan.seconds_per_step)
+    assert {item.technique for item in plan.bought} == {choice.name for choice in plan.setting.chosen}
+    assert plan.alternatives
+    assert plan.largest_micro_batch >= plan.setting.micro_batch_size
+
+
+def test_plan_survives_json(plan: Plan) -> None:
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    with pytest.raises(ValueError, match="format"):
+        Plan.from_dict({**plan.to_dict(), "format": 0})
+
+
+def test_refusal_says_what_would_help() -> None:
+    plan = refused()
+    assert not plan.fits
+    assert plan.exit_code == 1
+    assert "Nothing fits" in plan.summary()
+    assert any("would do" in line for line in plan.advice)
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    with pytest.raises(ValueError, match="Nothing fits"):
+        overlay_of(plan, [], True)
+
+
+def test_overlay_replaces_techniques_and_keeps_other_callbacks(plan: Plan) -> None:
+    laid = overlay_of(plan, [EIGHT_BIT, OWN], batch_size_in_data=True)
+    assert yaml.safe_load(yaml.safe_dump(laid)) == laid
+    setting = plan.setting
+    assert laid["data"]["init_args"]["batch_size"] == setting.micro_batch_size
+    assert laid["trainer"]["accumulate_grad_batches"] == setting.accumulate_grad_batches
+    assert laid["trainer"]["precision"] == setting.precision
+    classes = [spec["class_path"] for spec in laid["trainer"]["callbacks"]]
+    assert OWN["class_path"] in classes
+    assert EIGHT_BIT not in laid["trainer"]["callbacks"] or "paged" in label(setting)
+    assert not any("MicroBatching" in name for name in classes)
+
+
+def test_without_a_batch_size_in_data_micro_batches_are_cut(plan: Plan) -> None:
+    laid = overlay_of(plan, [OWN], batch_size_in_data=False)
+    cut = [spec for spec in laid["trainer"]["callbacks"] if "MicroBatching" in spec["class_path"]]
+    if plan.setting.accumulate_grad_batches > 1:
+        assert cut[0]["init_args"] == {"micro_batch_size": plan.setting.micro_batch_size}
+    assert "data" not in laid
+
+
+def test_smallest_device() -> None:
+    assert smallest_device(10 << 30) is not None
+    assert smallest_device(1 << 50) is None
+
+
+def test_allow() -> None:
+    assert check_allow(["bf16", " 8bit "]) == {"exact", "bf16", "8bit"}
+    with pytest.raises(ValueError, match=r"fp7.*exact"):
+        check_allow(["fp7"])
+    with pytest.raises(ValueError, match="empty"):
+        check_allow([""])
+
+
+def test_module_without_training_step() -> None:
+    import lightning.pytorch as pl
+
+    class Empty(pl.LightningModule):
+        pass
+
+    with pytest.raises(ValueError, match=r"Empty has no `training_step`"):
+        check_trainable(Empty())
+    with pytest.raises(ValueError, match="LightningModule"):
+        check_trainable(object())
+
+
+def test_without_a_device_there_is_no_plan() -> None:
+    from dataclasses import replace
+
+    workload = made_workload(1000)
+    nowhere = replace(workload, target=replace(workload.target, capacity_bytes=None))
+    with pytest.raises(ValueError, match="--device"):
+        Search(MadeLaboratory(nowhere)).run()

@@ -1,0 +1,137 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_memfit.memory import Tier
+from lightning_memfit.planner import candidates as module
+from lightning_memfit.planner.candidates import candidates, state_bytes
+from lightning_memfit.planner.search import Outcome, Search
+from lightning_memfit.planner.workload import Limits
+from lightning_memfit.techniques.setting import Setting
+
+from .made import MIB, NUM_PARAMETERS, MadeLaboratory, made_workload
+
+EXACT = frozenset({"exact"})
+
+
+def search(usable_mib: int, **options: object) -> tuple[Search, Outcome]:
+    found = Search(MadeLaboratory(made_workload(usable_mib, **options)))  # type: ignore[arg-type]
+    return found, found.run()
+
+
+def names(setting: Setting) -> set[str]:
+    return {choice.name for choice in setting.chosen}
+
+
+def test_with_room_for_everything_nothing_is_given_up() -> None:
+    _, outcome = search(40_000, allow=EXACT)
+    assert outcome.best is not None
+    assert "activation_checkpointing" not in names(outcome.best.setting)
+    assert outcome.best.setting.numerics == frozenset()
+    assert outcome.best.needed_bytes <= 40_000 * MIB
+
+
+def test_less_memory_is_never_faster() -> None:
+    times = [search(size, allow=EXACT)[1].best for size in (40_000, 1600, 1400, 1250)]
+    seconds = [best.time.total for best in times if best is not None]
+    assert len(seconds) >= 3
+    assert seconds == sorted(seconds)
+
+
+def test_what_fits_is_within_the_limit_and_checkpoints_as_little_as_needed() -> None:
+    _, outcome = search(1400, allow=EXACT)
+    assert outcome.best is not None
+    assert outcome.best.needed_bytes <= 1400 * MIB
+    assert outcome.best.setting.micro_batch_size is not None
+
+
+def test_too_small_a_device_fits_nothing_and_says_how_much_is_missing() -> None:
+    _, outcome = search(300)
+    assert outcome.best is None
+    assert any("over" in rejected.reason and rejected.needed_bytes for rejected in outcome.rejected)
+
+
+def test_result_does_not_depend_on_the_order_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = search(1000)[1].best
+    monkeypatch.setattr(module, "TECHNIQUES", tuple(reversed(module.TECHNIQUES)))
+    after = search(1000)[1].best
+    assert before is not None
+    assert after is not None
+    assert before.setting == after.setting
+    assert before.time.total == after.time.total
+
+
+def test_bounds_are_bounds() -> None:
+    found, outcome = search(1400)
+    for solution in outcome.solutions:
+        techniques = Setting(chosen=solution.setting.chosen).without("checkpointing")
+        assert found.bound(techniques) <= found.traced_bound(techniques) <= solution.time.total * (1 + 1e-9)
+
+
+def test_search_visits_less_than_everything() -> None:
+    _, outcome = search(40_000)
+    assert outcome.num_candidates > 20
+    assert len(outcome.solutions) < outcome.num_candidates / 2
+
+
+def test_brute_force_finds_nothing_faster() -> None:
+    found, outcome = search(1100)
+    assert outcome.best is not None
+    for setting in candidates(found.workload)[0]:
+        if found.least_bytes(setting) <= found.usable_bytes:
+            solution = found.solve(setting)
+            if hasattr(solution, "time"):
+                assert outcome.best.time.total <= solution.time.total * 1.006
+
+
+def test_only_what_is_allowed_is_proposed() -> None:
+    for setting in candidates(made_workload(1000, allow=EXACT))[0]:
+        assert setting.numerics == frozenset()
+    allowed = {name for s in candidates(made_workload(1000))[0] for name in names(s)}
+    assert "optimizer_8bit" in allowed
+    assert "lion" not in allowed
+    assert "bf16_true" not in allowed
+
+
+def test_clipping_by_norm_keeps_gradient_release_out() -> None:
+    kept, refused = candidates(made_workload(1000))
+    assert all("gradient_release" not in names(setting) for setting in kept)
+    assert any("gradient_clip_val" in rejected.reason for rejected in refused)
+
+
+def test_host_memory_is_a_limit() -> None:
+    _, free = search(1000, allow=EXACT)
+    assert free.best is not None
+    assert "paged_optimizer" in names(free.best.setting)
+    assert free.best.breakdown.total(Tier.HOST) == 8 * NUM_PARAMETERS
+    _, tight = search(1000, allow=EXACT, limits=Limits(host_bytes=100 * MIB))
+    assert all("paged_optimizer" not in names(s.setting) for s in tight.solutions)
+    assert any("host memory" in rejected.reason for rejected in tight.rejected)
+
+
+def test_host_masters_leave_half_precision_weights_on_the_device() -> None:
+    found, _ = search(1000, allow=EXACT)
+    model = found.model(Setting().choose("host_master_weights"))
+    count = NUM_PARAMETERS
+    assert model.off_device().total(Tier.HOST) == 4 * count + 4 * count + 8 * count
+    assert model.off_device().total(Tier.PINNED_HOST) == 2 * count
+
+
+def test_state_bytes_by_closed_form() -> None:
+    profile = MadeLaboratory(made_workload(1000)).plain()
+    count = NUM_PARAMETERS
+    assert state_bytes(Setting(), profile, 4) == 16 * count
+    assert state_bytes(Setting().choose("host_master_weights"), profile, 2) == 2 * count
+    eight_bit = state_bytes(Setting().choose("optimizer_8bit"), profile, 4)
+    assert 10 * count <= eight_bit <= 10.1 * count
+    assert state_bytes(Setting().choose("paged_optimizer"), profile, 4) == 8 * count
+
+
+def test_one_size_is_planned_for_where_no_other_is_known() -> None:
+    class OneSize(MadeLaboratory):
+        def passes(self, setting, choice):  # type: ignore[no-untyped-def]
+            return replace(super().passes(setting, choice), slopes=None)
+
+    outcome = Search(OneSize(made_workload(40_000))).run()  # type: ignore[arg-type]
+    assert outcome.best is not None
+    assert outcome.best.setting.micro_batch_size == 2
