@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 
@@ -64,7 +65,7 @@ def output_heads(module: nn.Module) -> set[int]:
     return heads
 
 
-def tied_weights(module: nn.Module, layers: Collection[nn.Module]) -> list[str]:
+def tied_weights(module: nn.Module, layers: Collection[Any]) -> list[str]:
     """Names of the layers' weights that other layers share."""
     owners: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -7,6 +7,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from cli.main import main
 from lightning_memfit.data.tokenization import byte_tokenizer
 
+SAVING = "lightning.pytorch.callbacks.ModelCheckpoint"
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
@@ -25,7 +27,7 @@ def place(tmp_path_factory):
         "trainer.max_steps": 3,
         "trainer.limit_val_batches": 0,
         "trainer.val_check_interval": "null",
-        "trainer.callbacks": "[{class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {every_n_train_steps: 3}}]",
+        "trainer.callbacks": f"[{{class_path: {SAVING}, init_args: {{every_n_train_steps: 3}}}}]",
         "trainer.logger.init_args.save_dir": root / "run",
     }
     given = [f"--{name}={value}" for name, value in options.items()]
