@@ -4,7 +4,8 @@ from lightning_memfit.strategies.data_parallel import DataParallelStrategy
 from lightning_memfit.strategies.fully_sharded import FullyShardedStrategy
 from lightning_memfit.strategies.registry import register
 from lightning_memfit.strategies.zero import ZeroStrategy
+from lightning_memfit.strategies.zero_infinity import ZeroInfinityStrategy
 
 register()
 
-__all__ = ["DataParallelStrategy", "FullyShardedStrategy", "ZeroStrategy"]
+__all__ = ["DataParallelStrategy", "FullyShardedStrategy", "ZeroInfinityStrategy", "ZeroStrategy"]

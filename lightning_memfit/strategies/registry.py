@@ -5,6 +5,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_memfit.strategies.data_parallel import DataParallelStrategy
 from lightning_memfit.strategies.fully_sharded import FullyShardedStrategy
 from lightning_memfit.strategies.zero import ZeroStrategy
+from lightning_memfit.strategies.zero_infinity import ZeroInfinityStrategy
 
 
 def register() -> None:
@@ -23,3 +24,6 @@ def register() -> None:
     )
     StrategyRegistry.register("memfit_ddp", DataParallelStrategy, "a whole model on every device", override=True)
     StrategyRegistry.register("memfit_fsdp2", FullyShardedStrategy, "FSDP2, block by block", override=True)
+    StrategyRegistry.register(
+        "memfit_zero_infinity", ZeroInfinityStrategy, "ZeRO-3 with all states on an NVMe drive", override=True
+    )

@@ -1,5 +1,6 @@
 """`ZeroInfinityStrategy`: ZeRO-3 with optimizer states, parameters or both on disk, checked before and during a run."""
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,6 +35,7 @@ from lightning_memfit.strategies.zero_config import with_raw_options
 
 T = TypeVar("T")
 
+_PATH_VARIABLE = "MEMFIT_NVME_PATH"
 _STEPS_WELL = ("torch.optim.", "deepspeed.ops.")
 
 
@@ -46,7 +48,8 @@ class ZeroInfinityStrategy(ZeroStrategy):
     asynchronous I/O from a measurement of the drive; `config` may set others.
 
     Args:
-        nvme_path: Folder on a local NVMe drive. It must exist.
+        nvme_path: Folder on a local NVMe drive. It must exist. By default what MEMFIT_NVME_PATH names, so that a recipe
+            can go from machine to machine.
         offload_optimizer: Put optimizer states and gradients on disk.
         offload_parameters: Put parameters on disk.
         pipeline: Read the next and write the last sub-group while one is stepped; takes three times the buffers.
@@ -60,14 +63,14 @@ class ZeroInfinityStrategy(ZeroStrategy):
         folder: The run's folder; None before.
 
     Raises:
-        ValueError: If nothing is to be offloaded, or an argument is out of range.
+        ValueError: If nothing is to be offloaded, no folder is named, or an argument is out of range.
     """
 
     strategy_name = "memfit_zero_infinity"
 
     def __init__(
         self,
-        nvme_path: str,
+        nvme_path: str | None = None,
         offload_optimizer: bool = True,
         offload_parameters: bool = True,
         pipeline: bool = False,
@@ -78,6 +81,9 @@ class ZeroInfinityStrategy(ZeroStrategy):
     ) -> None:
         if not (offload_optimizer or offload_parameters):
             raise ValueError("`offload_optimizer` and `offload_parameters` are both false: use `memfit_zero_3`.")
+        nvme_path = nvme_path or os.environ.get(_PATH_VARIABLE)
+        if not nvme_path:
+            raise ValueError(f"`nvme_path` is not set: name a folder on a local NVMe drive, or set {_PATH_VARIABLE}.")
         if params_in_host < 0:
             raise ValueError(f"`params_in_host={params_in_host}` must be 0 or more elements.")
         if options.pop("stage", 3) != 3:

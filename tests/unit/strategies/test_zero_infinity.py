@@ -24,6 +24,14 @@ def test_arguments_that_make_no_sense(options: dict, message: str) -> None:
         ZeroInfinityStrategy("/somewhere", **options)
 
 
+def test_folder_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMFIT_NVME_PATH", raising=False)
+    with pytest.raises(ValueError, match="name a folder on a local NVMe drive, or set MEMFIT_NVME_PATH"):
+        ZeroInfinityStrategy()
+    monkeypatch.setenv("MEMFIT_NVME_PATH", "/mnt/drive")
+    assert ZeroInfinityStrategy().nvme_path == "/mnt/drive"
+
+
 def test_making_one_touches_no_drive() -> None:
     strategy = ZeroInfinityStrategy("/does/not/exist")
     assert strategy.folder is None
