@@ -61,7 +61,7 @@ def output_heads(module: nn.Module) -> set[int]:
     heads = {id(child) for child in module.modules() if is_linear(child) and id(child.weight) in embeddings}
     for child in module.modules():
         if hasattr(child, "get_output_embeddings"):
-            heads.add(id(child.get_output_embeddings()))
+            heads.add(id(child.get_output_embeddings()))  # type: ignore[operator]
     return heads
 
 
