@@ -28,6 +28,7 @@ _PUBLIC = {
     "Setting": "lightning_memfit.techniques.setting",
     "RandomTokens": "lightning_memfit.data",
     "RunSummary": "lightning_memfit.measure.summary",
+    "RunTimeline": "lightning_memfit.bench.run_timeline",
     "SequenceClassifier": "lightning_memfit.models",
     "SimulatedDevice": "lightning_memfit.device.simulated",
     "StandardLibraryText": "lightning_memfit.data",

@@ -1,0 +1,71 @@
+"""The page of a real run's first steps."""
+
+import logging
+import re
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_memfit import MemoryMonitor
+from lightning_memfit.bench.run_timeline import RunTimeline
+from lightning_memfit.memory import format_bytes
+
+
+class Wide(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 99:
+            raise RuntimeError("stop")
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def fit(*callbacks: pl.Callback, steps: int = 4) -> pl.Trainer:
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=steps, callbacks=list(callbacks), **quiet)
+    trainer.fit(Wide(), DataLoader(torch.randn(64, 64), 8))
+    return trainer
+
+
+def test_the_peak_is_that_of_the_monitor(tmp_path):
+    path, monitor = tmp_path / "pages" / "run.html", MemoryMonitor(tracked_steps=2)
+    trainer = fit(RunTimeline(path))
+    fit(monitor)  # on its own: on the CPU each of two that follow tensors makes a copy of the batch
+    page = path.read_text()
+    assert monitor.report is not None
+    assert f"peak {format_bytes(monitor.report.measured_peak_bytes)}" in page
+    for text in ("parameters", "gradients", "optimizer states", "activations", "forward", "backward", "second"):
+        assert text in page
+    assert not re.search(r"<script|<link|@import|url\(", page)
+    assert "training_step" not in vars(trainer.strategy)
+
+
+def test_recording_changes_nothing(tmp_path):
+    weights = []
+    for callbacks in ([], [RunTimeline(tmp_path / "run.html")]):
+        torch.manual_seed(0)
+        weights.append(fit(*callbacks).lightning_module.net[0].weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_a_page_is_not_overwritten(tmp_path):
+    path = tmp_path / "run.html"
+    path.write_text("mine")
+    with pytest.raises(ValueError, match=r"`path=.*run.html` exists already"):
+        fit(RunTimeline(path))
+    assert path.read_text() == "mine"
+
+
+def test_a_run_that_is_too_short_says_so(tmp_path):
+    with pytest.warns(UserWarning, match="fewer than 2 optimizer steps"):
+        trainer = fit(RunTimeline(tmp_path / "run.html"), steps=1)
+    assert not (tmp_path / "run.html").exists()
+    assert "training_step" not in vars(trainer.strategy)
