@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
 from pathlib import Path
@@ -31,7 +32,13 @@ def main(argv: list[str]) -> int:
         parser.error("give `--config RECIPE`")
     if arguments.out is not None and Path(arguments.out).exists():
         raise ValueError(f"`--out {arguments.out}` exists already. Name another file: none is overwritten.")
-    plan = _known_or_made(arguments, overrides)
+    try:
+        plan = _known_or_made(arguments, overrides)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        where = "`--lock` or the cache" if arguments.lock else "the cache (`$MEMFIT_CACHE`)"
+        raise ValueError(f"The disk of {where} is full. Free some, or pass `--no-cache`.") from error
     if plan is None:
         return 2
     if arguments.out is not None and plan["fits"] and not arguments.dry_run:

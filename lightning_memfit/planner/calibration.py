@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_memfit.planner.cost import COMPONENTS, Rates, StepTime
+from lightning_memfit.planner.cost import COMPONENTS, Rates
 from lightning_memfit.profile.cache import default_cache_folder
 
 _MAX_OBSERVATIONS = 64
@@ -54,12 +54,11 @@ class CalibrationFile:
         except (OSError, ValueError, KeyError, TypeError):
             return []
 
-    def add(self, predicted: StepTime, rates: Rates, measured: float) -> None:
+    def add(self, seconds: Mapping[str, float], measured: float) -> None:
         """Keep an observation; of many the newest.
 
         Args:
-            predicted: With `rates`, corrected or not.
-            rates: That it was predicted with.
+            seconds: Predicted by component, without corrections (`uncorrected`).
             measured: Seconds of the step.
 
         Raises:
@@ -67,13 +66,17 @@ class CalibrationFile:
         """
         if measured <= 0:
             raise ValueError(f"`measured={measured}` seconds must be positive.")
-        plain = {name: value / rates.factor(name) for name, value in predicted.seconds.items()}
-        kept = [*self.load(), Observation(plain, measured)][-_MAX_OBSERVATIONS:]
+        kept = [*self.load(), Observation(seconds, measured)][-_MAX_OBSERVATIONS:]
         rows = [{"seconds": dict(o.seconds), "measured": o.measured} for o in kept]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
         partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         partial.replace(self.path)
+
+
+def uncorrected(seconds: Mapping[str, float], rates: Rates) -> dict[str, float]:
+    """Predicted seconds by component as they were without what was measured before."""
+    return {name: value / rates.factor(name) for name, value in seconds.items()}
 
 
 def calibrated(rates: Rates, folder: Path | None = None) -> Rates:

@@ -9,6 +9,7 @@ from lightning_memfit.device.catalogue import DEVICES
 from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.planner.calibration import uncorrected
 from lightning_memfit.planner.candidates import Rejected, candidates, missing_permissions
 from lightning_memfit.planner.plan import Alternative, Bought, Plan, label
 from lightning_memfit.planner.search import Outcome, Search, Solution
@@ -63,6 +64,8 @@ def make_plan(workload: Workload, cache: ProfileCache | None = None, overlap: bo
         needed_bytes=best.needed_bytes,
         breakdown=best.breakdown,
         seconds=dict(best.time.seconds),
+        uncorrected=uncorrected(best.time.seconds, workload.rates),
+        rates=workload.rates.name,
         bought=tuple(_bought(search, best)),
         largest_micro_batch=largest_micro_batch(search, best.setting),
     )

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_memfit.planner.plan import Plan
 from lightning_memfit.techniques.registry import TECHNIQUES
 
+FEEDBACK = "lightning_memfit.planner.feedback.PlanFeedback"
 BATCHING = "lightning_memfit.fitting.callback.MicroBatching"
 
 
@@ -40,7 +41,9 @@ def overlay_of(plan: Plan, callbacks: Sequence[dict[str, Any]], batch_size_in_da
     elif setting.accumulate_grad_batches > 1:
         chosen = [*chosen, {"class_path": BATCHING, "init_args": {"micro_batch_size": setting.micro_batch_size}}]
         trainer["accumulate_grad_batches"] = 1
-    trainer["callbacks"] = [*chosen, *kept]
+    told = {"seconds": dict(plan.uncorrected), "rates": plan.rates, "peak_bytes": plan.peak_bytes}
+    kept = [spec for spec in kept if spec["class_path"] != FEEDBACK]
+    trainer["callbacks"] = [*chosen, *kept, {"class_path": FEEDBACK, "init_args": told}]
     data = {"data": {"init_args": {"batch_size": setting.micro_batch_size}}} if batch_size_in_data else {}
     return {**data, "trainer": trainer}
 

@@ -52,6 +52,10 @@ class Plan:
     """At the peak, by tier."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Of an optimizer step by component."""
+    uncorrected: Mapping[str, float] = field(default_factory=dict)
+    """The same without what was measured on the device before; for calibration."""
+    rates: str = ""
+    """Name under which measured steps correct the device's rates."""
     bought: tuple[Bought, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     largest_micro_batch: int = 0
@@ -110,6 +114,7 @@ class Plan:
             "headroom_bytes": self.headroom_bytes if self.fits else None,
             "breakdown": self.breakdown.to_dict(),
             "seconds": dict(self.seconds),
+            "uncorrected": dict(self.uncorrected),
             "seconds_per_step": self.seconds_per_step,
             "samples_per_s": self.samples_per_s,
             "tokens_per_s": self.tokens_per_s,
@@ -136,6 +141,7 @@ class Plan:
             setting=None if setting is None else Setting.from_dict(setting),
             breakdown=MemoryBreakdown.from_dict(data["breakdown"]),
             seconds=dict(data["seconds"]),
+            uncorrected=dict(data["uncorrected"]),
             bought=tuple(Bought(**item) for item in data["bought"]),
             alternatives=tuple(Alternative(**item) for item in data["alternatives"]),
             advice=tuple(data["advice"]),
@@ -166,6 +172,7 @@ _PLAIN = (
     "peak_bytes",
     "needed_bytes",
     "largest_micro_batch",
+    "rates",
 )
 
 

@@ -27,12 +27,13 @@ def rates_of(target: Target) -> Rates:
 
 def device_rates(target: Target) -> Rates:
     """Rates of a CUDA device from the catalogue; a bare size takes those of a common card of that size."""
-    spec = _spec(target)
+    known = _known(target.name)
+    spec = known or _stand_in(target.capacity_bytes or 0)
     assert spec.bandwidth_bytes_per_s is not None
     link = spec.host_link_bytes_per_s
     flops = {dtype: _OF_FLOPS * rate for dtype, rate in spec.flops.items()}
     return Rates(
-        name=target.name,
+        name=known.name if known is not None else target.name,
         flops_per_s=flops,
         bytes_per_s=_OF_BANDWIDTH * spec.bandwidth_bytes_per_s,
         launch_seconds=_CUDA_LAUNCH,
@@ -42,15 +43,16 @@ def device_rates(target: Target) -> Rates:
     )
 
 
-def _spec(target: Target) -> DeviceSpec:
+def _known(name: str) -> DeviceSpec | None:
     try:
-        spec = find_device(target.name)
+        spec = find_device(name)
     except ValueError:
-        spec = None
-    if spec is not None and spec.flops and spec.bandwidth_bytes_per_s:
-        return spec
-    gib = (target.capacity_bytes or 0) / 2**30
-    return find_device(next(name for name, largest in _STAND_INS if gib <= largest))
+        return None
+    return spec if spec.flops and spec.bandwidth_bytes_per_s else None
+
+
+def _stand_in(capacity_bytes: int) -> DeviceSpec:
+    return find_device(next(name for name, largest in _STAND_INS if capacity_bytes <= largest << 30))
 
 
 def cpu_rates() -> Rates:
@@ -60,13 +62,20 @@ def cpu_rates() -> Rates:
     flops = {name: _matmul_rate(dtype) for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))}
     flops["float16"] = flops["bfloat16"]
     return Rates(
-        name=f"CPU, {torch.get_num_threads()} threads",
+        name=cpu_name(),
         flops_per_s=flops,
         bytes_per_s=_copy_rate(),
         launch_seconds=_CPU_LAUNCH,
         asynchronous=False,
         num_cores=torch.get_num_threads(),
     )
+
+
+def cpu_name() -> str:
+    """Name of this CPU's rates: they depend on the threads."""
+    import torch
+
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 def _matmul_rate(dtype: object) -> float:

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memfit.planner.calibration import CalibrationFile, Observation, calibrated, fit_factors
-from lightning_memfit.planner.cost import COMPONENTS, StepTime
+from lightning_memfit.planner.calibration import CalibrationFile, Observation, calibrated, fit_factors, uncorrected
+from lightning_memfit.planner.cost import COMPONENTS
 
 from .made import RATES
 
@@ -42,16 +42,14 @@ def test_nothing_to_fit_is_refused() -> None:
 
 def test_observations_are_kept_per_device(tmp_path: Path) -> None:
     file = CalibrationFile(RATES.name, tmp_path)
-    file.add(StepTime(seconds(arithmetic=1.0)), RATES, 2.0)
+    file.add(seconds(arithmetic=1.0), 2.0)
     assert calibrated(RATES, tmp_path).factor("arithmetic") == pytest.approx(2.0, rel=0.05)
     assert calibrated(replace(RATES, name="another"), tmp_path).factors == {}
 
 
-def test_corrections_are_taken_out_before_an_observation_is_kept(tmp_path: Path) -> None:
-    file = CalibrationFile(RATES.name, tmp_path)
+def test_corrections_are_taken_out_of_a_prediction() -> None:
     corrected = replace(RATES, factors={"arithmetic": 2.0})
-    file.add(StepTime(seconds(arithmetic=2.0)), corrected, 2.0)
-    assert file.load()[0].seconds["arithmetic"] == 1.0
+    assert uncorrected(seconds(arithmetic=2.0), corrected)["arithmetic"] == 1.0
 
 
 def test_a_broken_file_counts_as_none(tmp_path: Path) -> None:
@@ -60,4 +58,4 @@ def test_a_broken_file_counts_as_none(tmp_path: Path) -> None:
     file.path.write_text("{")
     assert file.load() == []
     with pytest.raises(ValueError, match="positive"):
-        file.add(StepTime(seconds()), RATES, 0.0)
+        file.add(seconds(), 0.0)
