@@ -43,6 +43,6 @@ def _estimate(arguments: argparse.Namespace) -> EstimateReport:
         capability=target.capability,
         **given,
     )
-    profile = profile_named(run, None if arguments.no_cache else ProfileCache(), not arguments.no_shorten)
+    profile = profile_named(run, None if arguments.no_cache else ProfileCache(), not arguments.no_shorten, overlap=True)
     notes = (_NO_DEVICE,) if target.capacity_bytes is None else ()
     return build_report(profile, target, None, notes)

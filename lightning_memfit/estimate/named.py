@@ -105,13 +105,16 @@ def _read(path: Path) -> Architecture:
     return Architecture(str(path), names[0], "", config, kind, 0, usual, longest, str(path))
 
 
-def profile_named(run: NamedRun, cache: ProfileCache | None = None, shorten: bool = True) -> ModelProfile:
+def profile_named(
+    run: NamedRun, cache: ProfileCache | None = None, shorten: bool = True, overlap: bool = False
+) -> ModelProfile:
     """Profile a named model without weights.
 
     Args:
         run: What is trained, and how.
         cache: Where profiles are kept between runs; none by default.
         shorten: Trace five repeated blocks and unroll where they are proved alike.
+        overlap: Trace two sizes at a time, in a process that has done nothing else yet.
 
     Raises:
         ValueError: If the model is unknown, or can't take that sequence length.
@@ -124,7 +127,7 @@ def profile_named(run: NamedRun, cache: ProfileCache | None = None, shorten: boo
         return known
     from lightning_memfit.estimate.named_model import trace_named
 
-    profile = trace_named(run, architecture, shorten)
+    profile = trace_named(run, architecture, shorten, overlap)
     if cache is not None:
         cache.save(key, profile)
     return profile

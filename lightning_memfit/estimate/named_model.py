@@ -18,8 +18,8 @@ from lightning_memfit.profile.trace import Emulation
 _LEARNING_RATE = 1e-4  # no memory depends on it
 
 
-def trace_named(run: NamedRun, architecture: Architecture, shorten: bool = True) -> ModelProfile:
-    """Trace a named run.
+def trace_named(run: NamedRun, architecture: Architecture, shorten: bool = True, overlap: bool = False) -> ModelProfile:
+    """Trace a named run; see `profile_module` for `overlap`.
 
     Raises:
         TraceError: If the step can't be traced.
@@ -35,6 +35,7 @@ def trace_named(run: NamedRun, architecture: Architecture, shorten: bool = True)
         Emulation(run.device, run.capability),
         make_optimizer=optimizer_factory(run.optimizer),
         shorten=shorten,
+        overlap=overlap,
     )
     return replace(profile, name=architecture.name)
 

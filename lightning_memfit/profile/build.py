@@ -12,6 +12,7 @@ from lightning_memfit.profile.cache import ProfileCache, package_versions, profi
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.integers import AssumedValues
+from lightning_memfit.profile.meanwhile import in_child
 from lightning_memfit.profile.record import LargerSizes, ModelProfile
 from lightning_memfit.profile.step import OptimizerFactory, StepOptions
 from lightning_memfit.profile.trace import Emulation, Trace, TraceError, trace_step
@@ -27,6 +28,7 @@ def profile_module(
     any_micro_batch: bool = True,
     shorten: bool = True,
     check_assumptions: bool = True,
+    overlap: bool = False,
     cache: ProfileCache | None = None,
 ) -> ModelProfile:
     """Profile one training step of a module.
@@ -41,6 +43,8 @@ def profile_module(
         any_micro_batch: Trace one or two sizes more, so that every other can be had by arithmetic.
         shorten: Trace five repeated blocks and unroll where they are proved alike.
         check_assumptions: See `trace_step`.
+        overlap: Trace the second size in a forked process meanwhile. For a process that has done nothing else yet, such
+            as a command's (`meanwhile.in_child`).
         cache: Where profiles are kept between runs; none by default.
 
     Raises:
@@ -55,14 +59,12 @@ def profile_module(
             return known
     started = time.perf_counter()
 
-    def trace(value: Any, known: Trace | None = None) -> Trace:
-        check = (
-            check_assumptions if known is None else known.assumed != AssumedValues()
-        )  # else it would assume what the first trace did
+    def trace(value: Any, check: bool) -> Trace:
         return trace_step(module, value, options, emulation, callbacks, make_optimizer, shorten, check)
 
-    first = trace(batch)
-    sizes = _every_size(first, batch, trace) if any_micro_batch else _Sizes(first.events)
+    ahead = in_child(lambda: trace(_grown(batch, 1), False)) if overlap and any_micro_batch else None
+    first = trace(batch, check_assumptions)
+    sizes = _every_size(first, batch, trace, ahead) if any_micro_batch else _Sizes(first.events)
     profile = _profile(type(module).__name__, first, sizes, batch, options, emulation, time.perf_counter() - started)
     if cache is not None:
         cache.save(key, profile)
@@ -81,21 +83,37 @@ class _Sizes:
     """Why nothing is known of them."""
 
 
-def _every_size(first: Trace, batch: Any, trace: Callable[[Any, Trace], Trace]) -> _Sizes:
-    """Trace a sample more; where a batch of one differs from two in structure, also three."""
+def _every_size(
+    first: Trace, batch: Any, trace: Callable[[Any, bool], Trace], ahead: Callable[[], Trace] | None
+) -> _Sizes:
+    """Trace a sample more; where a batch of one differs from two in structure, also three.
+
+    Args:
+        first: At the size of the batch.
+        batch: To be resized.
+        trace: Traces the step, and checks assumed values where told to.
+        ahead: Gives a trace of a sample more that assumed the first choice of values.
+    """
     size = batch_size(batch)
+    usual = first.assumed == AssumedValues()  # else another trace would assume what this one did not
     try:
-        second = trace(resize_batch(batch, size, size + 1), first)
+        second = ahead() if ahead is not None and usual else trace(_grown(batch, 1), not usual)
         try:
             return _Sizes(*fit_slopes(first.events, second.events, size, size + 1), None, _growth(first, second))
         except AlignmentError:
             if size > 1:
                 raise
-        third = trace(resize_batch(batch, size, size + 2), first)
+        third = trace(_grown(batch, 2), not usual)
         events, slopes = fit_slopes(second.events, third.events, size + 1, size + 2)
         return _Sizes(first.events, larger=LargerSizes(events, size + 1, slopes), traffic_slopes=_growth(second, third))
     except (AlignmentError, TraceError, ValueError) as error:
         return _Sizes(first.events, reason=str(error))
+
+
+def _grown(batch: Any, more: int) -> Any:
+    """The batch with some of its samples repeated."""
+    size = batch_size(batch)
+    return resize_batch(batch, size, size + more)
 
 
 def _growth(smaller: Trace, larger: Trace) -> dict[str, float]:

@@ -62,8 +62,7 @@ def _can_fork() -> bool:
 
 def _run(function: Callable[[], T], sending: "Connection") -> None:
     try:
-        answer = function(), None
+        sending.send((function(), None))
     except Exception as error:
-        answer = None, error
-    sending.send(answer)
+        sending.send((None, error))
     sending.close()

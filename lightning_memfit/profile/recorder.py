@@ -174,6 +174,8 @@ class EventRecorder(StorageLedger):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator; a `_foreach_` result belongs to the block of the tensor at its own place in the list."""
+        if func is torch.ops.prim.device.default:  # two of three calls; there is nothing to count
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kernel = python_kernel(func) if self._python_kernels else None
         if kernel is not None:
             with self:
