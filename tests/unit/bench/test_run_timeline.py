@@ -1,6 +1,5 @@
 """The page of a real run's first steps."""
 
-import logging
 import re
 
 import lightning.pytorch as pl
@@ -28,7 +27,6 @@ class Wide(pl.LightningModule):
 
 
 def fit(*callbacks: pl.Callback, steps: int = 4) -> pl.Trainer:
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=steps, callbacks=list(callbacks), **quiet)
     trainer.fit(Wide(), DataLoader(torch.randn(64, 64), 8))
