@@ -122,7 +122,12 @@ class StorageLedger(TorchDispatchMode):
             self.track(buffer, Category.BUFFER, name)
 
     def track_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Enter the optimizer's states, and label what its later steps make."""
+        """Enter the optimizer's states, and label what its later steps make.
+
+        Of an optimizer that wraps the one that steps, as DeepSpeed's do, the inner one is followed.
+        """
+        while not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer.optimizer
         self._label_states(optimizer)
         self._handles.append(optimizer.register_step_pre_hook(self._open_step))
         self._handles.append(optimizer.register_step_post_hook(self._close_step))
@@ -277,4 +282,5 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def _inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
     names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [getattr(wrapper, name) for name in names]
+    inner = [getattr(wrapper, name) for name in names]
+    return [part for part in inner if isinstance(part, torch.Tensor)]  # a DTensor names its mesh, too

@@ -50,8 +50,8 @@ class SavedRun:
         if 3 in (stage, self.stage):
             raise ValueError(
                 f"`ckpt_path` was written by stage {self.stage} on {self.world_size} ranks, and can't go on exactly "
-                f"with stage {stage} on {world_size}. Use the same stage and number of ranks; or start a new optimizer from "
-                "the weights: `memfit export` writes a folder for the model's `pretrained`."
+                f"with stage {stage} on {world_size}. Use the same stage and number of ranks; or start a new "
+                "optimizer from the weights: `memfit export` writes a folder for the model's `pretrained`."
             )
         return True
 
