@@ -1,11 +1,17 @@
 """Names of DeepSpeed that swapping to disk needs, written for DeepSpeed 0.19.8; `test_upstream_names.py` pins them."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+SUB_GROUPS = "memfit_sub_groups"
+"""Key of `sub_groups_of` in a checkpoint."""
+
+_ENDING = ".tensor.swp"
 
 
 def copy_parameters_from_swap_buffers() -> None:
@@ -34,26 +40,113 @@ def _copying(plain: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def restore_swapped_optimizer(engine: Any, folder: Path, rank: int) -> None:
-    """Give an optimizer on disk its states back.
+def sub_groups_of(engine: Any) -> dict[str, list[Any]]:
+    """Names and elements of the optimizer's sub-groups on this rank, to be saved with a checkpoint.
 
-    `DeepSpeedEngine.load_checkpoint` copies the files of moments and master weights, and tells the optimizer nothing of
-    them: it would start with no step count and new moments, and nobody would notice but by the losses.
+    The files on disk carry these names, which differ from process to process: they count parameters.
+    """
+    zero = engine.optimizer
+    names = [flat.ds_id for flat in zero.fp32_partitioned_groups_flat]
+    return {"names": names, "numels": [int(numel) for numel in zero.fp16_partitioned_groups_flat_numel]}
+
+
+def restore_swapped_optimizer(engine: Any, folder: Path, rank: int, saved_groups: dict[str, list[Any]] | None) -> None:
+    """Give an optimizer on disk its weights and states back.
+
+    `DeepSpeedEngine.load_checkpoint` copies the files of master weights and moments and does nothing else. The
+    optimizer would start with no step count and new moments, sub-groups too small for the disk would keep their initial
+    weights, and so would all others where this process counts parameters otherwise than the one that saved. Nobody
+    would notice but by the losses.
 
     Args:
         engine: Which has just loaded the checkpoint.
         folder: The checkpoint.
         rank: Of this process.
+        saved_groups: What `sub_groups_of` gave when it was saved.
+
+    Raises:
+        ValueError: If the checkpoint has other sub-groups.
     """
-    tag = (folder / "latest").read_text().strip()
-    (file,) = (folder / tag).glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    saved = torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]["optimizer_state_dict"]
-    zero = engine.optimizer
-    for group, was in zip(zero.optimizer.param_groups, saved["param_groups"], strict=True):
+    zero, here = engine.optimizer, sub_groups_of(engine)
+    if saved_groups is None or saved_groups["numels"] != here["numels"]:
+        raise ValueError(
+            f"`ckpt_path={str(folder)!r}` was not written by `memfit_zero_infinity` with this run's sub-groups. Resume "
+            "with the same optimizer groups, ranks and `sub_group_size`; or start a new optimizer from the weights."
+        )
+    inside = _inside(folder)
+    (file,) = inside.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    saved = torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]
+    states = saved["optimizer_state_dict"]
+    zero.checkpoint_event_prologue()
+    _copy_files(zero, _files(inside, rank), dict(zip(saved_groups["names"], here["names"], strict=True)))
+    for sub_group, weights in enumerate(saved["fp32_flat_groups"]):
+        if not zero._swappable_optimizer_subgroup(sub_group):
+            zero.fp32_partitioned_groups_flat[sub_group].data.copy_(weights)
+    zero.reset_swap_buffers()  # writes the parameters anew from the master weights
+    for group, was in zip(zero.optimizer.param_groups, states["param_groups"], strict=True):
         group.update({key: value for key, value in was.items() if key != "params"})
     for number, sub_group in enumerate(_in_saved_order(zero)):
-        if number in saved["state"]:
-            _restore_sub_group(zero, sub_group, saved["state"][number])
+        if number in states["state"]:
+            _restore_sub_group(zero, sub_group, states["state"][number])
+    zero.checkpoint_event_epilogue()
+
+
+def _copy_files(zero: Any, source: Path, names: dict[str, str]) -> None:
+    """Put a rank's files in place under the names of this process; upstream has copied them under the old ones."""
+    target = Path(zero.optimizer_swapper.swap_folder)
+    for path in source.glob(f"*{_ENDING}"):
+        if path.name not in {f"{state}{name}{_ENDING}" for name in names.values() for state in _states(path)}:
+            (target / path.name).unlink(missing_ok=True)
+    for path in source.glob(f"*{_ENDING}"):
+        state, dash, old = path.name.removesuffix(_ENDING).rpartition("-")
+        shutil.copyfile(path, target / f"{state}{dash}{names[old]}{_ENDING}")
+
+
+def _states(path: Path) -> tuple[str, str]:
+    """Nothing, for master weights, or the beginning that names a state, `exp_avg-`."""
+    state, dash, _ = path.name.removesuffix(_ENDING).rpartition("-")
+    return "", f"{state}{dash}"
+
+
+@contextmanager
+def reading_swapped_weights() -> Iterator[None]:
+    """Let DeepSpeed put whole weights together from a checkpoint whose master weights are files of their own.
+
+    `zero_to_fp32` finds empty tensors in their place, and stops.
+    """
+    from deepspeed.utils import zero_to_fp32
+
+    plain = zero_to_fp32.parse_optim_states
+
+    def parse(files: list[str], folder: str) -> Any:
+        result = plain(files, folder)
+        first = sorted(Path(folder).glob("*mp_rank_00_model_states.pt"))[0]
+        saved = torch.load(first, map_location="cpu", weights_only=False, mmap=True).get(SUB_GROUPS)
+        if saved is not None:
+            for rank, flats in enumerate(result[2]):
+                flats[:] = [
+                    flat if flat.numel() else _read(_files(Path(folder), rank) / f"{name}{_ENDING}", numel)
+                    for flat, name, numel in zip(flats, saved["names"], saved["numels"], strict=True)
+                ]
+        return result
+
+    zero_to_fp32.parse_optim_states = parse
+    try:
+        yield
+    finally:
+        zero_to_fp32.parse_optim_states = plain
+
+
+def _read(path: Path, numel: int) -> torch.Tensor:
+    return torch.from_file(str(path), size=numel, dtype=torch.float32)
+
+
+def _inside(folder: Path) -> Path:
+    return folder / (folder / "latest").read_text().strip()
+
+
+def _files(inside: Path, rank: int) -> Path:
+    return inside / "offloaded_tensors" / f"rank{rank:02d}"
 
 
 def _in_saved_order(zero: Any) -> list[int]:

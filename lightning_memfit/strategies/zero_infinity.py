@@ -26,9 +26,12 @@ from lightning_memfit.offload.tuning import tuned_aio
 from lightning_memfit.offload.watermark import DiskWatermark
 from lightning_memfit.strategies.model_shape import ModelShape
 from lightning_memfit.strategies.nvme_internals import (
+    SUB_GROUPS,
     copy_parameters_from_swap_buffers,
     loading_swapped_parameters,
+    reading_swapped_weights,
     restore_swapped_optimizer,
+    sub_groups_of,
 )
 from lightning_memfit.strategies.zero import ZeroStrategy
 from lightning_memfit.strategies.zero_config import with_raw_options
@@ -263,17 +266,19 @@ class ZeroInfinityStrategy(ZeroStrategy):
         """Write a checkpoint, unless the states on disk are in doubt."""
         if self._watermark is not None:
             self._watermark.check()
+        if self._offloads[0]:
+            checkpoint = checkpoint | {SUB_GROUPS: sub_groups_of(self.deepspeed_engine)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and, to go on training, the optimizer's states, which upstream loses where they lie on disk."""
         assert self.lightning_module is not None
         folder = Path(self.broadcast(checkpoint_path))
-        with loading_swapped_parameters():
+        with loading_swapped_parameters(), reading_swapped_weights():
             loaded = super().load_checkpoint(folder, weights_only)
         training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if training and self._offloads[0] and not self.load_full_weights:
-            restore_swapped_optimizer(self.deepspeed_engine, folder, self.global_rank)
+            restore_swapped_optimizer(self.deepspeed_engine, folder, self.global_rank, loaded.get(SUB_GROUPS))
         return loaded
 
 
