@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -147,13 +148,27 @@ def _failed(kind: str, message: str, tail: str) -> dict[str, Any]:
 
 def _wait(command: list[str], log: Any, timeout_s: float) -> int | None:
     """Exit code of a command, None where it took too long. It and its children are gone afterwards."""
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    with _termination_as_exit():
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end_group(process)
+
+
+@contextlib.contextmanager
+def _termination_as_exit() -> Iterator[None]:
+    """Let SIGTERM unwind this program: the worker has a session of its own and would outlive it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return None
+        yield
     finally:
-        _end_group(process)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -91,11 +93,7 @@ def test_a_row_that_takes_too_long_is_ended_with_its_children(make, tmp_path):
     assert "`measure.timeout_s` = 3 s" in result.error.message
     assert "from the worker a" in result.error.log_tail or result.error.log_tail == ""
     child = int((tmp_path / "log.child").read_text())
-    for _ in range(50):
-        if not _alive(child):
-            break
-        time.sleep(0.1)
-    assert not _alive(child)
+    _until(lambda: not _alive(child), seconds=5)
 
 
 def _alive(pid: int) -> bool:
@@ -133,3 +131,32 @@ def test_an_interrupt_leaves_what_was_finished_and_no_process(make, monkeypatch)
         runner.run([row("a"), row("b")], on_result=interrupted)
     assert [path.name for path in runner.folder.iterdir()] == ["a.json"]
     assert len(ended) == 1
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from lightning_memfit.bench.experiment import Measurement, Row
+from lightning_memfit.bench.runner import Runner
+folder, worker = map(Path, sys.argv[1:])
+settings = {"name": "a", "does": "sleep", "log": str(folder / "log")}
+runner = Runner("mine", "small", "cpu", folder / "out", (sys.executable, str(worker)), str)
+runner.run([Row("a", "a", settings, Measurement())])
+"""
+
+
+def test_ending_the_command_ends_the_run(make, tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), str(tmp_path / "worker.py")])
+    child = tmp_path / "log.child"
+    _until(lambda: child.exists() and child.read_text(), seconds=30)
+    process.terminate()
+    assert process.wait(20) == 128 + signal.SIGTERM
+    _until(lambda: not _alive(int(child.read_text())), seconds=5)
+    assert not (tmp_path / "out").exists()
+
+
+def _until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
