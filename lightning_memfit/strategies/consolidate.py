@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from lightning_memfit.strategies.nvme_internals import SUB_GROUPS, reading_swapped_weights
+
 # What DeepSpeed 0.19 adds to the file that also holds what Lightning saves.
 _DEEPSPEED_KEYS = {
     "buffer_names",
@@ -27,6 +29,7 @@ _DEEPSPEED_KEYS = {
     "random_ltd",
     "shared_params",
     "skipped_steps",
+    SUB_GROUPS,
 }
 
 
@@ -57,7 +60,8 @@ def consolidated(folder: str | Path) -> dict[str, Any]:
 def _from_zero(root: Path) -> dict[str, Any]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    state_dict = get_fp32_state_dict_from_zero_checkpoint(str(root))
+    with reading_swapped_weights():
+        state_dict = get_fp32_state_dict_from_zero_checkpoint(str(root))
     tag = (root / "latest").read_text().strip()
     files = sorted((root / tag).glob("*mp_rank_00_model_states.pt"))
     saved = torch.load(files[0], map_location="cpu", weights_only=False, mmap=True)

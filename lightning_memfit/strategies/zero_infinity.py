@@ -24,12 +24,12 @@ from lightning_memfit.offload.sizing import AioSettings, InfinitySizes, infinity
 from lightning_memfit.offload.traffic import step_traffic
 from lightning_memfit.offload.tuning import tuned_aio
 from lightning_memfit.offload.watermark import DiskWatermark
+from lightning_memfit.strategies.consolidate import consolidated
 from lightning_memfit.strategies.model_shape import ModelShape
 from lightning_memfit.strategies.nvme_internals import (
     SUB_GROUPS,
     copy_parameters_from_swap_buffers,
     loading_swapped_parameters,
-    reading_swapped_weights,
     restore_swapped_optimizer,
     sub_groups_of,
 )
@@ -271,13 +271,22 @@ class ZeroInfinityStrategy(ZeroStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and, to go on training, the optimizer's states, which upstream loses where they lie on disk."""
+        """Load weights and, to go on training, the optimizer's states, which upstream loses where they lie on disk.
+
+        To evaluate, weights are put together in host memory and handed out module by module: upstream gathers all at
+        once, for which there are no buffers.
+        """
         assert self.lightning_module is not None
+        if self.load_full_weights:
+            return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(self.broadcast(checkpoint_path))
-        with loading_swapped_parameters(), reading_swapped_weights():
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            whole = consolidated(folder)
+            self._restore_zero_state(whole, strict=self.lightning_module.strict_loading)
+            return whole
+        with loading_swapped_parameters():
             loaded = super().load_checkpoint(folder, weights_only)
-        training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        if training and self._offloads[0] and not self.load_full_weights:
+        if self._offloads[0]:
             restore_swapped_optimizer(self.deepspeed_engine, folder, self.global_rank, loaded.get(SUB_GROUPS))
         return loaded
 
