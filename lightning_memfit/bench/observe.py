@@ -88,6 +88,7 @@ class StepTimes(Callback):
         self._num_steps = 0
         self._global_step = 0
         self._last = 0.0
+        self._step_start = 0.0
         self._losses: list[torch.Tensor] = []
         self._first: list[torch.Tensor] = []
         self._final: list[torch.Tensor] = []

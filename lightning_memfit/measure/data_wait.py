@@ -28,6 +28,7 @@ class DataWaitMonitor(Callback):
             raise ValueError(f"`every_n_steps={every_n_steps}` must be at least 1.")
         self.every_n_steps = every_n_steps
         self._waited = self._elapsed = 0.0
+        self._started = 0.0
         self._ended: float | None = None
         self._logged_step = 0
 
