@@ -46,7 +46,7 @@ def zero_infinity_states(
     """
     distinct = [parameter for parameter in parameters if not parameter.shared_with]
     trained = [-(-parameter.numel // world_size) for parameter in distinct if parameter.trainable]
-    weights = _weights(distinct, sizes, world_size, offload_parameters)
+    weights = _weights(parameters, sizes, world_size, offload_parameters)
     states = _states(sizes, optimizer_family(optimizer).num_states, offload_optimizer)
     gradients = _gradients(trained, sizes, offload_optimizer)
     return weights + states + gradients + _buffers(distinct, sizes, offload_optimizer, offload_parameters, bucket_size)
@@ -61,15 +61,16 @@ def checkpoint_bytes(sizes: InfinitySizes, optimizer: str = "adamw") -> int:
 def _weights(
     parameters: Sequence[ParameterInfo], sizes: InfinitySizes, world_size: int, offloaded: bool
 ) -> MemoryBreakdown:
+    """Weights by tier. A tied one was written before it was tied, and its file stays."""
     by_tier = dict.fromkeys(Tier, 0)
     kept = sizes.max_in_cpu if offloaded else 0
     for parameter in parameters:
-        partition = -(-parameter.numel // world_size)
+        partition, tied = -(-parameter.numel // world_size), bool(parameter.shared_with)
         if not offloaded or parameter.numel <= PERSISTENT_NUMEL:
-            by_tier[Tier.DEVICE] += partition * sizes.itemsize
+            by_tier[Tier.DEVICE] += partition * sizes.itemsize * (not tied)
         elif partition * sizes.itemsize >= sizes.aio.min_swapped_bytes:
             by_tier[Tier.DISK] += sizes.aio.aligned(partition, sizes.itemsize) * sizes.itemsize
-        else:
+        elif not tied:
             by_tier[Tier.HOST] += partition * sizes.itemsize
     by_tier[Tier.HOST] += kept * sizes.itemsize
     return MemoryBreakdown({(tier, Category.PARAMETER): size for tier, size in by_tier.items()})

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_memfit.memory import MIB
+from lightning_memfit.estimate.zero_infinity import zero_infinity_states
+from lightning_memfit.memory import MIB, Tier
 from lightning_memfit.offload.leftovers import find_runs
+from lightning_memfit.offload.sizing import infinity_sizes
+from lightning_memfit.profile.parameters import parameter_table
 from tests.helpers.small_drive import small_drive
 from tests.helpers.strategy_launch import finish, launch, start
 
@@ -27,7 +31,7 @@ pytestmark = [
 ]
 
 # Matrices of 1 MiB and more, which alone are swapped.
-MODULE = {
+MODULE: dict[str, Any] = {
     "config": {
         "model_type": "gpt2",
         "n_layer": 2,
@@ -103,16 +107,27 @@ def test_two_ranks_share_a_folder_and_the_work(tmp_path: Path) -> None:
     assert list(drive.iterdir()) == []
 
 
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Saving and resuming with stage 3 and all states in memory, which `test_zero_checkpoints` compares with DDP."""
+    folder = tmp_path_factory.mktemp("in-memory")
+    common = {"strategy": "memfit_zero_3", "module": MODULE, "folder": str(folder / "kept")}
+    (folder / "kept").mkdir()
+    return launch(folder, {name: common | {"scenario": f"{SCENARIOS}.{name}"} for name in ("save", "resume")})
+
+
 @pytest.mark.parametrize("init_args", [{}, {"offload_parameters": False}, {"offload_optimizer": False}], ids=str)
-def test_saved_and_resumed_exactly(tmp_path: Path, init_args: dict[str, Any]) -> None:
-    drive = tmp_path / "drive"
-    kept = tmp_path / "kept"
+def test_saved_and_resumed_exactly(tmp_path: Path, in_memory: dict[str, Any], init_args: dict[str, Any]) -> None:
+    """In another process, where parameters are counted otherwise than in the one that saved."""
+    drive, kept = tmp_path / "drive", tmp_path / "kept"
     drive.mkdir()
     kept.mkdir()
     common = case(drive, init_args, folder=str(kept))
     saved = launch(tmp_path, {"save": common | {"scenario": f"{SCENARIOS}.save"}})["save"]
+    assert saved["whole"] == pytest.approx(in_memory["save"]["whole"], abs=1e-6, rel=0)
+    assert saved["val_loss"] == pytest.approx(in_memory["save"]["val_loss"], abs=1e-6)
     later = launch(tmp_path, {name: common | {"scenario": f"{SCENARIOS}.{name}"} for name in ("resume", "validate")})
-    assert later["resume"]["losses"] == pytest.approx(saved["whole"][2:], abs=1e-6, rel=0)
+    assert later["resume"]["losses"] == pytest.approx(in_memory["resume"]["losses"], abs=1e-6, rel=0)
     assert later["validate"]["val_loss"] == pytest.approx(saved["val_loss"], abs=1e-6)
     assert list(drive.iterdir()) == []
 
@@ -135,15 +150,28 @@ def test_drive_that_fills_up_while_training(tmp_path: Path) -> None:
         assert find_runs(drive) == []
 
 
-def test_killed_run_leaves_what_the_next_one_removes(tmp_path: Path) -> None:
+def predicted_disk_bytes() -> int:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    options = {name: value for name, value in MODULE["config"].items() if name != "model_type"}
+    with torch.device("meta"):
+        table = parameter_table(GPT2LMHeadModel(GPT2Config(**options)))
+    distinct = [p for p in table if not p.shared_with]
+    groups = [[p.numel for p in distinct if p.dims > 1], [p.numel for p in distinct if p.dims == 1]]
+    return zero_infinity_states(table, infinity_sizes(groups, itemsize=4)).total(Tier.DISK)
+
+
+def test_killed_run_leaves_what_was_predicted_and_the_next_one_removes_it(tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
     process = start(tmp_path, {"killed": case(drive, steps=100_000)})
-    wait_for(lambda: any(state.size_bytes > 50 * MIB for state in find_runs(drive)), process)
+    predicted = predicted_disk_bytes()
+    wait_for(lambda: any(state.size_bytes >= predicted for state in find_runs(drive)), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     (left,) = find_runs(drive)
     assert left.is_leftover
+    assert predicted <= left.size_bytes <= predicted + MIB // 4  # whole blocks of files, and the owner file
     result = launch(tmp_path, {"next": case(drive)})["next"]
     assert result["losses"] == pytest.approx(result["plain"], abs=1e-6, rel=0)
     assert list(drive.iterdir()) == []
