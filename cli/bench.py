@@ -91,7 +91,8 @@ def check_device(device: str) -> None:
 def show_progress(result: Result, measured_now: bool) -> None:
     """One line on stderr per row."""
     verb = f"{result.seconds:.0f} s" if measured_now else "kept"
-    print(f"{result.row}: {result.status.replace('_', ' ')} ({verb})", file=sys.stderr, flush=True)
+    why = f": {result.error.message}" if result.error is not None and result.status == "failed" else ""
+    print(f"{result.row}: {result.status.replace('_', ' ')} ({verb}){why}", file=sys.stderr, flush=True)
 
 
 def _command(arguments: argparse.Namespace, row: str) -> str:

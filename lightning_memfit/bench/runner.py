@@ -23,6 +23,7 @@ from lightning_memfit.bench.record import SCHEMA, Failure, Memory, Prediction, R
 from lightning_memfit.bench.tracking import Tracking
 
 _LOG_LINES = 20
+_EXPLAINED = "memfit: error: "
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,16 @@ class Runner:
         log = folder / "log.txt"
         with log.open("wb") as file:
             code = _wait([*self.worker, str(folder)], file, row.measurement.timeout_s)
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:])
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        tail = "\n".join(lines[-_LOG_LINES:])
         said = _combined(folder)
         if said is None:
             return _no_outcome(code, row.measurement.timeout_s, tail)
         if said["status"] == "failed":
             said["error"]["log_tail"] = tail
+            explained = [line for line in lines if line.startswith(_EXPLAINED)]
+            if said["error"]["type"] == "SystemExit" and explained:  # the parser refused the configuration
+                said["error"] |= {"type": "Configuration", "message": explained[-1].removeprefix(_EXPLAINED)}
         return said
 
 

@@ -24,13 +24,15 @@ if settings["does"] == "sleep":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     pathlib.Path(settings["log"] + ".child").write_text(str(child.pid))
     time.sleep(60)
+if settings["does"] == "failed by a typo":
+    print("memfit: error: `model`: there is no argument `x`. Closest: y.")
 if settings["does"] == "die":
     os.kill(os.getpid(), 9)
 if settings["does"] == "exit":
     sys.exit(3)
 outcome = {"status": settings["does"].split()[0], "loss_first": 1.0, "hardware": {"device": "toy"}}
 if outcome["status"] != "ok":
-    outcome["error"] = {"type": "E", "message": "m"}
+    outcome["error"] = {"type": "SystemExit" if "typo" in settings["does"] else "E", "message": "2"}
 (folder / "outcome.json").write_text(json.dumps(outcome))
 if settings["does"] == "failed because of another":
     said = {"status": "out_of_memory", "error": {"type": "OutOfMemoryError", "message": "of rank 1"}}
@@ -109,6 +111,13 @@ def test_a_process_that_ends_without_a_result(make, does, kind, message):
     [result] = runner.run([row("a", does)])
     assert (result.status, result.error.type) == ("failed", kind)
     assert message in result.error.message
+
+
+def test_a_configuration_that_the_parser_refuses_is_explained(make):
+    runner, row, _ = make
+    [result] = runner.run([row("a", "failed by a typo")])
+    assert (result.status, result.error.type) == ("failed", "Configuration")
+    assert result.error.message == "`model`: there is no argument `x`. Closest: y."
 
 
 def test_a_run_is_out_of_memory_when_one_of_its_processes_is(make):
