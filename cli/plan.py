@@ -82,6 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lock", metavar="FILE", help="keep the plan here, and reuse it while nothing it rests on changes"
     )
+    parser.add_argument("--verify", action="store_true", help="trace the plan itself, too: seconds more, a proof more")
     parser.add_argument("--dry-run", action="store_true", help="write no file: only print, and exit 0 or 1")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     parser.add_argument("--no-cache", action="store_true", help="neither read nor write cached plans and traces")
@@ -109,7 +110,7 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
     from lightning_memfit.profile.cache import default_cache_folder
 
     recipes = [Path(resolve(name)) for name in arguments.config]
-    limits = {"allow": arguments.allow, "host_memory": arguments.host_memory}
+    limits = {"allow": arguments.allow, "host_memory": arguments.host_memory, "verify": arguments.verify}
     key = plan_key(recipes, overrides, arguments.device or "", limits)
     lock = None
     if arguments.lock is not None:

@@ -36,7 +36,8 @@ def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[di
         run = load_recipe(overrides)
         workload = workload_of(run, target_of(arguments.device, run), arguments)
         try:
-            plan = make_plan(workload, None if arguments.no_cache else ProfileCache(), overlap=True)
+            cache = None if arguments.no_cache else ProfileCache()
+            plan = make_plan(workload, cache, overlap=True, verify=arguments.verify)
         except TraceError as error:
             mistake = user_mistake(error)
             if mistake is not None:

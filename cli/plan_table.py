@@ -54,10 +54,14 @@ def _figures(plan: Mapping[str, Any]) -> list[str]:
     larger = f"Largest micro-batch that would still fit: about {plan['largest_micro_batch']}"
     if plan["longest_sequence"]:
         larger += f"; longest sequence, one at a time: about {plan['longest_sequence']} tokens"
+    verified = []
+    if plan["verified_bytes"] is not None:
+        verified = [f"A trace of the plan itself needs {format_bytes(plan['verified_bytes'])}"]
     return [
         f"Plan: {plan['label']}",
         f"Predicted peak {format_bytes(plan['peak_bytes'])} of live tensors; with fragmentation and runtime "
         f"{format_bytes(plan['needed_bytes'])}, {format_bytes(plan['headroom_bytes'])} of headroom beside the margin",
+        *verified,
         f"Predicted {plan['seconds_per_step']:.2f} s per step, {speed} ({shares})",
         larger,
     ]

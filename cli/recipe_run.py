@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -47,8 +48,14 @@ class RecipeRun:
     accelerator: str
     notes: tuple[str, ...]
     """What of the recipe the estimate leaves out."""
-    config: dict[str, Any]
-    """Everything the recipe says, as plain values."""
+    dump: Callable[[], str]
+    """Gives everything the recipe says as YAML."""
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Everything the recipe says, as plain values."""
+        plain: dict[str, Any] = yaml.safe_load(self.dump())
+        return plain
 
     @property
     def callback_specs(self) -> list[dict[str, Any]]:
@@ -67,9 +74,7 @@ class _RecipeCLI(MemFitCLI):
 
     def before_instantiate_classes(self) -> None:
         """Note what the recipe says of hardware, precision and loggers, and put stand-ins in their place."""
-        self.plain_config: dict[str, Any] = yaml.safe_load(
-            self.parser.dump(self.config, skip_link_targets=False, skip_validation=True)
-        )
+        self.as_written = self.config.clone()
         trainer = self.config.trainer
         self.recipe = {name: trainer[name] for name in _STAND_IN}
         for name, value in _STAND_IN.items():
@@ -103,7 +108,8 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
     cli.model.trainer = trainer  # whose data module the training step may ask
     callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
     notes = tuple(_left_out(recipe, processes, callbacks))
-    return RecipeRun(cli.model, batch, options, callbacks, str(recipe["accelerator"]), notes, cli.plain_config)
+    dump = partial(cli.parser.dump, cli.as_written, skip_link_targets=False)
+    return RecipeRun(cli.model, batch, options, callbacks, str(recipe["accelerator"]), notes, dump)
 
 
 def _precision(value: Any) -> Precision:

@@ -23,20 +23,23 @@ _NUM_ALTERNATIVES = 6
 _MAX_MICRO_BATCH = 1 << 12
 
 
-def make_plan(workload: Workload, cache: ProfileCache | None = None, overlap: bool = False) -> Plan:
+def make_plan(
+    workload: Workload, cache: ProfileCache | None = None, overlap: bool = False, verify: bool = False
+) -> Plan:
     """Find the fastest setting of a workload that fits.
 
     Args:
         workload: What is trained, where, within which limits.
         cache: Where traces are kept between runs; none by default.
         overlap: Trace two sizes at a time, in a fork; for commands only.
+        verify: Trace the plan itself, too, and plan again if it needs more than the device has.
 
     Raises:
         TraceError: If the plain step can't be traced, so that nothing can be said.
         ValueError: If there is no device to plan for.
     """
     search = Search(Laboratory(workload, cache, overlap))
-    outcome = search.run()
+    outcome, verified = _verified(search) if verify else (search.run(), None)
     searched = {
         "combinations": outcome.num_candidates,
         "worked_out": len(outcome.solutions),
@@ -64,11 +67,23 @@ def make_plan(workload: Workload, cache: ProfileCache | None = None, overlap: bo
         needed_bytes=best.needed_bytes,
         breakdown=best.breakdown,
         seconds=dict(best.time.seconds),
+        verified_bytes=verified,
         uncorrected=uncorrected(best.time.seconds, workload.rates),
         rates=workload.rates.name,
         bought=tuple(_bought(search, best)),
         largest_micro_batch=largest_micro_batch(search, best.setting),
     )
+
+
+def _verified(search: Search) -> tuple[Outcome, int | None]:
+    """Search until a trace of the plan itself fits; every time with that much less for it."""
+    capacity = search.workload.target.usable_bytes or 0
+    while True:
+        outcome = search.run()
+        needed = search.verify(outcome.best) if outcome.best is not None else None
+        if needed is None or needed <= capacity:
+            return outcome, needed
+        search.withheld_bytes += needed - capacity  # at some point nothing is left, and nothing fits
 
 
 def largest_micro_batch(search: Search, setting: Setting) -> int:

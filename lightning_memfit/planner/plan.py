@@ -56,6 +56,8 @@ class Plan:
     """The same without what was measured on the device before; for calibration."""
     rates: str = ""
     """Name under which measured steps correct the device's rates."""
+    verified_bytes: int | None = None
+    """What a trace of the plan itself needs of the device; None where none was made."""
     bought: tuple[Bought, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     largest_micro_batch: int = 0
@@ -171,6 +173,7 @@ _PLAIN = (
     "usable_bytes",
     "peak_bytes",
     "needed_bytes",
+    "verified_bytes",
     "largest_micro_batch",
     "rates",
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_memfit.checkpointing.knapsack import PlanFrontier
 from lightning_memfit.checkpointing.policies import Choice
-from lightning_memfit.estimate.estimate import predict_peak_bytes
+from lightning_memfit.estimate.estimate import predict_peak_bytes, predict_total_bytes
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.planner.candidates import (
     Rejected,
@@ -79,6 +79,8 @@ class Search:
         self.laboratory = laboratory
         self.workload: Workload = laboratory.workload
         self.plain: ModelProfile = laboratory.plain()
+        self.withheld_bytes = 0
+        """Of the device, for what a trace of an earlier plan needed beyond its prediction."""
         self._models: dict[Setting, MemoryModel] = {}
 
     def run(self) -> Outcome:
@@ -147,7 +149,7 @@ class Search:
             raise ValueError(
                 "There is no GPU here and none was named. Pass for example `--device 'RTX 3060'` or 12GiB."
             )
-        return int(usable * (1 - _RESERVE))
+        return int(usable * (1 - _RESERVE)) - self.withheld_bytes
 
     def bound(self, setting: Setting) -> float:
         """Seconds per step that no plan of these techniques gets below."""
@@ -183,6 +185,18 @@ class Search:
         """`needs 13.1 GiB, 1.9 over`, in words."""
         excess = needed_bytes - self.usable_bytes
         return f"{what} {format_bytes(needed_bytes)}, {format_bytes(excess)} over"
+
+    def verify(self, solution: Solution) -> int | None:
+        """What a trace of a plan itself, every block of it, needs of the device; None where parts of it lie elsewhere.
+
+        Raises:
+            TraceError: If it can't be traced.
+        """
+        if self.model(solution.setting).off_device().entries:
+            return None
+        profile = self.laboratory.exactly(solution.setting)
+        size = profile.micro_batch_size
+        return predict_total_bytes(profile, size, self.workload.target.runtime)
 
     # --- one combination --------------------------------------------------------------------------------------------
 

@@ -134,6 +134,13 @@ class MadeLaboratory:
         states, scratch = 2 * itemsize * NUM_PARAMETERS, itemsize * NUM_PARAMETERS
         return made_step(itemsize, **figures, states=states, scratch=scratch)
 
+    def exactly(self, setting: Setting) -> ModelProfile:
+        self.asked.append(("exactly", setting))
+        return self.needs_more(self.passes(Setting(chosen=setting.chosen), "none"))
+
+    def needs_more(self, profile: ModelProfile) -> ModelProfile:
+        return profile
+
     def stepping(self, setting: Setting) -> ModelProfile:
         pure = stepping_of(setting)
         self.asked.append(("stepping", pure))

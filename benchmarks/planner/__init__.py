@@ -1,0 +1,1 @@
+"""Plans of one model for many devices, and how good plans are."""

@@ -1,0 +1,62 @@
+"""Write the table of the plan guide from the results: `python -m benchmarks.planner.table`."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from lightning_memfit.memory import format_bytes
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "planner_gpt2xl.json"
+PAGE = ROOT / "docs" / "guides" / "plan.md"
+BEGIN, END = "<!-- begin: plans -->", "<!-- end: plans -->"
+DEFAULT = ["8bit", "bf16", "exact", "stochastic", "tf32"]
+
+
+def render(document: dict[str, Any]) -> str:
+    """One row per device."""
+    lines = [
+        "| device | host | allowed | plan | micro-batch | blocks | needs | tokens/s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *(_row(row) for row in document["rows"])])
+
+
+def _row(row: dict[str, Any]) -> str:
+    plan, allow = row["plan"], row["allow"]
+    start = f"| {plan['device'].removeprefix('device of ')} | {row['host_gib']} GiB | "
+    start += "default" if allow == DEFAULT else ", ".join(allow)
+    if not plan["fits"]:
+        return f"{start} | nothing fits: {plan['advice'][0]} | | | | |"
+    setting = plan["setting"]
+    names = [name for name in setting["techniques"] if name != "activation_checkpointing"]
+    return (
+        f"{start} | {', '.join(names) or 'plain'} | {setting['micro_batch_size']} x "
+        f"{setting['accumulate_grad_batches']} | {_blocks(setting['techniques'])} | "
+        f"{format_bytes(plan['needed_bytes'])} | {plan['tokens_per_s']:.0f} |"
+    )
+
+
+def _blocks(techniques: dict[str, dict[str, Any]]) -> str:
+    options = techniques.get("activation_checkpointing")
+    if options is None:
+        return "no recomputation"
+    if "choices" not in options:
+        return "keep products and attention" if options.get("keep") else "recompute all"
+    return ", ".join(f"{count} {choice}" for choice, count in sorted(Counter(options["choices"]).items()))
+
+
+def insert(page: str, table: str) -> str:
+    """Put the table between the page's marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def main() -> None:
+    PAGE.write_text(insert(PAGE.read_text(), render(json.loads(RESULTS.read_text()))))
+
+
+if __name__ == "__main__":
+    main()

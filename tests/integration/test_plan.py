@@ -1,0 +1,137 @@
+"""`memfit plan` from a recipe to a run, and what it says to impossible demands."""
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cli.main import main
+
+RECIPE = """\
+seed_everything: 1
+model:
+  class_path: lightning_memfit.models.CausalLM
+  init_args:
+    config: {{model_type: gpt2, n_layer: 3, n_embd: 32, n_head: 2, vocab_size: 300, n_positions: 32}}
+data:
+  class_path: lightning_memfit.data.StandardLibraryText
+  init_args: {{tokenizer: bytes, sequence_length: 32, batch_size: 2, num_workers: 0, max_files: 12}}
+trainer:
+  accelerator: cpu
+  max_steps: 2
+  accumulate_grad_batches: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  limit_val_batches: 0
+  num_sanity_val_steps: 0
+  callbacks:
+    - class_path: lightning_memfit.techniques.optimizer_8bit.Optimizer8bit
+    - class_path: lightning.pytorch.callbacks.ModelSummary
+"""
+
+DUMB = """\
+import lightning.pytorch as pl
+
+class NoTrainingStep(pl.LightningModule):
+    def configure_optimizers(self):
+        return None
+"""
+
+
+@pytest.fixture(autouse=True)
+def somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RECIPE.format())
+    return str(path)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_from_the_plan_to_the_run(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = str(tmp_path / "plan.yaml")
+    code, made = plan(capsys, "--config", recipe, "--device", "900MiB", "--out", out)
+    assert code == 0
+    assert made["fits"]
+    assert made["needed_bytes"] <= made["usable_bytes"]
+    assert made["setting"]["micro_batch_size"] * made["setting"]["accumulate_grad_batches"] == 4
+    written = yaml.safe_load(Path(out).read_text())
+    classes = [spec["class_path"] for spec in written["trainer"]["callbacks"]]
+    assert "lightning.pytorch.callbacks.ModelSummary" in classes
+
+    def traced_again(*_: Any) -> None:
+        raise AssertionError("the plan was made before")
+
+    monkeypatch.setattr("cli.plan_recipe.plan_recipe", traced_again)
+    assert plan(capsys, "--config", recipe, "--device", "900MiB") == (0, made)
+    assert main(["plan", "--config", recipe, "--device", "900MiB", "--out", out]) == 2
+    assert "none is overwritten" in capsys.readouterr().err
+    assert main(["fit", "--config", recipe, "--config", out]) == 0
+
+
+@pytest.mark.slow
+def test_nothing_fits_a_device_of_one_mebibyte_and_a_lock_remembers_it(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = str(tmp_path / "plan.lock")
+    code, made = plan(capsys, "--config", recipe, "--device", "1MiB", "--lock", lock)
+    assert code == 1
+    assert made["summary"].startswith("Nothing fits")
+    assert made["overlay"] is None
+    assert plan(capsys, "--config", recipe, "--device", "1MiB", "--lock", lock) == (1, made)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "900MiB", "--allow", "exact,fp7"], "fp7 is none of"),
+        (["--device", "900MiB", "--allow", ""], "allow"),
+        (["--device", "900MiB", "--host-memory", "0GB"], "--host-memory"),
+        (["--device", "no such card"], "unknown"),
+    ],
+)
+def test_impossible_demands_end_with_one_message(
+    recipe: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--config", recipe, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_module_without_training_step(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dumb_module.py").write_text(DUMB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "dumb.yaml"
+    text = yaml.safe_load(RECIPE.format())
+    text["model"] = {"class_path": "dumb_module.NoTrainingStep"}
+    path.write_text(yaml.safe_dump(text))
+    assert main(["plan", "--config", str(path), "--device", "900MiB"]) == 2
+    assert "NoTrainingStep has no `training_step`" in capsys.readouterr().err
+
+
+def test_full_disk(recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("cli.plan_recipe.plan_recipe", lambda *_: ({"fits": True}, []))
+    monkeypatch.setattr("lightning_memfit.planner.lock.PlanLock.save", full)
+    assert main(["plan", "--config", recipe, "--device", "900MiB"]) == 2
+    assert "is full" in capsys.readouterr().err
