@@ -4,7 +4,8 @@
 
 Beside torch's AdamW and bitsandbytes' own classes stand the optimizers that this package makes of them: 8-bit states as
 `Optimizer8bit` converts them, and bfloat16 weights stepped in float32 (`StochasticRounding`). Weights have GPT-2's true
-shapes and random gradients. Paged states exist on CUDA only. What is not installed or runs out of memory is recorded as such.
+shapes and random gradients. Paged states exist on CUDA only. What is not installed or runs out of memory is recorded
+as such.
 """
 
 import argparse

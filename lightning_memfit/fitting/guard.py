@@ -58,7 +58,7 @@ class StepGuard:
         copied, since it allocates the states, and the real step still counts as the first.
 
         Raises:
-            torch.OutOfMemoryError: If memory runs out in every retry, too; weights and states are those before the step.
+            torch.OutOfMemoryError: If it runs out in every retry, too; weights and states are those before the step.
             RuntimeError: If it ran out when some weights were changed, and there is no copy.
         """
         loss = None
@@ -107,9 +107,9 @@ class StepGuard:
         release(failure)
         snapshot.restore()
         raise torch.OutOfMemoryError(
-            f"Memory ran out in `optimizer.step` {_MAX_RETRIES + 1} times in a row, at last with the temporaries of one "
-            "tensor only. Weights and states are those before the step. Smaller states need less: `Optimizer8bit()` or "
-            f"`ReplaceOptimizer('torch.Adafactor')`. {str(failure).splitlines()[0]}"
+            f"Memory ran out in `optimizer.step` {_MAX_RETRIES + 1} times in a row, at last with the temporaries of "
+            "one tensor only. Weights and states are those before the step. Smaller states need less: "
+            f"`Optimizer8bit()` or `ReplaceOptimizer('torch.Adafactor')`. {str(failure).splitlines()[0]}"
         ) from failure
 
     def _check(self, optimizer: Optimizer) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
@@ -90,7 +90,8 @@ def _strategy(strategy: Any) -> str:
     name = type(strategy).__name__
     if isinstance(strategy, SingleDeviceStrategy):
         return "SingleDeviceStrategy"
-    return "DDPStrategy" if isinstance(strategy, DDPStrategy) and "DeepSpeed" not in name else name
+    is_ddp = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+    return "DDPStrategy" if is_ddp else name
 
 
 def has_compiler(device: str) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.strategy_launch import launch
+from tests.helpers.strategy_runs import CLIP
 from tests.helpers.strategy_scenarios import evaluate_whole
 
 pytestmark = pytest.mark.slow
@@ -32,7 +33,7 @@ STRATEGIES = {
     "fsdp2_gathered": fsdp2(reshard_after_forward=False),
 }
 TRAINED = {
-    name: {"strategy": strategy, "devices": 2, "accumulate": 2, "clip": 0.5} for name, strategy in STRATEGIES.items()
+    name: {"strategy": strategy, "devices": 2, "accumulate": 2, "clip": CLIP} for name, strategy in STRATEGIES.items()
 }
 WITH_TECHNIQUE = {
     f"{name}/{technique}": {"strategy": STRATEGIES[name], "devices": 2, "callbacks": [callback]}

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.helpers.strategy_launch import finish, launch, start
+from tests.helpers.strategy_runs import CLIP
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
@@ -27,6 +28,11 @@ REFUSED = {
         "memfit_zero_2",
         {"class_path": "lightning_memfit.fitting.MicroBatching"},
         "`accumulate_grad_batches` to the number of micro-batches",
+    ),
+    "adapters": (
+        "memfit_zero_3",
+        {"class_path": "lightning_memfit.techniques.lora.Lora"},
+        "shards weights, for which adapters are not injected",
     ),
     "gradient release": (
         "memfit_zero_2",
@@ -69,7 +75,7 @@ def test_two_machines_started_by_torchrun(tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     cases = {
-        strategy: {"strategy": strategy, "num_nodes": 2, "accumulate": 2, "clip": 0.5}
+        strategy: {"strategy": strategy, "num_nodes": 2, "accumulate": 2, "clip": CLIP}
         for strategy in ("memfit_ddp", "memfit_fsdp2", "memfit_zero_2", "memfit_zero_3")
     }
     machines = []
