@@ -56,16 +56,23 @@ def use(techniques: list[Technique]) -> str:
     return "\n".join(parts)
 
 
+_WIDTH = 120
+"""Longest line of the formatter."""
+
+
 def _python(technique: Technique) -> str:
     imports = [_import(spec) for spec in technique.callbacks]
     arguments = [f"{name}={value!r}" for name, value in technique.trainer.items()]
-    calls = ", ".join(
+    calls = [
         f"{spec.name}({', '.join(f'{name}={value!r}' for name, value in spec.init_args.items())})"
         for spec in technique.callbacks
-    )
+    ]
     if calls:
-        arguments.append(f"callbacks=[{calls}]")
-    return "\n".join([*imports, f"Trainer({', '.join(arguments)})".replace("'", '"')])
+        arguments.append(f"callbacks=[{', '.join(calls)}]")
+    call = f"Trainer({', '.join(arguments)})"
+    if len(call) > _WIDTH:
+        call = "\n".join(["Trainer(", "    callbacks=[", *(f"        {one}," for one in calls), "    ]", ")"])
+    return "\n".join([*imports, *([""] if imports else []), call.replace("'", '"')])
 
 
 def _import(spec: CallbackSpec) -> str:
