@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ def inject(
 
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # it may be any number
+        lora_alpha=cast(int, alpha),  # it may be any number
         lora_dropout=dropout,
         target_modules=list(targets),
     )
