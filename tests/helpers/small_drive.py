@@ -1,4 +1,4 @@
-"""A small ext4 file system in a file, mounted for a test."""
+"""File systems mounted for a test: a small ext4 one in a file, and one in memory that refuses O_DIRECT."""
 
 import os
 import subprocess
@@ -29,3 +29,19 @@ def small_drive(folder: Path, size_mib: int, *options: str) -> Iterator[Path]:
     finally:
         subprocess.run(["umount", mount], check=True)
         image.unlink()
+
+
+@contextmanager
+def drive_without_direct_io(folder: Path) -> Iterator[Path]:
+    """Mount a ramfs, which answers O_DIRECT with EINVAL as tmpfs did before Linux 6.6. It says it has no free space."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    mount = folder / "ram"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "ramfs", "none", mount], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"ramfs can't be mounted here: {done.stderr.strip()}")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", mount], check=True)

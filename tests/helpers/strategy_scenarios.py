@@ -40,6 +40,17 @@ def save(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def until_killed(case: dict[str, Any]) -> dict[str, Any]:
+    """Train, and save every second step as a user's callback does, until somebody ends it."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    pl.seed_everything(0, verbose=False)
+    save = ModelCheckpoint(case["folder"], "half", every_n_train_steps=HALF, save_top_k=-1)
+    trainer = build_trainer(case, save, max_steps=100_000, enable_checkpointing=True)
+    trainer.fit(build_module(**case.get("module", {})), TokenData())
+    return {}
+
+
 def resume(case: dict[str, Any]) -> dict[str, Any]:
     _, _, losses = train(case, STEPS, ckpt_path=str(Path(case["folder"]) / "half.ckpt"))
     return {"losses": losses}

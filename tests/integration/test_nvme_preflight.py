@@ -21,7 +21,7 @@ from lightning_memfit.offload.sizing import infinity_sizes
 from lightning_memfit.offload.traffic import step_traffic
 from lightning_memfit.offload.watermark import DiskWatermark, DiskWatermarkError
 from lightning_memfit.profile.record import ParameterInfo
-from tests.helpers.small_drive import small_drive
+from tests.helpers.small_drive import drive_without_direct_io, small_drive
 
 LAYERS = 16
 PARAMETERS = tuple(ParameterInfo(f"h.{i}.weight", MIB, 2, shape=(1024, 1024)) for i in range(LAYERS))
@@ -138,6 +138,15 @@ def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.Monke
     assert "Invalid argument" in named(preflight(tmp_path, needs_of()), "O_DIRECT")
 
 
+def test_file_system_that_really_refuses_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with drive_without_direct_io(tmp_path) as drive:
+        assert named(preflight(drive, needs_of()), "disk space").endswith("only the parameters to it.")
+        monkeypatch.setattr("lightning_memfit.offload.preflight.free_bytes", lambda folder: GIB)
+        problem = named(preflight(drive, needs_of()), "O_DIRECT")
+        assert problem.startswith("O_DIRECT: Invalid argument in ")
+        assert "a local ext4 or xfs drive" in problem
+
+
 def test_folder_within_a_live_run(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, "run1") as folder:
         problem = named(preflight(folder.path, needs_of()), "nvme_path")
@@ -158,10 +167,26 @@ def test_folder_of_a_killed_run_is_counted_as_free_and_removed_at_the_start(kill
     assert not killed_run.exists()
 
 
-def test_libaio_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_file = Path.is_file
-    monkeypatch.setattr(Path, "is_file", lambda path: path.name != "libaio.h" and is_file(path))
-    assert "apt install libaio-dev" in named(preflight(tmp_path, needs_of()), "libaio")
+def problems_in_a_process(folder: Path, *command: str, before: str = "") -> str:
+    """What `preflight` finds in a process of its own, started by a command that takes something away from it."""
+    code = (
+        f"import sys\n{before}\n"
+        "from tests.integration.test_nvme_preflight import needs_of\n"
+        "from lightning_memfit.offload.preflight import preflight\n"
+        "print(*preflight(sys.argv[1], needs_of()).problems, sep='\\n')\n"
+    )
+    arguments, root = [*command, sys.executable, "-c", code, str(folder)], Path(__file__).parents[2]
+    return subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=root).stdout
+
+
+def test_libaio_absent(tmp_path: Path) -> None:
+    """Its header is hidden from one process and its children."""
+    header = Path("/usr/include/libaio.h")
+    hide = ["unshare", "--mount", "sh", "-c", f'mount --bind /dev/null {header} && exec "$@"', "sh"]
+    if header.is_file() and subprocess.run([*hide, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("hiding a file from a process needs root and unshare")
+    assert "libaio: " in (found := problems_in_a_process(tmp_path, *(hide if header.is_file() else ())))
+    assert "apt install libaio-dev" in found
 
 
 def test_compiler_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,25 +202,15 @@ def test_memory_that_does_not_suffice(tmp_path: Path) -> None:
     assert report.states.total(Tier.DEVICE) > 24 * GIB
 
 
-def test_locked_memory_is_limited() -> None:
+def test_locked_memory_is_limited(tmp_path: Path) -> None:
     """In a process without root's right to lock what it likes."""
-    code = (
-        "import resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))\n"
-        "from tests.integration.test_nvme_preflight import needs_of\n"
-        "from lightning_memfit.offload.preflight import preflight\n"
-        "print(*preflight(sys.argv[1], needs_of()).problems, sep='\\n')\n"
-    )
     drop = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"] if os.geteuid() == 0 else []
     if drop and shutil.which("setpriv") is None:
         pytest.skip("setpriv, to give up CAP_IPC_LOCK, is not installed")
-    root = Path(__file__).parents[2]
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [*drop, sys.executable, "-c", code, folder], capture_output=True, text=True, check=True, cwd=root
-        )
-    assert "locked memory: buffers of" in done.stdout
-    assert "limit of 1.00 MiB; `ulimit -l unlimited`" in done.stdout
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))"
+    found = problems_in_a_process(tmp_path, *drop, before=limit)
+    assert "locked memory: buffers of" in found
+    assert "limit of 1.00 MiB; `ulimit -l unlimited`" in found
 
 
 def test_drive_that_fills_up_while_training(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from lightning_memfit.offload.sizing import infinity_sizes
 from lightning_memfit.profile.parameters import parameter_table
 from tests.helpers.small_drive import small_drive
 from tests.helpers.strategy_launch import finish, launch, start
+from tests.helpers.strategy_scenarios import evaluate_whole
 
 pytest.importorskip("deepspeed")
 pytestmark = [
@@ -110,28 +111,55 @@ def test_two_ranks_share_a_folder_and_the_work(tmp_path: Path) -> None:
     assert list(drive.iterdir()) == []
 
 
+# What lies on disk. Beside it "memory": stage 3, which `test_zero_checkpoints` holds against DDP.
+ON_DISK: dict[str, dict[str, Any]] = {
+    "both": {},
+    "optimizer": {"offload_parameters": False},
+    "parameters": {"offload_optimizer": False},
+}
+
+
 @pytest.fixture(scope="module")
-def in_memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Saving and resuming with stage 3 and all states in memory, which `test_zero_checkpoints` compares with DDP."""
-    folder = tmp_path_factory.mktemp("in-memory")
-    common = {"strategy": "memfit_zero_3", "module": MODULE, "folder": str(folder / "kept")}
-    (folder / "kept").mkdir()
-    return launch(folder, {name: common | {"scenario": f"{SCENARIOS}.{name}"} for name in ("save", "resume")})
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where checkpoints are."""
+    folder = tmp_path_factory.mktemp("kept")
+    for name in ("memory", *ON_DISK):
+        (folder / name).mkdir()
+    return folder
 
 
-@pytest.mark.parametrize("init_args", [{}, {"offload_parameters": False}, {"offload_optimizer": False}], ids=str)
-def test_saved_and_resumed_exactly(tmp_path: Path, in_memory: dict[str, Any], init_args: dict[str, Any]) -> None:
+def scenarios(drive: Path, kept: Path, *names: str) -> dict[str, dict[str, Any]]:
+    cases = {what: case(drive, init_args) for what, init_args in ON_DISK.items()}
+    cases = {"memory": {"strategy": "memfit_zero_3", "module": MODULE}} | cases
+    return {
+        f"{what}/{name}": common | {"scenario": f"{SCENARIOS}.{name}", "folder": str(kept / what)}
+        for what, common in cases.items()
+        for name in names
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, drive: Path, kept: Path) -> dict[str, Any]:
+    return launch(tmp_path_factory.mktemp("saved"), scenarios(drive, kept, "save"))
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory, saved: Any, drive: Path, kept: Path) -> dict[str, Any]:
     """In another process, where parameters are counted otherwise than in the one that saved."""
-    drive, kept = tmp_path / "drive", tmp_path / "kept"
-    drive.mkdir()
-    kept.mkdir()
-    common = case(drive, init_args, folder=str(kept))
-    saved = launch(tmp_path, {"save": common | {"scenario": f"{SCENARIOS}.save"}})["save"]
-    assert saved["whole"] == pytest.approx(in_memory["save"]["whole"], abs=1e-6, rel=0)
-    assert saved["val_loss"] == pytest.approx(in_memory["save"]["val_loss"], abs=1e-6)
-    later = launch(tmp_path, {name: common | {"scenario": f"{SCENARIOS}.{name}"} for name in ("resume", "validate")})
-    assert later["resume"]["losses"] == pytest.approx(in_memory["resume"]["losses"], abs=1e-6, rel=0)
-    assert later["validate"]["val_loss"] == pytest.approx(saved["val_loss"], abs=1e-6)
+    return launch(tmp_path_factory.mktemp("resumed"), scenarios(drive, kept, "resume", "validate"))
+
+
+@pytest.mark.parametrize("what", ON_DISK)
+def test_saved_and_resumed_exactly(
+    saved: dict[str, Any], resumed: dict[str, Any], drive: Path, kept: Path, what: str
+) -> None:
+    plain = saved["memory/save"]
+    for key in ("whole", "first", "val_loss", "test_loss"):
+        assert saved[f"{what}/save"][key] == pytest.approx(plain[key], abs=1e-6, rel=0)
+    losses = resumed[f"{what}/resume"]["losses"]
+    assert losses == pytest.approx(resumed["memory/resume"]["losses"], abs=1e-6, rel=0)
+    assert resumed[f"{what}/validate"]["val_loss"] == pytest.approx(plain["val_loss"], abs=1e-6)
+    assert evaluate_whole(str(kept / what / "half.ckpt"), ranks=1) == pytest.approx(plain["val_loss"], abs=1e-6)
     assert list(drive.iterdir()) == []
 
 
@@ -164,20 +192,35 @@ def predicted_disk_bytes() -> int:
     return zero_infinity_states(table, infinity_sizes(groups, itemsize=4)).total(Tier.DISK)
 
 
-def test_killed_run_leaves_what_was_predicted_and_the_next_one_removes_it(tmp_path: Path) -> None:
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    process = start(tmp_path, {"killed": case(drive, steps=100_000)})
-    predicted = predicted_disk_bytes()
-    wait_for(lambda: any(state.size_bytes >= predicted for state in find_runs(drive)), process)
+def test_killed_run_is_cleaned_up_after_resumed_and_exported(tmp_path: Path, resumed: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from cli.main import main
+    from lightning_memfit.strategies.consolidate import consolidated
+
+    drive, kept = tmp_path / "drive", tmp_path / "kept"
+    for folder in (drive, kept):
+        folder.mkdir()
+    common, predicted = case(drive, folder=str(kept)), predicted_disk_bytes()
+    process = start(tmp_path, {"killed": common | {"scenario": f"{SCENARIOS}.until_killed"}})
+    wait_for(lambda: (kept / "half.ckpt").is_dir(), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
     (left,) = find_runs(drive)
     assert left.is_leftover
     assert predicted <= left.size_bytes <= predicted + MIB // 4  # whole blocks of files, and the owner file
-    result = launch(tmp_path, {"next": case(drive)})["next"]
-    assert result["losses"] == pytest.approx(result["plain"], abs=1e-6, rel=0)
+
+    results = launch(tmp_path, {"next": common | {"scenario": f"{SCENARIOS}.resume"}})
     assert list(drive.iterdir()) == []
+    expected = resumed["memory/resume"]["losses"]
+    assert results["next"]["losses"] == pytest.approx(expected, abs=1e-6, rel=0)
+
+    source, target = kept / "half.ckpt", tmp_path / "exported"
+    assert main(["export", "--ckpt_path", str(source), "--folder", str(target), "--tokenizer", "bytes"]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(target).state_dict()
+    for name, weight in consolidated(source)["state_dict"].items():
+        assert torch.equal(exported[name.removeprefix("model.")], weight)
 
 
 def test_refused_before_a_weight_is_made(tmp_path: Path) -> None:
