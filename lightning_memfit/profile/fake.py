@@ -5,7 +5,7 @@ Written for torch 2.9-2.13 (`torch._subclasses.fake_tensor`) and transformers 5 
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -86,6 +86,7 @@ def fake_clone(
     fake_mode: FakeTensorMode,
     dtype: torch.dtype | None = None,
     on_copy: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
+    left_out: Iterable[torch.nn.Module] = (),
 ) -> T:
     """Deep-copy any object, with fake CPU tensors in place of its tensors (real or meta). The original is untouched.
 
@@ -94,8 +95,9 @@ def fake_clone(
         fake_mode: Mode the new tensors belong to.
         dtype: Floating dtype of the clone, as after `module.to(dtype)`.
         on_copy: Told of every tensor that is not a parameter, and its fake.
+        left_out: Modules in whose place the clone has empty ones, which can't be called.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(module): torch.nn.Module() for module in left_out}
     trainer = getattr(value, "_trainer", None)
     if trainer is not None:
         memo[id(trainer)] = None  # a fitted module points at its trainer, which is not part of it

@@ -1,4 +1,4 @@
-"""Shorten a fake clone to `TRACED_BLOCKS` of its repeated blocks."""
+"""Shorten a module to `TRACED_BLOCKS` of its repeated blocks, for a trace."""
 
 import ast
 import inspect
@@ -34,32 +34,65 @@ class Fold:
         return self.num_blocks > len(self.blocks)
 
 
+@dataclass(frozen=True)
+class FoldPlan:
+    """Which repeated blocks of a module a trace may leave out."""
+
+    container: str
+    """Path of the module that holds them."""
+    kept: tuple[str, ...]
+    """Paths of the blocks that are traced, in order."""
+    left_out: tuple[str, ...]
+    """Paths of those that are not."""
+    block_class: str
+
+    def modules_left_out(self, module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+        """The blocks of the module that need not be copied."""
+        return tuple(module.get_submodule(path) for path in self.left_out)
+
+    def apply(self, module: torch.nn.Module) -> Fold:
+        """Leave them out, in place.
+
+        Args:
+            module: Fake clone; never a user's module.
+        """
+        kept = tuple(module.get_submodule(path) for path in self.kept)
+        if self.left_out:
+            container = module.get_submodule(self.container)
+            container._modules.clear()
+            for index, block in enumerate(kept):
+                container.add_module(str(index), block)
+        return Fold(kept, len(self.kept) + len(self.left_out), self.block_class)
+
+
 def fold_blocks(module: torch.nn.Module, shorten: bool = True) -> Fold:
-    """Find the largest group of repeated blocks and, in place, keep the first four and the last of it.
+    """Plan and apply at once, in place. For a clone that has built itself."""
+    plan = plan_fold(module, shorten)
+    return plan.apply(module) if plan else Fold((), 0, "")
+
+
+def plan_fold(module: torch.nn.Module, shorten: bool = True) -> FoldPlan | None:
+    """Find the largest group of repeated blocks, and keep the first four and the last of it; None if there is no group.
 
     A group is shortened only where its inner blocks agree in class, parameters and settings and no code above them
     counts its blocks, so that tracing some of them tells about all.
 
     Args:
-        module: Fake clone; never a user's module.
-        shorten: False to trace every block.
+        module: Not changed.
+        shorten: False to keep every block.
     """
     groups = find_blocks(module)
     if not groups:
-        return Fold((), 0, "")
+        return None
     group = max(groups, key=lambda candidate: candidate.num_parameters)
-    whole = Fold(group.modules, len(group.modules), group.class_name)
     container = module.get_submodule(group.container)
     alike = len({_signature(block, index) for index, block in enumerate(group.modules) if index}) == 1
-    if not shorten or len(group.modules) < _MIN_BLOCKS or len(container._modules) != len(group.modules) or not alike:
-        return whole
-    if any(_numbers_things(type(above)) for above in _modules_above(module, group.container)):
-        return whole
-    kept = (*group.modules[: TRACED_BLOCKS - 1], group.modules[-1])
-    container._modules.clear()
-    for index, block in enumerate(kept):
-        container.add_module(str(index), block)
-    return Fold(kept, len(group.modules), group.class_name)
+    counted = any(_numbers_things(type(above)) for above in _modules_above(module, group.container))
+    long = len(group.names) >= _MIN_BLOCKS and len(container._modules) == len(group.names)
+    if not (shorten and long and alike and not counted):
+        return FoldPlan(group.container, group.names, (), group.class_name)
+    first, left_out, last = group.names[: TRACED_BLOCKS - 1], group.names[TRACED_BLOCKS - 1 : -1], group.names[-1]
+    return FoldPlan(group.container, (*first, last), left_out, group.class_name)
 
 
 def _signature(block: torch.nn.Module, index: int) -> _Signature:

@@ -1,34 +1,12 @@
-"""What CPU kernels allocate out of a dispatch mode's sight.
-
-Written for bitsandbytes 0.49-0.50, whose CPU optimizers dequantize, step and quantize with torch operators inside one
-custom operator; its fake kernel shows none of that. On CUDA the operator is one kernel without scratch memory.
-`tests/unit/profile/test_kernels.py` fails when the names move.
-oneDNN's buffers were measured on torch 2.13.
-"""
+"""What oneDNN's kernels allocate out of a dispatch mode's sight; measured on torch 2.13."""
 
 import math
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
-
-_MODULE = "bitsandbytes.backends.cpu.ops"
-_KERNELS = {
-    "optimizer_update_8bit_blockwise": "_optimizer_update_8bit_blockwise_cpu",
-    "optimizer_update_32bit": "_optimizer_update_32bit_cpu",
-}
-
-
-def python_kernel(operator: Any) -> Callable[..., Any] | None:
-    """The Python function that runs an operator of bitsandbytes on the CPU; None for every other operator."""
-    if operator.namespace != "bitsandbytes":
-        return None
-    kernel = _KERNELS.get(operator._opname)
-    return None if kernel is None else getattr(sys.modules[_MODULE], kernel)
 
 
 def kernel_scratch_bytes(operator: Any, args: Any, result: Any) -> int:

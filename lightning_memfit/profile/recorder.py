@@ -11,8 +11,9 @@ from torch.utils.flop_counter import flop_registry
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.host import is_on_host, keep_on_host
 from lightning_memfit.memory.ledger import StorageLedger, sparse_parts
+from lightning_memfit.memory.python_kernels import python_kernel
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
-from lightning_memfit.profile.kernels import kernel_scratch_bytes, python_kernel
+from lightning_memfit.profile.kernels import kernel_scratch_bytes
 
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 
@@ -24,7 +25,8 @@ class EventRecorder(StorageLedger):
         blocks: Repeated blocks in order; events in their forward and backward carry their number.
         host_scalars: Leave zero-dimensional optimizer states out, as they stay on the host (torch's non-capturable
             optimizers on CUDA keep `step` there).
-        python_kernels: Look inside CPU kernels that are Python programs of their own.
+        python_kernels: Look inside CPU kernels that are Python programs of their own, and count the scratch memory of
+            others.
     """
 
     def __init__(
@@ -33,8 +35,7 @@ class EventRecorder(StorageLedger):
         host_scalars: bool = False,
         python_kernels: bool = False,
     ) -> None:
-        super().__init__()
-        self._python_kernels = python_kernels
+        super().__init__(python_kernels=python_kernels)
         self.optimizers: list[str] = []
         self.gathered_bytes = 0
         """Largest tensor joined from tensors of several blocks, which grows with their number."""

@@ -21,7 +21,7 @@ from lightning_memfit.profile.fake import (
     real_quantization_maps,
     transformers_not_tracing,
 )
-from lightning_memfit.profile.fold import fold_blocks
+from lightning_memfit.profile.fold import fold_blocks, plan_fold
 from lightning_memfit.profile.foreach import foreach_defaults
 from lightning_memfit.profile.garbage import collector_paused
 from lightning_memfit.profile.integers import AssumedValues, RealIntegers
@@ -142,14 +142,18 @@ def _trace(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     integers = RealIntegers(fake_mode, assumed)
     with kept_random_state(), collector_paused(), _explained(module, integers):
-        clone = fake_clone(module, fake_mode, TRUE_DTYPES.get(options.precision))
+        true_dtype = TRUE_DTYPES.get(options.precision)
+        builds_itself = make_optimizer is None and _builds_itself(module)
+        # Copying costs time by the module: what will not be traced is not copied, where it is known before.
+        plan = None if builds_itself else plan_fold(module, shorten)
+        clone = fake_clone(module, fake_mode, true_dtype, left_out=plan.modules_left_out(module) if plan else ())
         with contextlib.ExitStack() as stack:
             dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
-            if make_optimizer is None and hasattr(clone, "configure_model"):
-                with _default_dtype(TRUE_DTYPES.get(options.precision)):
+            if builds_itself:
+                with _default_dtype(true_dtype):
                     clone.configure_model()  # type: ignore[operator]
-            table = parameter_table(clone)
-            fold = fold_blocks(clone, shorten)
+            table = parameter_table(clone) if builds_itself else parameter_table(module, true_dtype)
+            fold = plan.apply(clone) if plan else fold_blocks(clone, shorten)
             cuda = emulation.device == "cuda"
             recorder = EventRecorder(fold.blocks, host_scalars=cuda, python_kernels=not cuda)
             fake, data = integers.fake_batch(batch), attached_datamodule(module)
@@ -175,6 +179,12 @@ def _trace(
         traffic=_unrolled(*recorder.traffic(), extra),
         host=recorder.host_memory(fold.num_blocks),
     )
+
+
+def _builds_itself(module: torch.nn.Module) -> bool:
+    from lightning.pytorch import LightningModule  # not needed for models without one, and slow to import
+
+    return getattr(type(module), "configure_model", None) not in (None, LightningModule.configure_model)
 
 
 def _unrolled(total: dict[str, int], per_block: dict[str, int], extra: int) -> dict[str, int]:

@@ -4,22 +4,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from lightning_memfit.profile.kernels import kernel_scratch_bytes, python_kernel
+from lightning_memfit.profile.kernels import kernel_scratch_bytes
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 
 from .modules import Stack, peak, trace_cpu
-
-
-def test_bitsandbytes_still_has_the_kernels():
-    import bitsandbytes.backends.cpu.ops
-
-    assert bitsandbytes.backends.cpu.ops
-    for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
-        operator = getattr(torch.ops.bitsandbytes, name).default
-        assert callable(python_kernel(operator))
-    assert python_kernel(torch.ops.aten.add.Tensor) is None
-    assert python_kernel(torch.ops.bitsandbytes.quantize_blockwise.default) is None
 
 
 def test_the_scratch_memory_of_8_bit_steps_is_seen():

@@ -447,7 +447,7 @@ class Sparse(pl.LightningModule):
         (RunsUntil, batch, "only real data can tell"),
         (SecondOrder, batch, "only real data can tell"),
         (NeedsData, batch, "has no attribute 'weight'"),
-        (Sparse, ragged, "SparseTensorImpl"),
+        (Sparse, ragged, "sparse_coo"),
     ],
 )
 def test_what_can_not_be_known_is_refused(module, make_batch, reason):
