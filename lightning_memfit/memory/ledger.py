@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from lightning_memfit.memory.breakdown import Category
 from lightning_memfit.memory.host import is_on_host, keep_on_host, stands_for_host
+from lightning_memfit.memory.python_kernels import python_kernel
 
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc}
 _TO_COPY = torch.ops.aten._to_copy.default
@@ -35,16 +36,18 @@ class StorageLedger(TorchDispatchMode):
 
     New storages are classified by where they are made: inside `optimizer.step` (gradient mode off) and during backward
     they are `temporary`, elsewhere `activation`. Gradients are re-labelled when they are accumulated, optimizer states
-    when the step ends, and where they were alive at the peak, in the peak's figures as well. In-kernel scratch memory
-    is invisible to this mode.
+    when the step ends, and where they were alive at the peak, in the peak's figures as well. What a step makes of
+    tensors that stand for host memory lies on the host, too, and is left out. In-kernel scratch memory is invisible to
+    this mode, but for kernels on the CPU that are Python programs (`memory.python_kernels`).
 
     Args:
         rounding_bytes: Sizes are rounded up to a multiple of this (512 for the CUDA caching allocator).
         device_type: Storages elsewhere are left out, `"cuda"` for instance keeps what lies on the host out of the
             figures. None follows every device.
+        python_kernels: Look inside operators on CPU tensors that are Python programs of their own.
     """
 
-    def __init__(self, rounding_bytes: int = 1, device_type: str | None = None) -> None:
+    def __init__(self, rounding_bytes: int = 1, device_type: str | None = None, python_kernels: bool = True) -> None:
         super().__init__()
         if rounding_bytes < 1:
             raise ValueError(f"`rounding_bytes={rounding_bytes}` must be at least 1.")
@@ -60,6 +63,7 @@ class StorageLedger(TorchDispatchMode):
         self._parameter_keys: set[int] = set()
         self._handles: list[Any] = []
         self._step_open = False
+        self._python_kernels = python_kernels
 
     # --- what subclasses may override -------------------------------------------------------------------------------
 
@@ -147,6 +151,10 @@ class StorageLedger(TorchDispatchMode):
     # --- the mode ---------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kernel = python_kernel(func) if self._python_kernels else None
+        if kernel is not None and _on_cpu(args):
+            with self:
+                return kernel(*args, **(kwargs or {}))
         result = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(result, torch.Tensor):
             self._see(func, args, result)
@@ -166,7 +174,7 @@ class StorageLedger(TorchDispatchMode):
             if is_traceable_wrapper_subclass(tensor):
                 for inner in _inner_tensors(tensor):
                     self._see(func, args, inner)
-            else:
+            elif not self._made_on_host(args):
                 self._enter(storage, self._classify(func, args), str(func))
         elif entry.size_bytes != self._rounded(storage.nbytes()):
             self._resize(entry, self._rounded(storage.nbytes()))
@@ -183,6 +191,13 @@ class StorageLedger(TorchDispatchMode):
         ):
             return Category.TEMPORARY  # autocast's cached half-precision copy of a weight
         return Category.ACTIVATION
+
+    def _made_on_host(self, args: Any) -> bool:
+        """Whether an operator of an optimizer's step works on host memory, as its first tensor tells."""
+        if not self._step_open or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return False
+        first = next(_tensors(args), None)
+        return first is not None and first.layout is torch.strided and is_on_host(first)
 
     # --- bookkeeping ------------------------------------------------------------------------------------------------
 
@@ -270,6 +285,10 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return (tensor,)
+
+
+def _on_cpu(args: Any) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in _tensors(args))
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_memfit.memory import Category
+from lightning_memfit.memory.host import keep_on_host
 from lightning_memfit.memory.ledger import StorageLedger
 
 
@@ -147,3 +148,16 @@ def test_states_made_at_the_peak_are_labelled_in_the_peak_too():
     assert ledger.peak_by_category[Category.OPTIMIZER_STATE] == size
     assert ledger.peak_by_category[Category.GRADIENT] == size
     assert ledger.peak_bytes == sum(ledger.peak_by_category.values())
+
+
+def test_what_a_step_makes_of_host_memory_is_left_out():
+    master = torch.nn.Parameter(torch.ones(1024))
+    keep_on_host(master, Category.PARAMETER)
+    master.grad = torch.ones_like(master)
+    optimizer = torch.optim.AdamW([master], fused=True)
+    ledger = StorageLedger()
+    ledger.track_optimizer(optimizer)
+    with ledger:
+        optimizer.step()
+        moved = master.detach().clone()
+    assert ledger.peak_bytes <= moved.nbytes + 8  # `step`, a scalar that is made of nothing
