@@ -91,8 +91,8 @@ def remarks(results: Sequence[Result]) -> list[str]:
         )
     if any(row.device == "cpu" for row in results):
         lines.append(
-            "On the CPU, measured are the live tensors that operators make. What bitsandbytes' CPU optimizers take "
-            "inside one operator is in the predictions and not in the measurements."
+            "On the CPU, measured are the live tensors that operators make, those inside bitsandbytes' CPU optimizers "
+            "included."
         )
     notes = sorted({str(row.hardware["notes"]) for row in results if row.hardware.get("notes")})
     lines += [f"Note of who measured: {note}" for note in notes]
