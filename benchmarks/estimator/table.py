@@ -5,6 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.estimator.collected import collect
 from lightning_memfit.memory import MIB
 
 ROOT = Path(__file__).parents[2]
@@ -12,8 +13,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "accuracy.md"
 
 _HEAD = """# How accurate the estimates are
-This page is generated from `benchmarks/results/estimator_*.json` by `python -m benchmarks.estimator.table`.
+This page is generated from all committed results by `python -m benchmarks.estimator.table`.
 
+## All results
+Every run of any benchmark that has a predicted and a measured peak of live tensors, by the file or folder that holds
+it.
+
+{everything}
+
+## How the estimator's own runs are compared
 An estimate is made from a module without weights; a measurement runs three optimizer steps of the real module with
 Lightning's Trainer in a process of its own. On the CPU the oracle is the list of allocation events of torch's profiler,
 which sees the scratch memory of kernels, too; on CUDA it is `torch.cuda.max_memory_allocated` and
@@ -30,7 +38,7 @@ def summary(errors: list[float]) -> dict[str, float]:
         "median": statistics.median(absolute),
         "p95": absolute[min(len(absolute) - 1, int(0.95 * len(absolute)))],
         "max": absolute[-1],
-        "under": -min(0.0, *errors) if len(errors) > 1 else max(0.0, -errors[0]),
+        "under": max(0.0, *(-error for error in errors)),
     }
 
 
@@ -76,9 +84,28 @@ def render(document: dict[str, Any], device: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _everything() -> str:
+    """One line for each file or folder of results, and device."""
+    found = collect()
+    lines = ["| results | device | runs | median error | largest | most under | where it is largest |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for source, device in dict.fromkeys((one.source, one.device) for one in found):
+        rows = [one for one in found if (one.source, one.device) == (source, device)]
+        s, worst = summary([row.error for row in rows]), max(rows, key=lambda row: abs(row.error))
+        lines.append(
+            f"| `{source}` | {device} | {s['runs']} | {100 * s['median']:.4f} % | {100 * s['max']:.3f} % | "
+            f"{100 * s['under']:.3f} % | {worst.run} |"
+        )
+    s = summary([one.error for one in found])
+    lines.append(
+        f"| all | | {s['runs']} | {100 * s['median']:.4f} % | {100 * s['max']:.3f} % | {100 * s['under']:.3f} % | |"
+    )
+    return "\n".join(lines)
+
+
 def page() -> str:
     """The whole page."""
-    text = _HEAD
+    text = _HEAD.format(everything=_everything())
     for device in ("cpu", "cuda"):
         path = RESULTS / f"estimator_{device}.json"
         if path.exists():

@@ -14,6 +14,17 @@ def test_accuracy_page_is_what_its_results_give() -> None:
     assert PAGE.read_text() == page(), "run `python -m benchmarks.estimator.table`"
 
 
+def test_every_comparison_keeps_the_bar() -> None:
+    from benchmarks.estimator.collected import collect
+
+    found = collect()
+    sources = {Path(comparison.source).name for comparison in found}
+    assert sources >= {"estimator_cpu.json", "bert_large_cpu_small", "gpt2xl_cpu_small", "scaling_cpu"}
+    assert sources >= {"techniques_cpu.json", "checkpointing_budget.json"}
+    for comparison in found:
+        assert comparison.error == pytest.approx(0, abs=0.03), comparison
+
+
 def test_estimates_on_the_cpu_keep_their_bar() -> None:
     from benchmarks.estimator.table import summary
 
