@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +15,7 @@ from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_peak_bytes
 from lightning_memfit.estimate.variants import trained
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.planner.cost import PassWork, Rates, pass_seconds
+from lightning_memfit.planner.standing import Standing, later_phases
 from lightning_memfit.planner.traces import CHOICES, Laboratory
 from lightning_memfit.profile.events import CATEGORIES, EventList
 from lightning_memfit.profile.record import ModelProfile
@@ -24,34 +25,6 @@ _TEMPORARY = CATEGORIES.index(Category.TEMPORARY)
 _INPUT = CATEGORIES.index(Category.INPUT)
 _FREES_GRADIENTS = frozenset({"gradient_release", "host_master_weights"})
 _PAGED = frozenset({"paged_optimizer", "paged_optimizer_8bit"})
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What an optimizer's steps keep alive and need, read off a trace."""
-
-    kept_bytes: int
-    """Alive when the second step begins: weights, gradients, states."""
-    backward_bytes: int
-    """Highest level of the second backward pass."""
-    step_bytes: int
-    """Highest level of the optimizer's second step."""
-    state_bytes: int
-
-    @classmethod
-    def of(cls, profile: ModelProfile, rounding: int) -> Standing:
-        """Read it off."""
-        events = profile.events
-        live = events.live_bytes(rounding)
-        spans = _second_step(events)
-        start = spans["forward"][0]
-        states = events.breakdown_at(spans["step"][1] - 1, rounding).get(Category.OPTIMIZER_STATE)
-        return cls(
-            kept_bytes=int(live[start - 1]),
-            backward_bytes=max(int(live[a:b].max()) for a, b in _all(events, "backward")),
-            step_bytes=max(int(live[a:b].max()) for a, b in _all(events, "step")),
-            state_bytes=states,
-        )
 
 
 class MemoryModel:
@@ -100,12 +73,17 @@ class MemoryModel:
             return Standing.of(self.none, self._rounding)
         if self._cuda and "host_master_weights" in self._names:
             return self._beside_host()
-        own = Standing.of(self._laboratory.stepping(self._setting), self._rounding)
+        own = self._laboratory.stepping(self._setting, self._rounding)
         if not self._cuda:
             return own
         if self._names & _PAGED:
             less = own.state_bytes
-            return Standing(own.kept_bytes - less, own.backward_bytes - less, own.step_bytes - less, own.state_bytes)
+            return replace(
+                own,
+                kept_bytes=own.kept_bytes - less,
+                backward_bytes=own.backward_bytes - less,
+                step_bytes=own.step_bytes - less,
+            )
         return own
 
     def _beside_host(self) -> Standing:
@@ -114,7 +92,8 @@ class MemoryModel:
         weights = sum(_rounded(p.numel * p.itemsize, self._rounding) for p in parameters)
         largest = max((p.numel * p.itemsize for p in trained(parameters)), default=0)
         in_half = Standing.of(self.none, self._rounding).state_bytes  # they follow the weights' dtype in the trace
-        return Standing(weights, weights + 2 * largest, weights, 2 * in_half)
+        buffers = Standing.of(self.none, self._rounding).buffer_bytes
+        return Standing(weights, weights + 2 * largest, weights, 2 * in_half, weights, buffers)
 
     @cached_property
     def _shift(self) -> int:
@@ -167,7 +146,7 @@ class MemoryModel:
         """Peak of live tensors without checkpointing."""
         events = self.none.events_at(size)
         live = events.live_bytes(self._rounding)
-        passes = max(int(live[a:b].max()) for name in ("forward", "backward") for a, b in _all(events, name))
+        passes = max(int(live[a:b].max()) for name in ("forward", "backward") for a, b in later_phases(events, name))
         return max(passes + self._shift, self._step_bytes(size))
 
     def fragmentation_bytes(self, choices: Collection[Choice], size: int) -> int:
@@ -179,16 +158,12 @@ class MemoryModel:
 
     def breakdown(self, peak_bytes: int, size: int) -> MemoryBreakdown:
         """Bytes on the device by category at a peak: what is always there, and activations for the rest."""
-        on_host = self._cuda and "host_master_weights" in self._names
-        step = self._laboratory.stepping(self._setting) if self._needs_stepping and not on_host else self.none
-        spans = _second_step(step.events)
-        alive = step.events.breakdown_at(spans["forward"][0] - 1, self._rounding)
-        states = 0 if self.off_device().total(Tier.HOST) else alive.get(Category.OPTIMIZER_STATE)
+        standing = self._standing
         fixed = {
-            Category.PARAMETER: alive.get(Category.PARAMETER),
-            Category.BUFFER: alive.get(Category.BUFFER),
-            Category.GRADIENT: 0 if self._names & _FREES_GRADIENTS else alive.get(Category.GRADIENT),
-            Category.OPTIMIZER_STATE: states,
+            Category.PARAMETER: standing.parameter_bytes,
+            Category.BUFFER: standing.buffer_bytes,
+            Category.GRADIENT: 0 if self._names & _FREES_GRADIENTS else standing.gradient_bytes,
+            Category.OPTIMIZER_STATE: 0 if self.off_device().total(Tier.HOST) else standing.state_bytes,
             Category.INPUT: _input_bytes(self.none, size),
         }
         rest = max(0, peak_bytes - sum(fixed.values()))
@@ -254,21 +229,3 @@ def _input_bytes(profile: ModelProfile, size: int) -> int:
 
 def _rounded(size_bytes: int, rounding: int) -> int:
     return -(-size_bytes // rounding) * rounding
-
-
-def _all(events: EventList, wanted: str) -> list[tuple[int, int]]:
-    """First event and the one after the last of every phase of a name, the first optimizer step's left out."""
-    names = [name for _, name in events.phases]
-    starts = [*(at for at, _ in events.phases), len(events)]
-    second = names.index("step") + 1
-    return [
-        (starts[i], starts[i + 1])
-        for i, name in enumerate(names)
-        if i >= second and name == wanted and starts[i + 1] > starts[i]
-    ]
-
-
-def _second_step(events: EventList) -> dict[str, tuple[int, int]]:
-    """The first phase of every name after the first optimizer step."""
-    found = {name: _all(events, name) for name in ("forward", "backward", "step")}
-    return {name: spans[0] for name, spans in found.items() if spans}

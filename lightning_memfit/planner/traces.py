@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import Choice
+from lightning_memfit.planner.standing import Standing
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
@@ -20,6 +22,12 @@ CHOICES: tuple[Choice, ...] = ("none", "full", "keep_matmul_attention")
 
 _TRACED_SIZE = 2
 """Samples: one is laid out in memory its own way, larger batches follow from two and three."""
+
+_FEW_BLOCKS, _MORE_BLOCKS = 3, 5
+"""Blocks whose steps are traced where a module has many alike."""
+
+_LARGEST_CHUNK = 1 << 25
+"""Elements: with blocks below it, pieces in which optimizers step might hold several of them (`Float32Step`)."""
 
 
 class Laboratory:
@@ -61,16 +69,30 @@ class Laboratory:
         callbacks = (*pure.traced_callbacks(), *_checkpointing(choice))
         return self._profile(("passes", pure, choice), self.workload.module, self._options(pure.precision), callbacks)
 
-    def stepping(self, setting: Setting) -> ModelProfile:
-        """The optimizer's steps alone, over all parameters: their states and their scratch memory.
+    def stepping(self, setting: Setting, rounding: int) -> Standing:
+        """What the optimizer's steps alone, over all parameters, keep and need.
+
+        Of many blocks two numbers of them are traced: what each adds is the same.
+
+        Args:
+            setting: Whose optimizer steps.
+            rounding: Of the allocator, in bytes.
 
         Raises:
             TraceError: If it can't be traced.
         """
         pure = stepping_of(setting)
+        plain = self.plain()
+        elements_per_block = plain.num_parameters // max(1, plain.num_blocks)
+        if plain.traced_blocks == plain.num_blocks or elements_per_block * _FEW_BLOCKS < _LARGEST_CHUNK:
+            return Standing.of(self._stepping(pure, None), rounding)
+        few, more = (Standing.of(self._stepping(pure, blocks), rounding) for blocks in (_FEW_BLOCKS, _MORE_BLOCKS))
+        return few.extended(more, _FEW_BLOCKS, _MORE_BLOCKS, plain.num_blocks)
+
+    def _stepping(self, pure: Setting, num_blocks: int | None) -> ModelProfile:
         options = self._options(pure.precision, 1)
-        module = only_stepping(self.workload.module)
-        return self._profile(("stepping", pure), module, options, pure.traced_callbacks(), whole=True)
+        module = only_stepping(self.workload.module, num_blocks)
+        return self._profile(("stepping", pure, num_blocks), module, options, pure.traced_callbacks(), whole=True)
 
     def exactly(self, setting: Setting) -> ModelProfile:
         """The step of a complete setting at its own micro-batch, all of its techniques applied.
@@ -136,11 +158,33 @@ def stepping_of(setting: Setting) -> Setting:
     return pure.choose("optimizer_8bit") if optimizer and optimizer.name == "paged_optimizer_8bit" else pure
 
 
-def only_stepping(module: Any) -> Any:
-    """A shallow copy of a module whose training step gives every parameter a gradient and does nothing else."""
+def only_stepping(module: Any, num_blocks: int | None = None) -> Any:
+    """A shallow copy of a module whose training step gives every parameter a gradient and does nothing else.
+
+    Args:
+        module: LightningModule; not changed, as only a copy of the copy configures itself.
+        num_blocks: How many of its repeated blocks are kept; all by default.
+    """
+    base = type(module)
+
+    def configure_model(self: Any) -> None:
+        base.configure_model(self)
+        if num_blocks is not None:
+            _keep_blocks(self, num_blocks)
+
     alike = copy.copy(module)
-    alike.__class__ = type(f"Stepping{type(module).__name__}", (type(module),), {"training_step": _sum_of_parameters})
+    changed = {"training_step": _sum_of_parameters, "configure_model": configure_model}
+    alike.__class__ = type(f"Stepping{base.__name__}", (base,), changed)
+    alike.memfit_num_blocks = num_blocks  # simple attributes are part of a profile's key
     return alike
+
+
+def _keep_blocks(module: Any, num_blocks: int) -> None:
+    """Take all but the first of the largest group of repeated blocks out."""
+    group = max(find_blocks(module), key=lambda candidate: candidate.num_parameters)
+    container = module.get_submodule(group.container)
+    for name in group.names[num_blocks:]:
+        del container._modules[name.rpartition(".")[2]]
 
 
 def _sum_of_parameters(module: Any, batch: Any, batch_idx: int) -> Any:

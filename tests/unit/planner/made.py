@@ -9,6 +9,7 @@ from lightning_memfit.device.runtime import RuntimeMemory
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import Category
 from lightning_memfit.planner.cost import Rates
+from lightning_memfit.planner.standing import Standing
 from lightning_memfit.planner.traces import passes_of, stepping_of
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
@@ -141,13 +142,13 @@ class MadeLaboratory:
     def needs_more(self, profile: ModelProfile) -> ModelProfile:
         return profile
 
-    def stepping(self, setting: Setting) -> ModelProfile:
+    def stepping(self, setting: Setting, rounding: int) -> Standing:
         pure = stepping_of(setting)
         self.asked.append(("stepping", pure))
         itemsize = 2 if pure.precision == "bf16-true" else 4
         optimizer = pure.of_kind("optimizer")
         states = _STATES[optimizer.name if optimizer else ""] * NUM_PARAMETERS
-        return made_step(itemsize, 0.0, 0.0, states=states, scratch=0.0)
+        return Standing.of(made_step(itemsize, 0.0, 0.0, states=states, scratch=0.0), rounding)
 
 
 def made_workload(usable_mib: int, allow: frozenset[str] = DEFAULT_ALLOW, share: int = 8, **changes: Any) -> Workload:

@@ -1,0 +1,43 @@
+import copy
+
+import pytest
+import torch
+
+from lightning_memfit.estimate.target import named_target
+from lightning_memfit.models import CausalLM
+from lightning_memfit.planner.rates import rates_of
+from lightning_memfit.planner.standing import Standing
+from lightning_memfit.planner.traces import Laboratory, only_stepping
+from lightning_memfit.planner.workload import Workload, facts_of
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.techniques.setting import Setting
+
+GPT2 = {"model_type": "gpt2", "n_layer": 9, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 16}
+
+
+def laboratory() -> Laboratory:
+    module, target, options = CausalLM(config=GPT2), named_target("12GiB"), StepOptions("32-true", 1, 1.0)
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    facts = facts_of(module, target, options)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    return Laboratory(Workload(module, batch, options, 2, target, rates_of(target), facts))
+
+
+@pytest.mark.parametrize("technique", ["", "optimizer_8bit"])
+def test_blocks_that_are_left_out_add_what_the_others_do(technique: str) -> None:
+    lab = laboratory()
+    setting = Setting().choose(technique) if technique else Setting()
+    few, more, whole = (Standing.of(lab._stepping(setting, number), 512) for number in (3, 5, None))
+    assert few.kept_bytes < more.kept_bytes < whole.kept_bytes
+    assert few.extended(more, 3, 5, 9) == whole
+
+
+def test_only_a_copy_loses_blocks() -> None:
+    module = CausalLM(config=GPT2)
+    alike = copy.deepcopy(only_stepping(module, 3))
+    with torch.device("meta"):
+        alike.configure_model()
+        module.configure_model()
+    assert len(alike.model.transformer.h) == 3
+    assert len(module.model.transformer.h) == 9
+    assert type(module) is CausalLM
