@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test lint types unit format gpu gpu-wheels clean
+.PHONY: quickstart test lint types unit aio format gpu gpu-wheels clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m cli fit --config recipes/quickstart.yaml
@@ -21,6 +21,10 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu"
+
+# Compile what offloading to disk needs, once (minutes; libaio-dev, g++); its tests run from then on.
+aio: $(STAMP)
+	PATH=$(abspath $(BIN)):$$PATH python -c "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"
 
 # On a machine with a CUDA device and an environment of its own: PYTHON names its interpreter, FOLDER takes the results.
 # Goes on where it stopped. Without a package index, carry the wheels that `make gpu-wheels` collects.

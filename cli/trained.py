@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.data.tokenization import load_tokenizer
+from lightning_memfit.models.architecture import auto_class
 from lightning_memfit.models.trained import load_checkpoint, network_from_checkpoint
 
 if TYPE_CHECKING:
@@ -45,12 +46,12 @@ def load_exported(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     Raises:
         ValueError: If the folder is missing or incomplete.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if not Path(folder).is_dir():
         raise ValueError(f"`--folder {folder}`: there is no such folder.")
     try:
-        network = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        network = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype="auto")
     except OSError as error:
         raise ValueError(f"`--folder {folder}` is not a complete Hugging Face folder: {error}") from error
     return network.eval(), load_tokenizer(folder)

@@ -1,7 +1,9 @@
 """LightningDataModules that ship with the package."""
 
+from lightning_memfit.data.pairs import PairData
 from lightning_memfit.data.random_tokens import RandomTokens
 from lightning_memfit.data.standard_library import StandardLibraryText
+from lightning_memfit.data.standard_library_pairs import StandardLibraryPairs
 from lightning_memfit.data.text import TextData
 
-__all__ = ["RandomTokens", "StandardLibraryText", "TextData"]
+__all__ = ["PairData", "RandomTokens", "StandardLibraryPairs", "StandardLibraryText", "TextData"]

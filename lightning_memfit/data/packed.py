@@ -1,24 +1,17 @@
-"""`PackedText`: what every text data module of ours shares, from tokens to loaders."""
+"""`PackedText`: text data modules whose samples are blocks of consecutive tokens."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Dataset
 
-from lightning_memfit.data.loader import EffectiveBatchSampler, ResumableLoader
+from lightning_memfit.data.batched import BatchedText
 from lightning_memfit.data.packing import PackedBlocks
-from lightning_memfit.data.tokenization import load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
-class PackedText(pl.LightningDataModule):
+class PackedText(BatchedText):
     """Text packed into blocks, for causal language models. Subclasses say where the tokens come from.
 
     Args:
@@ -44,107 +37,17 @@ class PackedText(pl.LightningDataModule):
         num_workers: int,
         seed: int,
     ) -> None:
-        super().__init__()
-        for argument, value, low in (
-            ("sequence_length", sequence_length, 2),
-            ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
-        ):
-            if value < low:
-                raise ValueError(f"`{argument}={value}` must be at least {low}.")
-        if not 0 < val_fraction < 1:
-            raise ValueError(f"`val_fraction={val_fraction}` must lie between 0 and 1.")
+        super().__init__(tokenizer, batch_size, global_batch_size, val_fraction, num_workers, seed)
+        if sequence_length < 2:
+            raise ValueError(f"`sequence_length={sequence_length}` must be at least 2.")
         self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.global_batch_size = global_batch_size
-        self.val_fraction = val_fraction
-        self.num_workers = num_workers
-        self.seed = seed
-        self.tokenizer_name = tokenizer
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._train: PackedBlocks | None = None
-        self._val: PackedBlocks | None = None
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, read once."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.tokenizer_name)
-        return self._tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return len(self.tokenizer)
 
     @abstractmethod
     def load_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of training and validation, each `(tokens,)`."""
 
-    def setup(self, stage: str) -> None:
-        """Check the batch sizes and make the blocks. A second call does nothing."""
-        self._check_global_batch_size()
-        if self._train is None:
-            train, val = self.load_tokens()
-            self._train = PackedBlocks(train, self.sequence_length, "training text")
-            self._val = PackedBlocks(val, self.sequence_length, "validation text")
-
-    def train_dataloader(self) -> DataLoader:
-        """Shuffled whole effective batches; continues exactly where a checkpoint was written."""
-        accumulation, processes, rank = self._placement()
-        blocks = _ready(self._train)
-        if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
-            return self._in_order(blocks)
-        sampler = EffectiveBatchSampler(blocks, self.batch_size, accumulation, processes, rank, self.seed)
-        return ResumableLoader(blocks, sampler, **self._worker_arguments())
-
-    def val_dataloader(self) -> DataLoader:
-        """All validation blocks in a fixed mixed order, so that `limit_val_batches` sees all of the text."""
-        blocks = _ready(self._val)
-        order = np.random.default_rng(self.seed).permutation(len(blocks))
-        return self._in_order(Subset(blocks, order.tolist()))
-
-    def test_dataloader(self) -> DataLoader:
-        """The validation blocks: there is no third part."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> DataLoader:
-        """The validation blocks."""
-        return self.val_dataloader()
-
-    def _in_order(self, blocks: Dataset) -> DataLoader:
-        generator = torch.Generator().manual_seed(self.seed)  # starting workers must not touch the run's random state
-        return DataLoader(blocks, batch_size=self.batch_size, generator=generator, **self._worker_arguments())
-
-    def _worker_arguments(self) -> dict[str, Any]:
-        return {
-            "num_workers": self.num_workers,
-            "pin_memory": torch.cuda.is_available(),
-            "persistent_workers": self.num_workers > 0,
-        }
-
-    def _placement(self) -> tuple[int, int, int]:
-        """Micro-batches of a step, number of processes, rank of this one."""
-        if self.trainer is None:
-            return 1, 1, 0
-        return self.trainer.accumulate_grad_batches, self.trainer.world_size, self.trainer.global_rank
-
-    def _check_global_batch_size(self) -> None:
-        accumulation, processes, _ = self._placement()
-        wanted, per_pass = self.global_batch_size, self.batch_size * processes
-        if wanted is None or self.trainer is None or wanted == per_pass * accumulation:
-            return
-        if wanted % per_pass:
-            fix = f"{wanted} is not a multiple of {per_pass}: choose another `batch_size`"
-        else:
-            fix = f"Set `trainer.accumulate_grad_batches: {wanted // per_pass}`"
-        raise ValueError(
-            f"`global_batch_size={wanted}`, but `batch_size={self.batch_size}` x `accumulate_grad_batches="
-            f"{accumulation}` x {processes} devices is {per_pass * accumulation}. {fix}."
-        )
-
-
-def _ready(blocks: PackedBlocks | None) -> PackedBlocks:
-    if blocks is None:
-        raise RuntimeError("Call `setup` before asking for a loader.")
-    return blocks
+    def make_samples(self) -> tuple[Dataset, Dataset]:
+        """Cut the tokens into blocks."""
+        train, val = self.load_tokens()
+        blocks = PackedBlocks(train, self.sequence_length, "training text")
+        return blocks, PackedBlocks(val, self.sequence_length, "validation text")

@@ -1,4 +1,4 @@
-"""Finding and building Hugging Face causal language models: one clear error for everything that can be missing."""
+"""Finding and building Hugging Face language models: one clear error for everything that can be missing."""
 
 from __future__ import annotations
 
@@ -64,18 +64,29 @@ def build(config: PretrainedConfig, pretrained: str | None, attn_implementation:
     Raises:
         ValueError: If the weights cannot be read.
     """
-    from transformers import AutoModelForCausalLM
-
     options: dict[str, Any] = {"dtype": torch.get_default_dtype(), "attn_implementation": attn_implementation}
     if pretrained is None:
-        network = AutoModelForCausalLM.from_config(config, **options)
+        network = auto_class(config).from_config(config, **options)
     else:
         with _readable("pretrained", pretrained):
             folder = _local_or_hub("pretrained", pretrained)
-            network = AutoModelForCausalLM.from_pretrained(folder, config=config, use_safetensors=True, **options)
+            network = auto_class(config).from_pretrained(folder, config=config, use_safetensors=True, **options)
     network.config.use_cache = False  # keys and values of past tokens, which training never reads
-    network.loss_type = "ForCausalLM"  # GPT-2's class is named otherwise, and transformers would warn
+    if not is_encoder_decoder(config):
+        network.loss_type = "ForCausalLM"  # GPT-2's class is named otherwise, and transformers would warn
     return network
+
+
+def is_encoder_decoder(config: PretrainedConfig) -> bool:
+    """Whether one half reads a text and the other writes one."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """The class of transformers that builds and loads language models of this architecture."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
 
 
 def max_positions(config: PretrainedConfig) -> int | None:

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
-from lightning_memfit.models.architecture import build, max_positions, resolve_config
+from lightning_memfit.models.architecture import build, is_encoder_decoder, max_positions, resolve_config
 from lightning_memfit.models.optimizer import checked_options, optimizer_class
 from lightning_memfit.models.perplexity import LossPerplexity
 from lightning_memfit.models.random_state import collect_random_state, restore_random_state
@@ -51,6 +51,8 @@ class CausalLM(pl.LightningModule):
         ValueError: If an argument is out of range.
     """
 
+    encoder_decoder = False
+
     def __init__(
         self,
         pretrained: str | None = None,
@@ -85,7 +87,11 @@ class CausalLM(pl.LightningModule):
         """The Hugging Face configuration, read once."""
         if self._architecture is None:
             hparams = self.hparams
-            self._architecture = resolve_config(hparams["pretrained"], hparams["config_name"], hparams["config"])
+            config = resolve_config(hparams["pretrained"], hparams["config_name"], hparams["config"])
+            if is_encoder_decoder(config) != self.encoder_decoder:
+                other = "CausalLM" if self.encoder_decoder else "Seq2SeqLM"
+                raise ValueError(f"{type(self).__name__} can't train a {config.model_type!r} model: use {other}.")
+            self._architecture = config
         return self._architecture
 
     def configure_model(self) -> None:
@@ -105,12 +111,12 @@ class CausalLM(pl.LightningModule):
                 "Use the model's own tokenizer (`data.tokenizer`) or a larger `config.vocab_size`."
             )
 
-    def _check_length(self, length: int | None) -> None:
+    def _check_length(self, length: int | None, argument: str = "sequence_length") -> None:
         positions = max_positions(self.architecture)
         if length is not None and positions is not None and length > positions:
             raise ValueError(
-                f"`sequence_length={length}` is longer than the model's {positions} positions. "
-                f"Set `data.sequence_length` to at most {positions}."
+                f"`{argument}={length}` is longer than the model's {positions} positions. "
+                f"Set `data.{argument}` to at most {positions}."
             )
 
     @property
@@ -156,12 +162,15 @@ class CausalLM(pl.LightningModule):
         self, stage: str, batch: dict[str, torch.Tensor], mean: MeanMetric, perplexity: LossPerplexity
     ) -> None:
         loss = self._loss(batch)
-        predicted = (batch["labels"][:, 1:] != -100).sum()
+        predicted = self._num_predicted(batch["labels"])
         mean.update(loss, predicted)
         perplexity.update(loss, predicted)
         size = batch["input_ids"].shape[0]
         self.log(f"{stage}_loss", mean, prog_bar=True, batch_size=size)
         self.log(f"{stage}_perplexity", perplexity, batch_size=size)
+
+    def _num_predicted(self, labels: torch.Tensor) -> torch.Tensor:
+        return (labels[:, 1:] != -100).sum()
 
     # --- optimization -----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_memfit.models.architecture import is_encoder_decoder, max_positions
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,12 +21,12 @@ def continue_text(
     temperature: float,
     top_k: int,
 ) -> str:
-    """Return the prompt and its continuation; the network's training mode is kept.
+    """Return the prompt and its continuation, or the answer of an encoder-decoder model; its training mode is kept.
 
     Args:
-        network: Any causal language model.
+        network: Any language model.
         tokenizer: The tokenizer it was trained with.
-        prompt: Where to start; empty starts a new document.
+        prompt: Where to start; empty starts a new document. An encoder-decoder model reads it.
         max_new_tokens: How many tokens to add at most.
         temperature: 0 takes the likeliest token each time.
         top_k: Sample from this many likeliest tokens.
@@ -32,9 +34,13 @@ def continue_text(
     Raises:
         ValueError: If prompt and continuation exceed the model's positions.
     """
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
-    positions = getattr(network.config, "max_position_embeddings", None)
-    if positions is not None and len(ids) + max_new_tokens > positions:
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    answers = is_encoder_decoder(network.config)
+    if answers or not ids:
+        ids = [*ids, tokenizer.eos_token_id]
+    positions = max_positions(network.config)
+    longest = max(len(ids), max_new_tokens) if answers else len(ids) + max_new_tokens
+    if positions is not None and longest > positions:
         raise ValueError(
             f"The prompt's {len(ids)} tokens and `max_new_tokens={max_new_tokens}` exceed the model's {positions} "
             f"positions. Set `max_new_tokens` to at most {max(0, positions - len(ids))}, or shorten the prompt."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
+from lightning_memfit.models.architecture import auto_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,7 +42,7 @@ def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
     Args:
         checkpoint: What `load_checkpoint` returned.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if ADAPTERS in checkpoint:
         return _merged_network(checkpoint)
@@ -49,7 +50,7 @@ def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
     config = type(AutoConfig.for_model(entries["model_type"])).from_dict(entries)
     weights = {k.removeprefix(_PREFIX): v for k, v in checkpoint["state_dict"].items() if k.startswith(_PREFIX)}
     dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
-    network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    network = auto_class(config).from_config(config, dtype=dtype)
     network.load_state_dict(weights)
     return network.eval()
 

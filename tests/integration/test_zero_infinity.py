@@ -18,18 +18,13 @@ from lightning_memfit.memory import MIB, Tier
 from lightning_memfit.offload.leftovers import find_runs
 from lightning_memfit.offload.sizing import infinity_sizes
 from lightning_memfit.profile.parameters import parameter_table
+from tests.helpers.aio import needs_aio
 from tests.helpers.small_drive import small_drive
 from tests.helpers.strategy_launch import finish, launch, start
 from tests.helpers.strategy_scenarios import evaluate_whole
 
 pytest.importorskip("deepspeed")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not Path(os.environ.get("TORCH_EXTENSIONS_DIR", "/nowhere"), "async_io", "async_io.so").is_file(),
-        reason="async_io is not built in $TORCH_EXTENSIONS_DIR; that takes minutes",
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_aio]
 
 # Matrices of 1 MiB and more, which alone are swapped.
 MODULE: dict[str, Any] = {

@@ -1,5 +1,6 @@
 """The recipes for several GPUs run here with their quick override, and are what their first lines say."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,16 +9,20 @@ import pytest
 import yaml
 
 from cli.recipe_files import available, resolve
+from tests.helpers.aio import needs_aio
 
 pytest.importorskip("deepspeed")
 ROOT = Path(__file__).parents[2]
-RECIPES = ("gpt2xl_ddp", "gpt2xl_fsdp2", "gpt2xl_zero2", "gpt2xl_zero3_offload", "multi_node")
+GPT2 = ("gpt2xl_ddp", "gpt2xl_fsdp2", "gpt2xl_zero2", "gpt2xl_zero3_offload", "multi_node")
+RECIPES = (*GPT2, "blenderbot_zero2")
+FROM_DISK = "gpt2xl_zero_infinity"
 RUN_ALL = """
 import sys
 from cli.main import main
 for name in sys.argv[1:]:
+    quick = "quick/blenderbot_zero2" if name == "blenderbot_zero2" else "quick/gpt2xl"
     one_rank = ["--trainer.strategy.init_args.sharding_size=1"] if name == "multi_node" else []
-    print("RESULT", name, main(["fit", "--config", name, "--config", "quick/gpt2xl", *one_rank]), flush=True)
+    print("RESULT", name, main(["fit", "--config", name, "--config", quick, *one_rank]), flush=True)
 """
 
 
@@ -25,20 +30,35 @@ def read(name):
     return yaml.safe_load(Path(resolve(name)).read_text())
 
 
+def run_all(folder, *names, **variables):
+    command = [sys.executable, "-c", RUN_ALL, *names]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment |= variables
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    for name in names:
+        assert f"RESULT {name} 0" in run.stdout, run.stderr[-4000:]
+        assert list((folder / "runs" / name).rglob("*.ckpt"))
+
+
 @pytest.mark.slow
 def test_each_runs_with_its_quick_override(tmp_path):
-    command = [sys.executable, "-c", RUN_ALL, *RECIPES]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    for name in RECIPES:
-        assert f"RESULT {name} 0" in run.stdout, run.stderr[-4000:]
-        assert list((tmp_path / "runs" / name).rglob("*.ckpt"))
+    run_all(tmp_path, *RECIPES)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.slow
+@needs_aio
+def test_the_recipe_from_disk_takes_its_folder_from_the_environment(tmp_path):
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    kept = {name: os.environ[name] for name in ("HOME", "PATH", "TORCH_EXTENSIONS_DIR") if name in os.environ}
+    run_all(tmp_path, FROM_DISK, MEMFIT_NVME_PATH=str(drive), **kept)
+    assert list(drive.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [*RECIPES, FROM_DISK])
 def test_every_recipe_says_what_it_is_for(name):
     first = available()[name].read_text().splitlines()[0]
-    assert first.startswith("# GPT-2 XL")
+    assert first.startswith("# Blenderbot 400M" if name == "blenderbot_zero2" else "# GPT-2 XL")
     assert read(name)["trainer"]["logger"]["init_args"]["name"] == name
 
 
@@ -50,6 +70,16 @@ def test_the_offload_recipe_is_the_published_configuration():
     assert recipe["trainer"]["strategy"]["init_args"]["stage"] == 3
     assert recipe["trainer"]["strategy"]["init_args"]["offload_optimizer"] is True
     assert (recipe["trainer"]["devices"], recipe["trainer"]["precision"]) == (1, "16-mixed")
+
+
+def test_the_seq2seq_recipe_is_the_published_configuration():
+    recipe = read("blenderbot_zero2")
+    strategy = recipe["trainer"]["strategy"]["init_args"]
+    assert recipe["data"]["init_args"]["batch_size"] == 200
+    assert (strategy["stage"], strategy["bucket_size"]) == (2, 200_000_000)
+    assert all(strategy["config"]["zero_optimization"].values())
+    assert strategy["config"]["fp16"]["initial_scale_power"] == 15
+    assert (recipe["trainer"]["devices"], recipe["trainer"]["precision"]) == (2, "16-mixed")
 
 
 def test_two_machines_shard_within_each():

@@ -1,5 +1,4 @@
 import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,13 +8,9 @@ from lightning_memfit.memory import MIB
 from lightning_memfit.offload import tuning
 from lightning_memfit.offload.sizing import AioSettings
 from lightning_memfit.offload.tuning import POINTS, AioRate, drive_key, fastest, sweep, tuned_aio
+from tests.helpers.aio import needs_aio
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
-
-
-def extension_is_built() -> bool:
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return folder is not None and Path(folder, "async_io", "async_io.so").is_file()
 
 
 def rate(block_size: int, read: float, write: float) -> AioRate:
@@ -67,9 +62,7 @@ def test_keys_are_those_that_deepspeed_reads() -> None:
 
 
 @needs_deepspeed
-@pytest.mark.skipif(
-    not extension_is_built(), reason="async_io is not built in $TORCH_EXTENSIONS_DIR; that takes minutes"
-)
+@needs_aio
 def test_sweep_of_a_real_folder(tmp_path: Path) -> None:
     points = (AioSettings(MIB // 8, 8, 1), AioSettings(MIB, 32, 2))
     rates = sweep(tmp_path, size_bytes=8 * MIB, repeats=1, points=points)

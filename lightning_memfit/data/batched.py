@@ -1,0 +1,140 @@
+"""`BatchedText`: what every text data module of ours shares, from samples to loaders."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_memfit.data.loader import EffectiveBatchSampler, ResumableLoader
+from lightning_memfit.data.tokenization import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class BatchedText(pl.LightningDataModule):
+    """Samples of equal length, dealt out in whole effective batches. Subclasses make the samples.
+
+    Args:
+        tokenizer: `bytes`, a local folder or a hub name.
+        batch_size: Samples in a micro-batch of one device.
+        global_batch_size: Samples in an optimizer step, accumulation and all devices included. Null: not checked.
+        val_fraction: Share of the documents kept for validation, chosen by their content.
+        num_workers: Loader processes.
+        seed: Of the order of the training samples.
+
+    Raises:
+        ValueError: If a number is out of range, or the tokenizer cannot be read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        batch_size: int,
+        global_batch_size: int | None,
+        val_fraction: float,
+        num_workers: int,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        for argument, value, low in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
+            if value < low:
+                raise ValueError(f"`{argument}={value}` must be at least {low}.")
+        if not 0 < val_fraction < 1:
+            raise ValueError(f"`val_fraction={val_fraction}` must lie between 0 and 1.")
+        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
+        self.val_fraction = val_fraction
+        self.num_workers = num_workers
+        self.seed = seed
+        self.tokenizer_name = tokenizer
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._train: Dataset | None = None
+        self._val: Dataset | None = None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, read once."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.tokenizer_name)
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return len(self.tokenizer)
+
+    @abstractmethod
+    def make_samples(self) -> tuple[Dataset, Dataset]:
+        """Return training and validation samples."""
+
+    def setup(self, stage: str) -> None:
+        """Check the batch sizes and make the samples. A second call does nothing."""
+        self._check_global_batch_size()
+        if self._train is None:
+            self._train, self._val = self.make_samples()
+
+    def train_dataloader(self) -> DataLoader:
+        """Shuffled whole effective batches; continues exactly where a checkpoint was written."""
+        accumulation, processes, rank = self._placement()
+        samples = _ready(self._train)
+        if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
+            return self._in_order(samples)
+        sampler = EffectiveBatchSampler(samples, self.batch_size, accumulation, processes, rank, self.seed)
+        return ResumableLoader(samples, sampler, **self._worker_arguments())
+
+    def val_dataloader(self) -> DataLoader:
+        """All validation samples in a fixed mixed order, so that `limit_val_batches` sees all of the text."""
+        samples = _ready(self._val)
+        order = np.random.default_rng(self.seed).permutation(len(samples))  # type: ignore[arg-type]
+        return self._in_order(Subset(samples, order.tolist()))
+
+    def test_dataloader(self) -> DataLoader:
+        """The validation samples: there is no third part."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader:
+        """The validation samples."""
+        return self.val_dataloader()
+
+    def _in_order(self, samples: Dataset) -> DataLoader:
+        generator = torch.Generator().manual_seed(self.seed)  # starting workers must not touch the run's random state
+        return DataLoader(samples, batch_size=self.batch_size, generator=generator, **self._worker_arguments())
+
+    def _worker_arguments(self) -> dict[str, Any]:
+        return {
+            "num_workers": self.num_workers,
+            "pin_memory": torch.cuda.is_available(),
+            "persistent_workers": self.num_workers > 0,
+        }
+
+    def _placement(self) -> tuple[int, int, int]:
+        """Micro-batches of a step, number of processes, rank of this one."""
+        if self.trainer is None:
+            return 1, 1, 0
+        return self.trainer.accumulate_grad_batches, self.trainer.world_size, self.trainer.global_rank
+
+    def _check_global_batch_size(self) -> None:
+        accumulation, processes, _ = self._placement()
+        wanted, per_pass = self.global_batch_size, self.batch_size * processes
+        if wanted is None or self.trainer is None or wanted == per_pass * accumulation:
+            return
+        if wanted % per_pass:
+            fix = f"{wanted} is not a multiple of {per_pass}: choose another `batch_size`"
+        else:
+            fix = f"Set `trainer.accumulate_grad_batches: {wanted // per_pass}`"
+        raise ValueError(
+            f"`global_batch_size={wanted}`, but `batch_size={self.batch_size}` x `accumulate_grad_batches="
+            f"{accumulation}` x {processes} devices is {per_pass * accumulation}. {fix}."
+        )
+
+
+def _ready(samples: Dataset | None) -> Dataset:
+    if samples is None:
+        raise RuntimeError("Call `setup` before asking for a loader.")
+    return samples

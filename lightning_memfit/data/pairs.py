@@ -1,0 +1,209 @@
+"""`PairData`: pairs of texts, such as a question and its answer, for encoder-decoder models."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lightning_memfit.data.batched import BatchedText
+from lightning_memfit.data.sources import load_documents
+from lightning_memfit.data.splitting import content_hash, validation_mask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NOT_PREDICTED = -100
+
+
+class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
+    """Pairs tokenized when they are asked for, cut or padded to two fixed lengths: every batch needs the same memory.
+
+    Items are `input_ids` and `attention_mask`, `(source_length,)`, and `labels`, `(target_length,)`, int64, with -100
+    where nothing is predicted. Both texts end with the end-of-sequence token, also where they are cut.
+
+    Args:
+        pairs: Source and target texts.
+        tokenizer: From `load_tokenizer`.
+        source_length: Tokens of a source.
+        target_length: Tokens of a target.
+
+    Raises:
+        ValueError: If the tokenizer has no token for padding.
+    """
+
+    def __init__(
+        self,
+        pairs: list[tuple[str, str]],
+        tokenizer: PreTrainedTokenizerBase,
+        source_length: int,
+        target_length: int,
+    ) -> None:
+        if tokenizer.pad_token_id is None:
+            raise ValueError("The tokenizer has no padding token. Use one of an encoder-decoder model.")
+        self.pairs = pairs
+        self.tokenizer = tokenizer
+        self.source_length = source_length
+        self.target_length = target_length
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        source, target = self.pairs[index]
+        input_ids, is_source = self._padded(source, self.source_length)
+        labels, is_target = self._padded(target, self.target_length)
+        labels[~is_target] = _NOT_PREDICTED
+        return {"input_ids": input_ids, "attention_mask": is_source.long(), "labels": labels}
+
+    def _padded(self, text: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids, and where they are not padding."""
+        end = self.tokenizer.eos_token_id
+        ids = [token for token in self.tokenizer(text, verbose=False)["input_ids"] if token != end]
+        ids = [*ids[: length - 1], end]
+        padded = torch.full((length,), self.tokenizer.pad_token_id)
+        padded[: len(ids)] = torch.tensor(ids)
+        return padded, torch.arange(length) < len(ids)
+
+
+class PairedText(BatchedText):
+    """Pairs of texts for encoder-decoder models. Subclasses say where they come from.
+
+    Args:
+        tokenizer: `bytes`, a local folder or a hub name.
+        source_length: Tokens of a source; longer ones are cut, shorter ones padded.
+        target_length: Tokens of a target.
+        batch_size: Pairs in a micro-batch of one device.
+        global_batch_size: Pairs in an optimizer step, accumulation and all devices included. Null: not checked.
+        val_fraction: Share of the pairs kept for validation, chosen by their sources.
+        num_workers: Loader processes, which tokenize too.
+        seed: Of the order of the training pairs.
+
+    Raises:
+        ValueError: If a number is out of range, or the tokenizer cannot be read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        source_length: int,
+        target_length: int,
+        batch_size: int,
+        global_batch_size: int | None,
+        val_fraction: float,
+        num_workers: int,
+        seed: int,
+    ) -> None:
+        super().__init__(tokenizer, batch_size, global_batch_size, val_fraction, num_workers, seed)
+        for argument, value in (("source_length", source_length), ("target_length", target_length)):
+            if value < 2:
+                raise ValueError(f"`{argument}={value}` must be at least 2.")
+        self.source_length = source_length
+        self.target_length = target_length
+
+    @abstractmethod
+    def load_pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """Return source and target texts of training and validation."""
+
+    def make_samples(self) -> tuple[Dataset, Dataset]:
+        """Tokenize the pairs when they are asked for."""
+        train, val = (
+            TokenizedPairs(pairs, self.tokenizer, self.source_length, self.target_length) for pairs in self.load_pairs()
+        )
+        return train, val
+
+    def split(self, pairs: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """Keep `val_fraction` for validation; equal sources fall on the same side.
+
+        Raises:
+            ValueError: If there are too few.
+        """
+        hashes = np.array([content_hash(source) for source, _ in pairs], np.uint64)
+        mask = validation_mask(hashes, self.val_fraction)
+        sides = ([pair for pair, is_val in zip(pairs, mask, strict=True) if is_val == side] for side in (False, True))
+        train, val = sides
+        return train, val
+
+
+class PairData(PairedText):
+    """Pairs from local files or the Hugging Face hub, two columns of one data set.
+
+    Args:
+        dataset: Local file or folder of jsonl or parquet files, or a hub name.
+        tokenizer: A local folder or a hub name, or `bytes`.
+        source_column: Column with what the encoder reads.
+        target_column: Column with what the decoder learns to write.
+        dataset_config: Configuration of a hub data set.
+        split: Split of a hub data set to train on.
+        val_split: Split of a hub data set to validate with. Null: `val_fraction` of the pairs.
+        source_length: Tokens of a source; longer ones are cut, shorter ones padded.
+        target_length: Tokens of a target.
+        batch_size: Pairs in a micro-batch of one device.
+        global_batch_size: Pairs in an optimizer step, accumulation and all devices included. Null: not checked.
+        val_fraction: Share of the pairs kept for validation, chosen by their sources.
+        num_workers: Loader processes, which tokenize too.
+        seed: Of the order of the training pairs.
+        cache_dir: Where `datasets` keeps its files.
+
+    Raises:
+        ValueError: If a number is out of range, or data or tokenizer cannot be read.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        tokenizer: str,
+        source_column: str = "source",
+        target_column: str = "target",
+        dataset_config: str | None = None,
+        split: str = "train",
+        val_split: str | None = None,
+        source_length: int = 128,
+        target_length: int = 128,
+        batch_size: int = 8,
+        global_batch_size: int | None = None,
+        val_fraction: float = 0.05,
+        num_workers: int = 2,
+        seed: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(
+            tokenizer, source_length, target_length, batch_size, global_batch_size, val_fraction, num_workers, seed
+        )
+        self.dataset = dataset
+        self.source_column = source_column
+        self.target_column = target_column
+        self.dataset_config = dataset_config
+        self.train_split = split
+        self.val_split = val_split
+        self.cache_dir = cache_dir
+        self.save_hyperparameters()
+
+    def prepare_data(self) -> None:
+        """Download, on one process."""
+        self.load_pairs()
+
+    def load_pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """Read both columns into memory.
+
+        Raises:
+            ValueError: If a column is missing, or has something else than text.
+        """
+        pairs = self._read(self.train_split)
+        return self.split(pairs) if self.val_split is None else (pairs, self._read(self.val_split))
+
+    def _read(self, split: str) -> list[tuple[str, str]]:
+        rows = load_documents(self.dataset, self.dataset_config, split, self.cache_dir)
+        columns = []
+        for argument in ("source_column", "target_column"):
+            name = getattr(self, argument)
+            if name not in rows.column_names:
+                there = ", ".join(rows.column_names)
+                raise ValueError(f"`{argument}={name!r}` is not in the data. Its columns: {there}.")
+            columns.append(list(rows[name]))
+            if not all(isinstance(text, str) for text in columns[-1]):
+                raise ValueError(f"`{argument}={name!r}` has something else than text in `dataset={self.dataset!r}`.")
+        return list(zip(*columns, strict=True))

@@ -1,0 +1,83 @@
+import json
+
+import pytest
+
+from lightning_memfit.data import PairData, StandardLibraryPairs
+from lightning_memfit.data.pairs import TokenizedPairs
+from lightning_memfit.data.standard_library_pairs import documented_functions
+from lightning_memfit.data.tokenization import byte_tokenizer
+
+EOS, PAD = 256, 257
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_texts_are_cut_or_padded_and_end():
+    samples = TokenizedPairs([("abc", "de"), ("abcdefgh", "abcdefgh")], byte_tokenizer(), 6, 4)
+    assert samples[0]["input_ids"].tolist() == [97, 98, 99, EOS, PAD, PAD]
+    assert samples[0]["attention_mask"].tolist() == [1, 1, 1, 1, 0, 0]
+    assert samples[0]["labels"].tolist() == [100, 101, EOS, -100]
+    assert samples[1]["input_ids"].tolist() == [97, 98, 99, 100, 101, EOS]
+    assert samples[1]["labels"].tolist() == [97, 98, 99, EOS]
+
+
+def test_pairs_of_a_file(tmp_path):
+    rows = [{"q": f"question {i // 2}", "a": f"answer {i}"} for i in range(40)]
+    options = {"source_column": "q", "target_column": "a", "cache_dir": str(tmp_path / "cache")}
+    data = PairData(write(tmp_path / "pairs.jsonl", rows), "bytes", val_fraction=0.2, num_workers=0, **options)
+    data.setup("fit")
+    train, val = data.load_pairs()
+    assert sorted(train + val) == sorted((row["q"], row["a"]) for row in rows)
+    assert not {source for source, _ in train} & {source for source, _ in val}
+    batch = next(iter(data.train_dataloader()))
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {
+        "input_ids": (8, 128),
+        "attention_mask": (8, 128),
+        "labels": (8, 128),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source_column": "question"}, "`source_column='question'` is not in the data. Its columns: q, a"),
+        ({"source_column": "q", "target_column": "n"}, "`target_column='n'` is not in the data"),
+    ],
+)
+def test_columns_that_are_not_there(tmp_path, options, message):
+    file = write(tmp_path / "pairs.jsonl", [{"q": "x", "a": "y"}])
+    with pytest.raises(ValueError, match=message):
+        PairData(file, "bytes", cache_dir=str(tmp_path / "cache"), **options).load_pairs()
+
+
+def test_column_without_text(tmp_path):
+    file = write(tmp_path / "pairs.jsonl", [{"source": "x", "target": 3}])
+    with pytest.raises(ValueError, match=r"`target_column='target'` has something else than text"):
+        PairData(file, "bytes", cache_dir=str(tmp_path / "cache")).load_pairs()
+
+
+def test_lengths_out_of_range():
+    with pytest.raises(ValueError, match="`target_length=1` must be at least 2"):
+        StandardLibraryPairs(target_length=1)
+    with pytest.raises(ValueError, match="`max_files=0`"):
+        StandardLibraryPairs(max_files=0)
+
+
+def test_functions_lose_their_documentation():
+    functions = (
+        'def f(x):\n    """Double x.\n\n    More."""\n    return 2 * x\n',
+        "def g():\n    return 1\n",
+        'def h():\n    """Nothing."""\n',
+    )
+    assert documented_functions("".join(functions)) == [
+        ("def f(x):\n    return 2 * x", "Double x."),
+        ("def h():\n    pass", "Nothing."),
+    ]
+
+
+def test_standard_library_has_enough():
+    train, val = StandardLibraryPairs(max_files=40).load_pairs()
+    assert len(train) > 10 * len(val) > 0
