@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lightning_memfit.device.health import Finding
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.offload.extensions import BuildLock
 from lightning_memfit.offload.leftovers import RunState
 from lightning_memfit.offload.sizing import AioSettings
 from lightning_memfit.offload.traffic import Traffic
@@ -49,6 +50,15 @@ def check_other_runs(states: Sequence[RunState]) -> list[Finding]:
             fix = "look at it, and remove it by hand"
             findings.append(Finding("leftovers", "note", f"{state.path} stays, as {state.kept_because}", fix))
     return findings
+
+
+def check_build_lock(lock: BuildLock) -> Finding:
+    """A lock on kernels, for which a run would wait, for ever if nobody holds it."""
+    if lock.holder is not None:
+        fix = "nothing to do, this run waits for it"
+        return Finding("kernels", "note", f"process {lock.holder} compiles or loads those in {lock.path.parent}", fix)
+    found = f"{lock.path} was left by a process that ended while it compiled, and each run would wait for it for ever"
+    return Finding("kernels", "problem", found, "remove that file, unless another machine is compiling there")
 
 
 def check_disk_room(needed_bytes: int, free_bytes: int, reserve_bytes: int) -> Finding:

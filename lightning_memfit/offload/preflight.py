@@ -14,6 +14,7 @@ from lightning_memfit.device.probe import probe_host
 from lightning_memfit.device.storage import measure_storage
 from lightning_memfit.memory import GIB, MIB, MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.offload import checks
+from lightning_memfit.offload.extensions import build_locks
 from lightning_memfit.offload.folder import parent_problem
 from lightning_memfit.offload.leftovers import RunState, find_runs
 from lightning_memfit.offload.sizing import InfinitySizes
@@ -101,6 +102,7 @@ def preflight(nvme_path: str | Path, needs: Needs) -> PreflightReport:
     problem = parent_problem(nvme_path)
     findings = [checks.check_parent_folder(str(nvme_path), problem)]
     findings += [checks.needed(finding) for finding in build_tools()]
+    findings += [checks.check_build_lock(lock) for lock in build_locks()]
     seconds = None
     if problem is None:
         drive, seconds = _drive(nvme_path, needs)

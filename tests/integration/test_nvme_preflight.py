@@ -189,6 +189,16 @@ def test_libaio_absent(tmp_path: Path) -> None:
     assert "apt install libaio-dev" in found
 
 
+def test_kernels_locked_by_a_run_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed would wait for ever, without a word."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    lock = tmp_path / "extensions" / "async_io" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert f"{lock} was left by a process" in named(preflight(tmp_path, needs_of()), "kernels")
+    assert lock.exists()
+
+
 def test_compiler_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine.shutil, "which", lambda name: None)
     assert "apt install g++" in named(preflight(tmp_path, needs_of()), "C++ compiler")

@@ -1,0 +1,76 @@
+"""Locks on DeepSpeed's kernels for asynchronous I/O, which torch compiles when they are first asked for.
+
+A process that compiles, or only loads, holds a file named `lock`, and the others wait until it is gone. One that is
+killed leaves it, and all later ones wait for ever without a word. Written for torch 2.11 to 2.13
+(`torch/utils/file_baton.py`, `cpp_extension._get_build_directory`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_KERNELS = ("async_io", "pin_memory")
+
+
+@dataclass(frozen=True)
+class BuildLock:
+    """A lock that is there."""
+
+    path: Path
+    holder: int | None
+    """Process on this machine that has it open; None where there is none."""
+
+
+def build_locks(root: Path | None = None) -> list[BuildLock]:
+    """Locks on the kernels that offloading to disk needs.
+
+    Args:
+        root: Where extensions are compiled; by default where torch does it.
+    """
+    folder = extensions_folder() if root is None else root
+    found = (_look(folder / name / "lock") for name in _KERNELS)
+    return [lock for lock in found if lock is not None]
+
+
+def extensions_folder() -> Path:
+    """Where torch compiles extensions for this interpreter."""
+    import torch
+    from torch.utils.cpp_extension import get_default_build_root
+
+    if named := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(named)
+    hip, cuda = torch.version.hip, torch.version.cuda
+    device = f"rocm{hip}" if hip is not None else f"cu{cuda}" if cuda is not None else "cpu"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+    return Path(get_default_build_root(), f"{python}_{device}".replace(".", ""))
+
+
+def _look(path: Path) -> BuildLock | None:
+    """A lock that is the same after looking for its holder: a kernel that is loaded has one for a moment."""
+    if (before := _inode(path)) is None:
+        return None
+    lock = BuildLock(path, _holder(path))
+    return lock if _inode(path) == before else None
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return None
+    return state.st_ino, state.st_ctime_ns
+
+
+def _holder(path: Path) -> int | None:
+    """Who keeps a file open, as far as this user may see."""
+    wanted = str(path.resolve())
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(descriptor) == wanted for descriptor in (process / "fd").iterdir()):
+                return int(process.name)
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return None
