@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marks import insert
 from lightning_memfit.memory import format_bytes
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "checkpointing_budget.json"
 PAGE = ROOT / "docs" / "techniques" / "activation_checkpointing.md"
-BEGIN, END = "<!-- begin: checkpointing_budget -->", "<!-- end: checkpointing_budget -->"
+MARK = "checkpointing_budget"
 
 
 def render(document: dict[str, Any]) -> str:
@@ -37,15 +38,8 @@ def _table(case: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def insert(page: str, tables: str) -> str:
-    """Put tables between the page's marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
-
-
 def main() -> None:
-    PAGE.write_text(insert(PAGE.read_text(), render(json.loads(RESULTS.read_text()))))
+    PAGE.write_text(insert(PAGE.read_text(), MARK, render(json.loads(RESULTS.read_text()))))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+from benchmarks.marks import insert
+
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "micro_batching_compare.json"
 PAGE = ROOT / "docs" / "guides" / "micro_batching.md"
-BEGIN, END = "<!-- comparison: generated -->\n", "<!-- end of comparison -->\n"
+MARK = "comparison"
 _OURS, _POWER, _SEARCH = "memfit", "lightning_power", "lightning_binsearch"
 
 
@@ -23,15 +25,12 @@ def table() -> str:
             for name in (_OURS, _POWER, _SEARCH)
         ]
         lines.append(f"| {row['model']} | {row['true_maximum']} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def page() -> str:
     """The page with its table made anew."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return before + BEGIN + table() + END + after
+    return insert(PAGE.read_text(), MARK, table())
 
 
 if __name__ == "__main__":

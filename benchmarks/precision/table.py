@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marks import insert
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "precision_final_loss.json"
 PAGES = tuple(
     ROOT / "docs" / "techniques" / f"{name}.md" for name in ("bf16_stochastic_rounding", "host_master_weights")
 )
-BEGIN, END = "<!-- begin: precision_final_loss -->", "<!-- end: precision_final_loss -->"
+MARK = "precision_final_loss"
 
 
 def render(document: dict[str, Any]) -> str:
@@ -36,17 +38,10 @@ def render(document: dict[str, Any]) -> str:
     )
 
 
-def insert(page: str, table: str) -> str:
-    """Put the table between the page's marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
-
-
 def main() -> None:
     table = render(json.loads(RESULTS.read_text(encoding="utf-8")))
     for page in PAGES:
-        page.write_text(insert(page.read_text(encoding="utf-8"), table), encoding="utf-8")
+        page.write_text(insert(page.read_text(encoding="utf-8"), MARK, table), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 import lightning_memfit
+from benchmarks.marks import insert
 from lightning_memfit.memory import MIB
 from lightning_memfit.techniques.registry import TECHNIQUES
 from lightning_memfit.techniques.technique import CallbackSpec, Technique
@@ -113,14 +114,6 @@ def _row(name: str, row: dict[str, Any], plain: dict[str, Any]) -> str:
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / MIB:.1f} MiB"
-
-
-def insert(page: str, mark: str, text: str) -> str:
-    """Put text between the page's marks of that name."""
-    begin, end = f"<!-- begin: {mark} -->", f"<!-- end: {mark} -->"
-    before, rest = page.split(begin)
-    _, after = rest.split(end)
-    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def main() -> None:

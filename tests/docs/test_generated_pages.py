@@ -50,6 +50,17 @@ def test_comparison_of_batch_fitters_is_what_its_results_give() -> None:
     assert PAGE.read_text() == page(), "run `python -m benchmarks.micro_batching.table`"
 
 
+def test_live_bytes_of_gpt2_xl_keep_their_bars() -> None:
+    from benchmarks.gpt2xl_live_bytes.table import PAGE, RESULT, page
+
+    assert PAGE.read_text() == page(), "run `python -m benchmarks.gpt2xl_live_bytes.table`"
+    cases = {case["name"]: case for case in json.loads(RESULT.read_text())["cases"]}
+    assert set(cases) == {"gradients released", "gradients kept"}
+    for case in cases.values():
+        assert case["measured_bytes"] <= case["bar_bytes"]
+        assert case["predicted_bytes"] == pytest.approx(case["measured_bytes"], rel=0.03)
+
+
 def test_sizes_found_keep_their_bar() -> None:
     rows = json.loads((ROOT / "benchmarks/results/micro_batching_compare.json").read_text())["rows"]
     assert len(rows) >= 10

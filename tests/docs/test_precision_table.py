@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from benchmarks.precision.table import PAGES, RESULTS, insert, render
+from benchmarks.marks import insert
+from benchmarks.precision.table import MARK, PAGES, RESULTS, render
 
 DOCUMENT = json.loads(RESULTS.read_text())
 
@@ -10,7 +11,7 @@ DOCUMENT = json.loads(RESULTS.read_text())
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_pages_show_the_recorded_losses(path):
     page = path.read_text()
-    assert insert(page, render(DOCUMENT)) == page, "run `python -m benchmarks.precision.table`"
+    assert insert(page, MARK, render(DOCUMENT)) == page, "run `python -m benchmarks.precision.table`"
 
 
 def test_lossy_techniques_learn_as_float32_does():
