@@ -1,0 +1,66 @@
+"""Write the figures of GPT-2 XL on disk into their page: `python -m benchmarks.gpt2xl_zero_infinity.table`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.precision.table import ROOT
+from lightning_memfit.memory import format_bytes
+
+RESULT = Path(__file__).with_name("result.json")
+PAGE = ROOT / "docs" / "guides" / "nvme.md"
+BEGIN, END = "<!-- begin: gpt2xl_zero_infinity -->", "<!-- end: gpt2xl_zero_infinity -->"
+
+
+def render(document: dict[str, Any]) -> str:
+    """What the preflight said beforehand beside what was measured, then every step."""
+    tiers = {tier: sum(sizes.values()) for tier, sizes in document["predicted"]["bytes_per_rank"].items()}
+    in_memory = sum(size for tier, size in tiers.items() if tier != "disk")
+    hardware = document["hardware"]
+    runs = document["raw_bytes_per_s"].values()
+    raw = {name: max(rates["deepspeed_io"][name] for rates in runs) for name in ("read", "write")}
+    lines = [
+        f"GPT-2 XL's true architecture, random weights, {document['sequence_length']} tokens a step, on a machine with "
+        f"{hardware['cores']} cores, {format_bytes(hardware['memory_bytes'])} and no GPU",
+        "(`benchmarks/gpt2xl_zero_infinity/result.json`, by its `run.py`):",
+        "",
+        "| | predicted by the preflight | measured |",
+        "|---|---|---|",
+        f"| memory | {format_bytes(in_memory)}, and libraries and activations | "
+        f"{format_bytes(document['peak_rss_bytes'])}, peak of the whole process |",
+        f"| disk | {format_bytes(tiers['disk'])} | {format_bytes(document['peak_disk_bytes'])} |",
+        "",
+        "| step | forward and backward | update | read | written | of the drive's raw bandwidth |",
+        "|---|---|---|---|---|---|",
+    ]
+    for number, step in enumerate(document["optimizer_steps"], 1):
+        read, written = (step[f"passes_{what}_bytes"] + step[f"update_{what}_bytes"] for what in ("read", "written"))
+        lines.append(
+            f"| {number} | {step['passes_seconds']:.0f} s | {step['update_seconds']:.0f} s | {read / 1e9:.1f} GB | "
+            f"{written / 1e9:.1f} GB | {step['step_share_of_raw']:.0%}, in the update {step['update_share_of_raw']:.0%} |"
+        )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Raw is what DeepSpeed's own `ds_io` reads and writes there: {raw['read'] / 1e9:.2f} and "
+            f"{raw['write'] / 1e9:.2f} GB/s, the better of before and after.",
+            "The first step finds no states to read.",
+        ]
+    )
+
+
+def insert(page: str, table: str) -> str:
+    """Put the table between the page's marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def main() -> None:
+    document = json.loads(RESULT.read_text(encoding="utf-8"))
+    PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), render(document)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What each strategy keeps on each of two ranks."""
