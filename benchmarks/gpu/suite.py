@@ -1,10 +1,11 @@
 """Run all that needs a CUDA device, the most important answers first: `make gpu`.
 
-    python -m benchmarks.gpu.suite [--minutes 25] [--folder benchmarks/results/gpu] [--only NAME] [--again]
+    python -m benchmarks.gpu.suite [--minutes 25] [--folder benchmarks/results/gpu] [--only NAME] [--again] [--dry-run]
 
 Every step is a command of its own with a time limit. What it printed stands in `FOLDER/NAME.log`, how it ended in
 `FOLDER/suite.json`. A step that passed is not run again, so that an interrupted suite goes on where it stopped; steps
-that keep their own results on disk (the estimator's) go on in the middle. The exit code is 0 if all steps passed.
+that keep their own results on disk (the estimator's, those of `memfit bench`) go on in the middle. The exit code is 0
+if all steps passed.
 """
 
 import argparse
@@ -28,16 +29,44 @@ class Step:
 
     name: str
     command: tuple[str, ...]
-    """Arguments of the Python interpreter."""
+    """Arguments of the Python interpreter; `{folder}` stands for the folder of the results."""
     limit_s: float
     """Seconds after which it is stopped; it may go on in the next run."""
 
+    def arguments(self, folder: Path) -> list[str]:
+        """The command with the folder in its place."""
+        return [part.replace("{folder}", str(folder)) for part in self.command]
 
+
+def _bench(name: str) -> tuple[str, ...]:
+    options = ("--experiment", name, "--device", "cuda", "--scale", "full", "--folder", "benchmarks/results")
+    return ("-m", "cli", "bench", *options)
+
+
+def _configs(*files: str) -> tuple[str, ...]:
+    return tuple(part for file in files for part in ("--config", file))
+
+
+_HERE = "benchmarks/gpu"
+_PLANNED = _configs("recipes/gpt2xl.yaml", f"{_HERE}/random_gpt2xl.yaml")
+_OFFLOADED = _configs("recipes/gpt2xl_zero3_offload.yaml", f"{_HERE}/random_gpt2xl.yaml", f"{_HERE}/zero_offload.yaml")
+_INFINITY = ("-m", "benchmarks.gpt2xl_zero_infinity.run", "--drive", "{folder}/drive", "--trainer.accelerator=gpu")
 STEPS = (
     Step("tests", ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--timeout", "240"), 360),
+    Step("gpt2xl", _bench("gpt2xl"), 420),
+    Step("bert_large", _bench("bert_large"), 420),
+    Step("activation_budget", _bench("activation_budget"), 300),
+    Step("optimizer_step", ("-m", "benchmarks.optimizer_step.run", "--device", "cuda"), 240),
+    Step("host_master", ("-m", "benchmarks.host_master.run", "--device", "cuda"), 240),
     Step("attention", ("-m", "benchmarks.estimator.attention"), 120),
     Step("estimator", ("-m", "benchmarks.estimator.run", "--device", "cuda"), 600),
-    Step("optimizer_step", ("-m", "benchmarks.optimizer_step.run", "--device", "cuda"), 240),
+    Step("plan", ("-m", "cli", "plan", *_PLANNED, "--device", "24GiB", "--out", "{folder}/plan.yaml"), 300),
+    Step(
+        "plan_fit", ("-m", "cli", "fit", *_PLANNED, *_configs("{folder}/plan.yaml", f"{_HERE}/limit_24gib.yaml")), 240
+    ),
+    Step("zero3_offload", ("-m", "cli", "fit", *_OFFLOADED), 300),
+    Step("zero_infinity", _INFINITY, 420),
+    Step("bench_pages", ("-m", "benchmarks.bench_pages"), 60),
     Step("estimator_table", ("-m", "benchmarks.estimator.table"), 60),
 )
 
@@ -48,7 +77,7 @@ def run_step(step: Step, folder: Path, limit_s: float) -> dict[str, Any]:
     log = folder / f"{step.name}.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, *step.command], stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *step.arguments(folder)], stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             status = "passed" if process.wait(limit_s) == 0 else "failed"
@@ -58,7 +87,7 @@ def run_step(step: Step, folder: Path, limit_s: float) -> dict[str, Any]:
             status = "out of time"
     return {
         "name": step.name,
-        "command": " ".join(["python", *step.command]),
+        "command": " ".join(["python", *step.arguments(folder)]),
         "status": status,
         "exit_code": process.returncode,
         "seconds": round(time.monotonic() - started, 1),
@@ -79,7 +108,7 @@ def run_suite(steps: Sequence[Step], folder: Path, minutes: float, again: bool =
         if left <= 0:
             print(f"{step.name}: no time left; run the suite again to go on.")
             continue
-        print(f"{step.name}: {' '.join(step.command)}", flush=True)
+        print(f"{step.name}: {' '.join(step.arguments(folder))}", flush=True)
         row = run_step(step, folder, min(step.limit_s, left))
         known[step.name] = row
         record.write_text(json.dumps(list(known.values()), indent=2) + "\n")
@@ -95,8 +124,13 @@ def main(argv: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) -> in
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where logs and suite.json go")
     parser.add_argument("--only", choices=[step.name for step in steps], help="run this step alone")
     parser.add_argument("--again", action="store_true", help="run steps that passed already, too")
+    parser.add_argument("--dry-run", action="store_true", help="list the steps with their limits, and run nothing")
     arguments = parser.parse_args(argv)
     chosen = [step for step in steps if arguments.only in (None, step.name)]
+    if arguments.dry_run:
+        for step in chosen:
+            print(f"{step.name:18s} at most {step.limit_s:4.0f} s  python {' '.join(step.arguments(arguments.folder))}")
+        return 0
     rows = run_suite(chosen, arguments.folder, arguments.minutes, arguments.again)
     return 0 if all(row["status"] == "passed" for row in rows) else 1
 

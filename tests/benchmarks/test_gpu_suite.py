@@ -1,11 +1,13 @@
 """The suite that runs all GPU checks: order, time limits, going on where it stopped."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu.suite import STEPS, Step, main, run_suite
+from cli.main import main as cli
 
 
 def _step(name: str, code: str, limit_s: float = 30) -> Step:
@@ -56,3 +58,29 @@ def test_commands_name_modules_that_exist() -> None:
     for step in STEPS:
         assert step.command[0] == "-m"
         assert find_spec(step.command[1]) is not None, step.command
+
+
+def test_a_dry_run_lists_every_step_and_runs_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--folder", str(tmp_path / "out"), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [step.name for step in STEPS]
+    assert f"--out {tmp_path}/out/plan.yaml" in "\n".join(lines)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_and_experiments_of_the_commands_exist() -> None:
+    root = Path(__file__).parents[2]
+    for step in STEPS:
+        for option, value in pairwise(step.command):
+            if option == "--config" and "{folder}" not in value:
+                assert (root / value).is_file(), step
+            if option == "--experiment":
+                assert (root / f"benchmarks/experiments/{value}.yaml").is_file(), step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [step for step in STEPS if "fit" in step.command], ids=lambda step: step.name)
+def test_recipes_and_overlays_fit_each_other(step: Step, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.yaml").write_text("trainer: {accumulate_grad_batches: 1}\n")
+    assert cli([*step.arguments(tmp_path)[2:], "--trainer.accelerator=cpu", "--print_config"]) == 0
+    assert "max_steps: 5" in capsys.readouterr().out

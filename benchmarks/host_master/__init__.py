@@ -1,0 +1,1 @@
+"""Float32 masters on the host, against torchao's offloaded optimizer."""
