@@ -70,14 +70,16 @@ def profile_fit(
 class SizePrediction:
     """The peak of a training step at any micro-batch size: a `PeakPredictor` made from the memory model.
 
-    Gradients are taken to be alive in every forward, as they are from the second micro-batch of a step on. The whole
-    share of the effective batch lies on the device, whatever the micro-batch.
+    The search takes gradients to be alive from start to end, as they are from the second micro-batch of a step on. The
+    whole share of the effective batch lies on the device, whatever the micro-batch.
     """
 
     profile: ModelProfile
     runtime: RuntimeMemory | None
     share: int
     """Samples that the loader gives each device."""
+    whole: ModelProfile | None = None
+    """Of a step of one micro-batch, the share, whose gradients are cleared before its backward."""
 
     def __call__(self, size: int) -> int:
         """Predicted peak in bytes."""
@@ -85,6 +87,9 @@ class SizePrediction:
 
     def tell_monitors(self, trainer: Trainer, size: int) -> None:
         """Give the prediction for the size in use to every `MemoryMonitor` of the trainer."""
+        if size >= self.share and self.whole is not None:
+            _tell_monitors(trainer, estimate_step(self.whole, runtime=self.runtime).breakdown)
+            return
         waiting = MemoryBreakdown.device({Category.INPUT: self._waiting_bytes(size)})
         _tell_monitors(trainer, estimate_step(self.profile, size, self.runtime).breakdown + waiting)
 
@@ -102,13 +107,14 @@ def predict_sizes(trainer: Trainer, module: LightningModule) -> SizePrediction |
         share = batch_size(batch)
         two = resize_batch(batch, share, 2)
         profile = profile_fit(trainer, module, two, any_micro_batch=True, accumulate_grad_batches=2)
+        whole = profile_fit(trainer, module, batch) if trainer.accumulate_grad_batches == 1 else None
     except (TraceError, ValueError) as error:
         rank_zero_info(f"MicroBatching: sizes are drawn from trial steps, for there is no prediction: {error}")
         return None
     if profile.slopes is None:
         rank_zero_info(f"MicroBatching: sizes are drawn from trial steps, for {profile.only_this_size}.")
         return None
-    return SizePrediction(profile, runtime_of(trainer), share)
+    return SizePrediction(profile, runtime_of(trainer), share, whole)
 
 
 def emulation_of(trainer: Trainer) -> Emulation:
