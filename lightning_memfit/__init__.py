@@ -18,6 +18,7 @@ _PUBLIC = {
     "FlopsMonitor": "lightning_memfit.measure.utilization",
     "GradientRelease": "lightning_memfit.techniques.gradient_release",
     "HostMasterWeights": "lightning_memfit.techniques.host_master_weights",
+    "MemFit": "lightning_memfit.fitting.auto",
     "MemoryBreakdown": "lightning_memfit.memory",
     "MemoryLimit": "lightning_memfit.device.limit",
     "MemoryMonitor": "lightning_memfit.measure.monitor",

@@ -11,6 +11,7 @@ from lightning_memfit.estimate.variants import trained
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.record import ModelProfile, ParameterInfo
 from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
 from lightning_memfit.techniques.registry import TECHNIQUES
 from lightning_memfit.techniques.setting import Chosen, Setting
 from lightning_memfit.techniques.technique import Kind, Technique
@@ -81,8 +82,18 @@ def conflict(setting: Setting, workload: Workload) -> str | None:
     return None
 
 
-def conflict_of_sizes(setting: Setting, run: Run) -> str | None:
-    """Why techniques don't go with a number of accumulated micro-batches."""
+def conflict_of_sizes(setting: Setting, run: Run, loader_batch: int | None = None) -> str | None:
+    """Why techniques don't go with a number of accumulated micro-batches.
+
+    Args:
+        setting: With its sizes.
+        run: Of the setting.
+        loader_batch: Samples that the loader gives at once where smaller micro-batches have to be cut from it.
+    """
+    if loader_batch is not None and setting.micro_batch_size != loader_batch:
+        reason = MICRO_BATCHING.unsupported(run, {})
+        if reason is not None:
+            return f"{MICRO_BATCHING.name}: {reason}"
     for choice in setting.chosen:
         reason = choice.technique.unsupported(run, choice.options)
         if reason is not None:

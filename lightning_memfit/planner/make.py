@@ -24,7 +24,11 @@ _MAX_MICRO_BATCH = 1 << 12
 
 
 def make_plan(
-    workload: Workload, cache: ProfileCache | None = None, overlap: bool = False, verify: bool = False
+    workload: Workload,
+    cache: ProfileCache | None = None,
+    overlap: bool = False,
+    verify: bool = False,
+    withheld_bytes: int = 0,
 ) -> Plan:
     """Find the fastest setting of a workload that fits.
 
@@ -33,12 +37,14 @@ def make_plan(
         cache: Where traces are kept between runs; none by default.
         overlap: Trace two sizes at a time, in a fork; for commands only.
         verify: Trace the plan itself, too, and plan again if it needs more than the device has.
+        withheld_bytes: Of the device, for what a run of an earlier plan needed beyond its prediction.
 
     Raises:
         TraceError: If the plain step can't be traced, so that nothing can be said.
         ValueError: If there is no device to plan for.
     """
     search = Search(Laboratory(workload, cache, overlap))
+    search.withheld_bytes = withheld_bytes
     outcome, verified = _verified(search) if verify else (search.run(), None)
     searched = {
         "combinations": outcome.num_candidates,

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_memfit.planner.plan import Plan
 from lightning_memfit.techniques.registry import TECHNIQUES
 
+_OWN = "lightning_memfit"
 FEEDBACK = "lightning_memfit.planner.feedback.PlanFeedback"
 BATCHING = "lightning_memfit.fitting.callback.MicroBatching"
 
@@ -33,8 +34,7 @@ def overlay_of(plan: Plan, callbacks: Sequence[dict[str, Any]], batch_size_in_da
     alone = replace(setting, accumulate_grad_batches=1, micro_batch_size=None)
     laid = alone.overlay().get("trainer", {})
     chosen = laid.pop("callbacks+", [])
-    techniques = technique_classes()
-    kept = [spec for spec in callbacks if spec["class_path"] not in techniques]
+    kept = [spec for spec in callbacks if not is_technique(spec["class_path"])]
     trainer: dict[str, Any] = {"precision": setting.precision, **laid}
     if batch_size_in_data:
         trainer["accumulate_grad_batches"] = setting.accumulate_grad_batches
@@ -51,3 +51,9 @@ def overlay_of(plan: Plan, callbacks: Sequence[dict[str, Any]], batch_size_in_da
 def technique_classes() -> frozenset[str]:
     """Import paths of all callbacks that techniques put into a run."""
     return frozenset(spec.class_path for technique in TECHNIQUES for spec in technique.callbacks)
+
+
+def is_technique(class_path: str) -> bool:
+    """Whether a callback, by its full path or as `lightning_memfit.NAME`, is one that techniques put into a run."""
+    package, _, name = class_path.rpartition(".")
+    return package.split(".")[0] == _OWN and name in {path.rpartition(".")[2] for path in technique_classes()}

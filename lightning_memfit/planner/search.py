@@ -37,6 +37,9 @@ _TIE = 0.005
 """Settings within this share of each other's time are alike; the simpler one is taken, then that of less memory."""
 
 
+_NO_CHOICES: tuple[Choice, ...] = ()
+
+
 @dataclass(frozen=True)
 class Solution:
     """A setting that fits, with what is predicted for it."""
@@ -213,7 +216,7 @@ class Search:
         least: int | None = None
         reason = ""
         for sized in self._sized(setting):
-            conflict = conflict_of_sizes(sized, self._run_of(sized))
+            conflict = conflict_of_sizes(sized, self._run_of(sized), self.workload.loader_batch)
             if conflict is not None:
                 reason = reason or conflict
                 continue
@@ -233,23 +236,51 @@ class Search:
         """The fastest plan of a setting at its micro-batch; what it needs at least where none fits."""
         assert setting.micro_batch_size is not None
         size, model = setting.micro_batch_size, self.model(setting)
+        overhead = self._overhead_at(size)
         frontier = model.frontier(size, self.workload.rates)
         if frontier is None:
             peak = model.peak_bytes(size)
-            needed = peak + self._overhead_bytes + model.fragmentation_bytes((), size)
+            needed = peak + overhead + model.fragmentation_bytes((), size)
             return self._solution(setting, (), peak, needed, 0.0) if needed <= self.usable_bytes else needed
-        budget = self.usable_bytes - self._overhead_bytes
-        smallest = frontier.minimum_bytes + self._overhead_bytes
+        budget = self.usable_bytes - overhead
+        smallest = frontier.minimum_bytes + overhead
         for _ in range(_CORRECTIONS):
             if budget < frontier.minimum_bytes:
                 return max(smallest, self._least_needed(model, frontier, size))
             plan = frontier.plan_for(budget)
             taken = model.fragmentation_bytes(plan.choices, size)
-            needed = plan.peak_bytes + taken + self._overhead_bytes
+            needed = plan.peak_bytes + taken + overhead
             if needed <= self.usable_bytes:
                 return self._solution(setting, plan.choices, plan.peak_bytes, needed, plan.seconds)
             budget = min(budget, plan.peak_bytes) - (needed - self.usable_bytes)
         return self._least_needed(model, frontier, size)
+
+    def uniformly(self, setting: Setting) -> Solution:
+        """What is predicted for a complete setting whose blocks are all checkpointed alike, whether it fits or not.
+
+        Raises:
+            TraceError: If its step can't be traced.
+            ValueError: If its blocks are not checkpointed alike.
+        """
+        assert setting.micro_batch_size is not None
+        size, model = setting.micro_batch_size, self.model(setting)
+        choice = setting.of_kind("checkpointing")
+        if choice is not None and "choices" in choice.options:
+            raise ValueError("`choices` differ from block to block. Give `mode`, or leave checkpointing out.")
+        wanted: Choice = "none"
+        if choice is not None:
+            wanted = "keep_matmul_attention" if choice.options.get("mode") == "selective" else "full"
+        frontier, extra, peak, choices = (
+            model.frontier(size, self.workload.rates),
+            0.0,
+            model.peak_bytes(size),
+            _NO_CHOICES,
+        )
+        if frontier is not None:
+            choices = (wanted,) * len(frontier.problem.blocks)
+            peak, extra = frontier.problem.peak_bytes(choices), frontier.problem.seconds(choices)
+        needed = peak + self._overhead_at(size) + model.fragmentation_bytes(choices, size)
+        return self._solution(setting, choices, peak, needed, extra)
 
     def model(self, setting: Setting) -> MemoryModel:
         """Memory of a setting's techniques, traced once."""
@@ -260,7 +291,11 @@ class Search:
 
     def _least_needed(self, model: MemoryModel, frontier: PlanFrontier, size: int) -> int:
         plan = frontier.plan_for(frontier.minimum_bytes)
-        return plan.peak_bytes + model.fragmentation_bytes(plan.choices, size) + self._overhead_bytes
+        return plan.peak_bytes + model.fragmentation_bytes(plan.choices, size) + self._overhead_at(size)
+
+    def _overhead_at(self, size: int) -> int:
+        """What a micro-batch finds on the device beside what a trace of it shows."""
+        return self._overhead_bytes + self.workload.waiting_bytes(size)
 
     def _solution(
         self, setting: Setting, choices: tuple[Choice, ...], peak_bytes: int, needed_bytes: int, extra_seconds: float
@@ -280,15 +315,17 @@ class Search:
         runtime = self.workload.target.runtime
         workspace = runtime.allocated_bytes if runtime is not None else 0
         context = runtime.context_bytes if runtime is not None else 0
+        waiting = self.workload.waiting_bytes(size)
         around = {
             Category.TEMPORARY: workspace,
-            Category.FRAGMENTATION: needed_bytes - peak_bytes - workspace - context,
+            Category.FRAGMENTATION: needed_bytes - peak_bytes - workspace - context - waiting,
             Category.RUNTIME_CONTEXT: context,
+            Category.INPUT: waiting,
         }
         return Solution(
             _with_checkpointing(setting, choices),
             time,
-            peak_bytes + workspace,
+            peak_bytes + workspace + waiting,
             needed_bytes,
             model.breakdown(peak_bytes, size) + model.off_device() + MemoryBreakdown.device(around),
             choices,

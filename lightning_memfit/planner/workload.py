@@ -12,7 +12,8 @@ import torch
 
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.planner.cost import Rates
-from lightning_memfit.profile.fake import fake_pretrained_weights
+from lightning_memfit.profile.build import batch_size
+from lightning_memfit.profile.fake import fake_pretrained_weights, tensors_in
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.facts import Facts
 from lightning_memfit.techniques.read_facts import read_facts
@@ -55,6 +56,8 @@ class Workload:
     allow: frozenset[Numerics] = DEFAULT_ALLOW
     fixed: tuple[Any, ...] = ()
     """Callbacks of the user that change a step and that no record describes; part of every trace."""
+    loader_batch: int | None = None
+    """Samples in a batch of a loader that stays as it is, so that `MicroBatching` cuts it; None where it can be set."""
 
     def __post_init__(self) -> None:
         if self.share < 1:
@@ -62,8 +65,16 @@ class Workload:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Micro-batch sizes that divide a step evenly, so that all are equal."""
-        return tuple(size for size in range(1, self.share + 1) if self.share % size == 0)
+        """Micro-batch sizes that divide a step, or a batch of the loader, evenly, so that all are equal."""
+        whole = self.loader_batch or self.share
+        return tuple(size for size in range(1, whole + 1) if whole % size == 0)
+
+    def waiting_bytes(self, size: int) -> int:
+        """Bytes on the device of the samples that wait there for their micro-batch."""
+        if self.loader_batch is None:
+            return 0
+        total = sum(tensor.nbytes for tensor in tensors_in(self.batch))
+        return total * (self.loader_batch - size) // batch_size(self.batch)
 
 
 def check_allow(names: Iterable[str]) -> frozenset[Numerics]:

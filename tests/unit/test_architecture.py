@@ -23,7 +23,7 @@ ALLOWED = {
     "measure": {"memory", "device"},
     "techniques": {"adapters", "memory", "device", "profile", "estimate", "optim", "checkpointing"},
     "planner": {"memory", "device", "profile", "estimate", "techniques", "checkpointing"},
-    "fitting": {"memory", "device", "profile", "estimate", "techniques", "measure"},
+    "fitting": {"memory", "device", "profile", "estimate", "techniques", "measure", "planner", "checkpointing"},
     "bench": {"memory", "device", "profile", "estimate", "techniques", "fitting", "measure"},
     "strategies": {"memory", "device", "optim", "checkpointing", "profile", "estimate", "offload"},
     "models": {"memory", "optim", "adapters"},

@@ -1,0 +1,252 @@
+"""`MemFit`: one callback that plans a run, proves the plan with a probe, and trains by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.device.probe import probe_host
+from lightning_memfit.estimate.target import Target, host_target, live_target
+from lightning_memfit.fitting.callback import MicroBatching
+from lightning_memfit.fitting.probe import Probed, probe
+from lightning_memfit.memory import format_bytes, parse_bytes
+from lightning_memfit.planner.calibration import calibrated
+from lightning_memfit.planner.feedback import PlanFeedback
+from lightning_memfit.planner.make import make_plan
+from lightning_memfit.planner.overlay import technique_classes
+from lightning_memfit.planner.plan import Plan, label
+from lightning_memfit.planner.rates import rates_of
+from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload, check_allow, facts_of
+from lightning_memfit.profile.build import batch_size
+from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import TraceError
+from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.first_batch import first_batch
+from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
+from lightning_memfit.techniques.read_facts import read_facts
+from lightning_memfit.techniques.setting import Setting
+
+_MAX_PLANS = 4
+"""How often a plan is made before a run gives up; each time with what the last one's probe lacked withheld."""
+
+_STEP_DOWN = 0.1
+"""Share of the device withheld after a probe that ran out of memory, which doesn't say by how much."""
+
+
+class MemFit(pl.Callback):
+    """Plan a run for the device it is on, try the plan on a copy, then train by it.
+
+    The planner chooses precision, optimizer, loss, checkpointing and micro-batch. Two optimizer steps of a copy prove
+    that the plan fits; where they run out of memory, or need more than the device has to give, it is planned again
+    with that much less. Effective batch, learning rate and schedule stay what they are. Late out-of-memory errors
+    lower the micro-batch (`MicroBatching`); the first steps are measured for later plans (`PlanFeedback`).
+
+    For one device. Works on any Trainer and module; list it before callbacks that measure.
+
+    Args:
+        allow: Numerics that may change, see `memfit plan --help`.
+        host_memory: RAM that offloading may use, such as `16GiB`; what is free by default.
+        probe: False trains by the first plan without trying it.
+
+    Attributes:
+        plan: The plan in use, None before `fit`.
+        attempts: Every plan's label with what its probe found, in order.
+
+    Raises:
+        ValueError: If an argument makes no sense.
+    """
+
+    def __init__(
+        self, allow: Sequence[str] | None = None, host_memory: str | int | None = None, probe: bool = True
+    ) -> None:
+        self.allow = DEFAULT_ALLOW if allow is None else check_allow(allow)
+        self.host_bytes = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+        self.probe = probe
+        self.plan: Plan | None = None
+        self.attempts: list[tuple[str, str]] = []
+        self._undo: Callable[[], None] | None = None
+
+    # --- Lightning's hooks ------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Plan, prove, and put the plan's callbacks behind this one, where Lightning sets them up next."""
+        self._take_off()
+        if stage != "fit":
+            return
+        self._check(trainer)
+        batch = self._batch(trainer)
+        workload = self._workload(trainer, pl_module, batch)
+        plan = self._proved(trainer, pl_module, batch, workload)
+        assert plan.setting is not None
+        self.plan = plan
+        rank_zero_info(f"MemFit: {plan.summary()}")
+        self._put_on(trainer, plan, batch_size(batch))
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave the Trainer as it was."""
+        self._take_off()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave the Trainer as it was; Lightning calls no `teardown` after an exception."""
+        self._take_off()
+
+    # --- planning ---------------------------------------------------------------------------------------------------
+
+    def _check(self, trainer: pl.Trainer) -> None:
+        if trainer.world_size > 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
+            raise MisconfigurationException(
+                f"`MemFit` plans for one device, not for {type(trainer.strategy).__name__} with {trainer.world_size}. "
+                "Set `devices=1`, or choose techniques yourself; see docs/guides/strategies."
+            )
+        taken = technique_classes()
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            kind = type(callback)
+            if f"{kind.__module__}.{kind.__name__}" in taken:
+                raise MisconfigurationException(
+                    f"`MemFit` chooses techniques itself, and the Trainer has {kind.__name__} already. Leave one of "
+                    "the two out."
+                )
+
+    @staticmethod
+    def _batch(trainer: pl.Trainer) -> Any:
+        try:
+            return first_batch(trainer)
+        except ValueError as error:
+            raise MisconfigurationException(f"`MemFit` needs a batch to plan with, but {error}") from error
+
+    def _workload(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Workload:
+        target = target_of(trainer)
+        options = StepOptions(
+            trainer.precision,  # type: ignore[arg-type]
+            trainer.accumulate_grad_batches,
+            trainer.gradient_clip_val,
+            trainer.gradient_clip_algorithm,
+        )
+        known = technique_classes()
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        fixed = tuple(
+            callback
+            for callback in callbacks
+            if isinstance(callback, TechniqueCallback)
+            and f"{type(callback).__module__}.{type(callback).__name__}" not in known
+        )
+        host = self.host_bytes if self.host_bytes is not None else probe_host().available_bytes
+        return Workload(
+            module=module,
+            batch=batch,
+            options=options,
+            share=batch_size(batch) * trainer.accumulate_grad_batches,
+            target=target,
+            rates=calibrated(rates_of(target)),
+            facts=facts_of(module, target, options),
+            limits=Limits(host_bytes=host if target.kind == "cuda" else None),
+            allow=self.allow,
+            fixed=fixed,
+            loader_batch=batch_size(batch),
+        )
+
+    def _proved(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, workload: Workload) -> Plan:
+        """The first plan whose probe fits.
+
+        Raises:
+            MisconfigurationException: If nothing fits, or the step can't be traced.
+        """
+        self.attempts, withheld = [], 0
+        usable = workload.target.usable_bytes or 0
+        for _ in range(_MAX_PLANS):
+            try:
+                plan = make_plan(workload, ProfileCache(), withheld_bytes=withheld)
+            except TraceError as error:
+                raise MisconfigurationException(f"`MemFit` can't plan this run: {error}") from error
+            if plan.setting is None:
+                raise MisconfigurationException(f"`MemFit`: {plan.summary()} {' '.join(plan.advice[1:])}".rstrip())
+            if not self.probe:
+                return plan
+            found = probe(trainer, module, batch, plan.setting)
+            # The probe's batch is one micro-batch; in the run, others wait beside it.
+            predicted = plan.peak_bytes - workload.waiting_bytes(plan.setting.micro_batch_size or 1)
+            beyond = max(0, (found.peak_bytes or 0) - predicted)
+            within = found.fits and plan.needed_bytes + beyond <= usable
+            verdict = f"{_measured(found)}, {format_bytes(predicted)} predicted"
+            self.attempts.append((label(plan.setting), verdict))
+            rank_zero_info(f"MemFit: probe of {label(plan.setting)}: {verdict}")
+            if within:
+                return plan
+            withheld += max(beyond, round(_STEP_DOWN * usable))
+        tried = "; ".join(f"{name}: {verdict}" for name, verdict in self.attempts)
+        raise MisconfigurationException(
+            f"`MemFit`: {_MAX_PLANS} plans were tried and none fits as predicted ({tried}). Is other work on the "
+            "device? Please report it."
+        )
+
+    # --- applying ---------------------------------------------------------------------------------------------------
+
+    def _put_on(self, trainer: pl.Trainer, plan: Plan, loader_batch: int) -> None:
+        setting = plan.setting
+        assert setting is not None
+        added: list[pl.Callback] = Setting(chosen=setting.chosen).callbacks()
+        whole = setting.micro_batch_size == loader_batch
+        run = Setting(chosen=setting.chosen).run(read_facts(trainer.lightning_module))
+        if not whole or MICRO_BATCHING.unsupported(run, {}) is None:  # which recovers, too, where it can
+            added.append(MicroBatching(micro_batch_size=setting.micro_batch_size or loader_batch))
+        added.append(PlanFeedback(dict(plan.uncorrected), plan.rates, plan.peak_bytes))
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        place = callbacks.index(self) + 1
+        callbacks[place:place] = added
+        strategy, before = trainer.strategy, trainer.strategy.precision_plugin
+        if setting.precision != trainer.precision:
+            strategy.precision_plugin = precision_plugin(setting.precision, strategy.root_device.type)
+
+        def undo() -> None:
+            # A new list: Lightning may be going through the old one, whose members have to be told of the end.
+            trainer.callbacks = [callback for callback in callbacks if callback not in added]  # type: ignore[attr-defined]
+            strategy.precision_plugin = before
+
+        self._undo = undo
+
+    def _take_off(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+
+def _measured(found: Probed) -> str:
+    if not found.fits:
+        return "ran out of memory"
+    return "peak unknown" if found.peak_bytes is None else f"peak {format_bytes(found.peak_bytes)}"
+
+
+def target_of(trainer: pl.Trainer) -> Target:
+    """The device of a Trainer, with what its `MemoryLimit` leaves of it.
+
+    Raises:
+        MisconfigurationException: If it is neither CUDA nor the CPU.
+    """
+    device = trainer.strategy.root_device
+    limits = [c.limit_bytes for c in trainer.callbacks if isinstance(c, MemoryLimit)]  # type: ignore[attr-defined]
+    if device.type == "cpu":
+        return host_target(min(limits) if limits else None)
+    target = live_target(device.index or 0) if device.type == "cuda" else None
+    if target is None:
+        raise MisconfigurationException(f"`MemFit` plans for CUDA and for the CPU, not for `{device.type}`.")
+    assert target.capacity_bytes is not None
+    context = target.runtime.context_bytes if target.runtime is not None else 0
+    capacity = min([target.capacity_bytes, *(limit + context for limit in limits)])
+    return replace(target, capacity_bytes=capacity)
+
+
+def precision_plugin(name: str, device: str) -> Precision:
+    """Lightning's plugin of a precision."""
+    if name.endswith("-mixed"):
+        return MixedPrecision(name, device)  # type: ignore[arg-type]
+    return Precision() if name == "32-true" else HalfPrecision(name)  # type: ignore[arg-type]

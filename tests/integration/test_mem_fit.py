@@ -1,0 +1,135 @@
+"""`MemFit` under a simulated limit: plan, probe, train, and leave nothing behind."""
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
+
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.fitting import auto
+from lightning_memfit.fitting.auto import MemFit
+from lightning_memfit.fitting.probe import Probed
+from lightning_memfit.techniques.gradient_release import GradientRelease
+
+WIDTH, LAYERS, SAMPLES = 128, 8, 64
+LIMIT = 6 << 20
+
+
+class Perceptron(pl.LightningModule):
+    """Knows nothing of any technique. 0.5 MB of weights, 2 MB with gradients and states; 64 x 8 KiB of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()) for _ in range(LAYERS)]
+        self.blocks = torch.nn.Sequential(*blocks)
+        self.head = torch.nn.Linear(WIDTH, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.head(self.blocks(x)), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+
+
+def loader(batch: int = 4096) -> DataLoader[Any]:
+    x = torch.randn(2 * batch, WIDTH, generator=torch.Generator().manual_seed(0))
+    return DataLoader(list(zip(x, x.mean(1, keepdim=True), strict=True)), batch_size=batch)
+
+
+def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    plain = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(accelerator="cpu", max_steps=2, callbacks=list(callbacks), **plain, **options)
+
+
+def test_a_run_that_would_not_fit_trains_and_leaves_the_trainer_as_it_was() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer(MemoryLimit(LIMIT)).fit(Perceptron(), loader())
+    automatic, limit, module = MemFit(allow=["exact"]), MemoryLimit(LIMIT), Perceptron()
+    ours = trainer(automatic, limit)
+    before = list(ours.callbacks)
+    weights = module.head.weight.clone()
+    ours.fit(module, loader())
+    assert ours.global_step == 2
+    assert automatic.plan is not None
+    assert automatic.plan.needed_bytes <= LIMIT
+    assert len(automatic.attempts) == 1
+    assert limit.ledger is not None
+    assert limit.ledger.peak_bytes <= LIMIT
+    assert ours.callbacks == before
+    assert not torch.equal(weights, module.head.weight)
+
+
+def test_exact_techniques_give_the_plain_runs_weights() -> None:
+    plain, planned = Perceptron(), Perceptron()
+    planned.load_state_dict(plain.state_dict())
+    trainer().fit(plain, loader())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Memory ran out")
+        trainer(MemFit(allow=["exact"], probe=False), MemoryLimit(LIMIT)).fit(planned, loader())
+    for one, other in zip(plain.parameters(), planned.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_probe_that_fails_leads_to_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    real = auto.probe
+
+    def pessimistic(*arguments: Any) -> Probed:
+        found = real(*arguments)
+        seen.append(arguments[-1].micro_batch_size)
+        return replace(found, fits=False, peak_bytes=None) if len(seen) == 1 else found
+
+    monkeypatch.setattr(auto, "probe", pessimistic)
+    automatic = MemFit(allow=["exact"])
+    trainer(automatic, MemoryLimit(LIMIT)).fit(Perceptron(), loader())
+    assert len(automatic.attempts) == 2
+    assert "ran out of memory" in automatic.attempts[0][1]
+    assert automatic.attempts[0][0] != automatic.attempts[1][0]
+
+
+def test_precision_is_the_plans_during_the_run_and_the_users_afterwards() -> None:
+    class Notes(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.precision = trainer.precision
+
+    notes, automatic = Notes(), MemFit(probe=False)
+    ours = trainer(automatic, MemoryLimit(LIMIT), notes)
+    ours.fit(Perceptron(), loader())
+    assert automatic.plan is not None
+    assert automatic.plan.setting is not None
+    assert notes.precision == automatic.plan.setting.precision
+    assert ours.precision == "32-true"
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"), [(MemoryLimit("600KiB"), "Nothing fits"), (GradientRelease(), "GradientRelease already")]
+)
+def test_what_it_cannot_do_is_one_clear_message(callback: pl.Callback, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        trainer(MemFit(allow=["exact"]), callback).fit(Perceptron(), loader())
+
+
+def test_several_processes_are_refused() -> None:
+    several = trainer(MemFit(), strategy="ddp_spawn", devices=2)
+    with pytest.raises(MisconfigurationException, match="one device"):
+        MemFit()._check(several)
+
+
+def test_contradictory_arguments() -> None:
+    with pytest.raises(ValueError, match="allow"):
+        MemFit(allow=[])
+    with pytest.raises(ValueError, match="fp7"):
+        MemFit(allow=["fp7"])
