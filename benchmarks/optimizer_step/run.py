@@ -5,7 +5,8 @@
 Beside torch's AdamW and bitsandbytes' own classes stand the optimizers that this package makes of them: 8-bit states as
 `Optimizer8bit` converts them, and bfloat16 weights stepped in float32 (`StochasticRounding`). Weights have GPT-2's true
 shapes and random gradients. Paged states exist on CUDA only. What is not installed or runs out of memory is recorded
-as such.
+as such. On the CPU one thread computes and times are of the processor, which other programs disturb little; those in
+`techniques/step_cost.py` come from there.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Adafactor, AdamW, Optimizer
 
 from lightning_memfit.bench.machine import commit, hardware, versions
 from lightning_memfit.memory import format_bytes
@@ -65,8 +66,12 @@ FLOAT32: dict[str, Make] = {
     "torch AdamW, fused": lambda p: AdamW(p, lr=1e-4, fused=True),
     "bitsandbytes AdamW8bit": _bitsandbytes("AdamW8bit"),
     "bitsandbytes PagedAdamW8bit": _bitsandbytes("PagedAdamW8bit"),
+    "torch Adafactor": lambda p: Adafactor(p, lr=1e-4),
+    "bitsandbytes Lion": _bitsandbytes("Lion"),
+    "bitsandbytes Lion8bit": _bitsandbytes("Lion8bit"),
     "torchao AdamW8bit": _torchao("AdamW8bit"),
     "torchao AdamW4bit": _torchao("AdamW4bit"),
+    "torchao AdamWFp8": _torchao("AdamWFp8"),
     "Optimizer8bit": _converted(),
     "Optimizer8bit, paged": _converted(paged=True),
 }
@@ -113,13 +118,14 @@ def measure(shapes: list[tuple[int, ...]], dtype: torch.dtype, make: Make, devic
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else 0
+    clock = time.perf_counter if cuda else time.process_time
     seconds = []
     for _ in range(steps):
-        started = time.perf_counter()
+        started = clock()
         optimizer.step()
         if cuda:
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(clock() - started)
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     elements = sum(p.numel() for p in parameters)
     row: dict[str, Any] = {
@@ -143,6 +149,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     model = arguments.model or ("gpt2-xl" if arguments.device == "cuda" else "gpt2")
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
     shapes = shapes_of(model)
     rows = []
     for name, dtype, make in cases():

@@ -14,7 +14,7 @@ from lightning_memfit.techniques.base import TechniqueCallback
 from lightning_memfit.techniques.cost import Cost, Work
 from lightning_memfit.techniques.facts import Run
 from lightning_memfit.techniques.read_facts import run_of
-from lightning_memfit.techniques.step_cost import num_trained
+from lightning_memfit.techniques.step_cost import ROUNDING_CPU_SECONDS, num_trained
 from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.wrapping import wrap_method
 
@@ -95,12 +95,11 @@ def _cost(profile: ModelProfile, options: Options) -> Cost:
     """Weights and gradients are widened, stepped and rounded back: 24 bytes per weight beside the step itself."""
     count = num_trained(profile)
     if profile.device == "cpu":
-        return Cost(step=Work(host_seconds=_CPU_SECONDS * count))
+        return Cost(step=Work(host_seconds=ROUNDING_CPU_SECONDS * count))
     return Cost(step=Work(device_bytes=24.0 * count))
 
 
 _BEFORE = ("Optimizer8bit", "ReplaceOptimizer")
-_CPU_SECONDS = 0.2 / 50e6
 _SPEC = CallbackSpec("lightning_memfit.techniques.bf16_stochastic_rounding.StochasticRounding")
 _PAGE = "bf16_stochastic_rounding"
 

@@ -18,7 +18,7 @@ class Work:
     disk_bytes: float = 0.0
     """Read from and written to disk."""
     host_seconds: float = 0.0
-    """Computed by one core of the CPU, as measured on one with AVX-512 (benchmarks/README)."""
+    """Computed by one core of the CPU, as measured on one with AVX-512 (`techniques/step_cost.py`)."""
     kernels: float = 0.0
     """Kernels launched."""
 
