@@ -81,3 +81,14 @@ def test_readme_states_the_accuracy_that_was_measured() -> None:
         f"the largest {100 * figures['max']:.2f} %."
     )
     assert sentence in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_readme_shows_the_recorded_quickstart() -> None:
+    from benchmarks.marks import insert
+    from benchmarks.quickstart.run import RESULTS
+    from benchmarks.quickstart.table import MARK, PAGE, render
+
+    page = PAGE.read_text()
+    assert insert(page, MARK, render(json.loads(RESULTS.read_text()))) == page, (
+        "run `python -m benchmarks.quickstart.table`"
+    )

@@ -1,0 +1,1 @@
+"""The quickstart's run, whose report the README shows."""
