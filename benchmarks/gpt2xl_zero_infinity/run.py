@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--drive", required=True, help="folder on the drive to offload to")
     arguments, options = parser.parse_known_args()
     drive = Path(arguments.drive).resolve()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     raw = [raw_rates(drive)]
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -75,7 +76,7 @@ def main() -> int:
         },
         "hardware": hardware() | {"file_system": file_system(drive)},
         "versions": {package: version(package) for package in PACKAGES} | {"python": platform.python_version()},
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        "commit": commit,
     }
     if not options:
         (HERE / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

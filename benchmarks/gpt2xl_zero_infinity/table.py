@@ -35,9 +35,10 @@ def render(document: dict[str, Any]) -> str:
     ]
     for number, step in enumerate(document["optimizer_steps"], 1):
         read, written = (step[f"passes_{what}_bytes"] + step[f"update_{what}_bytes"] for what in ("read", "written"))
+        of_step, of_update = step["step_share_of_raw"], step["update_share_of_raw"]
         lines.append(
             f"| {number} | {step['passes_seconds']:.0f} s | {step['update_seconds']:.0f} s | {read / 1e9:.1f} GB | "
-            f"{written / 1e9:.1f} GB | {step['step_share_of_raw']:.0%}, in the update {step['update_share_of_raw']:.0%} |"
+            f"{written / 1e9:.1f} GB | {of_step:.0%}, in the update {of_update:.0%} |"
         )
     return "\n".join(
         [
@@ -45,7 +46,10 @@ def render(document: dict[str, Any]) -> str:
             "",
             f"Raw is what DeepSpeed's own `ds_io` reads and writes there: {raw['read'] / 1e9:.2f} and "
             f"{raw['write'] / 1e9:.2f} GB/s, the better of before and after.",
-            "The first step finds no states to read.",
+            "The first step finds no states to read, and its files are new; other programs ran on the machine meanwhile.",
+            "",
+            "Memory beyond the prediction is the libraries, fp32 copies of gradients on their way to disk, and what the",
+            "allocator keeps of freed memory.",
         ]
     )
 

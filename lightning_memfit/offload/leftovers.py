@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,12 +128,23 @@ def _reason_to_keep(path: Path, owner: Owner) -> str:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Every entry below a folder, folders before what is in them; links are not followed."""
-    for path in sorted(folder.iterdir()):
+    """Every entry below a folder, folders before what is in them; links are not followed.
+
+    A living run may be removing its files meanwhile: a folder that vanishes is empty.
+    """
+    try:
+        entries = sorted(folder.iterdir())
+    except FileNotFoundError:
+        return
+    for path in entries:
         yield path
         if path.is_dir() and not path.is_symlink():
             yield from _walk(path)
 
 
 def _size_bytes(folder: Path) -> int:
-    return sum(path.lstat().st_blocks * 512 for path in _walk(folder))
+    total = 0
+    for path in _walk(folder):
+        with suppress(FileNotFoundError):
+            total += path.lstat().st_blocks * 512
+    return total

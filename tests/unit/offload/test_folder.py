@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,6 +147,26 @@ def test_nothing_foreign_is_deleted(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"thesis\.txt, which no run wrote"):
         remove_run(state.path)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_run_that_ends_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunFolder.create(tmp_path, "run1") as folder:
+        for number in range(3):
+            write_swap(folder.path, f"zero_stage_3/optimizer/rank0/0_{number}.tensor.swp")
+        lstat = Path.lstat
+
+        def vanish(path: Path) -> os.stat_result:
+            if path.name == "optimizer":
+                shutil.rmtree(path / "rank0")
+            elif path.name == "lock":
+                raise FileNotFoundError(path)
+            return lstat(path)
+
+        monkeypatch.setattr(Path, "lstat", vanish)
+        (state,) = find_runs(tmp_path)
+        monkeypatch.undo()
+        assert "still runs" in state.kept_because
+        assert state.size_bytes < 3 * 4096 + 4 * 4096
 
 
 def test_links_are_foreign_and_not_followed(tmp_path: Path) -> None:
