@@ -47,7 +47,7 @@ def render(document: dict[str, Any]) -> str:
             f"Raw is what DeepSpeed's own `ds_io` reads and writes there: {raw['read'] / 1e9:.2f} and "
             f"{raw['write'] / 1e9:.2f} GB/s, the better of before and after.",
             "The first step finds no states to read, and its files are new. Other programs ran there meanwhile.",
-            "Memory beyond the prediction is libraries, what a step holds for a moment, and what the allocator has kept.",
+            "Memory beyond the prediction is libraries, what a step holds for a moment, and what the allocator kept.",
         ]
     )
 
