@@ -90,7 +90,7 @@ def _cells(result: Result, unit: str, on_front: bool) -> list[str]:
         f"{speed.step_seconds_median:.3g} ({speed.step_seconds_q05:.3g} to {speed.step_seconds_q95:.3g})",
         format_bytes(memory.allocated_bytes) if memory is not None and memory.allocated_bytes else "",
         _predicted(result),
-        "" if error is None else f"{100 * error:+.2f} %",
+        "" if error is None else f"{round(100 * error, 2) + 0.0:+.2f} %",
         "yes" if on_front else "",
     ]
 

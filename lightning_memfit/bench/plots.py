@@ -61,7 +61,8 @@ def as_svg(figure: Figure, name: str) -> str:
 
 def write_png(figure: Figure, path: Path) -> None:
     """Write the picture."""
-    figure.savefig(path, format="png", dpi=_DPI, metadata={"Software": None})
+    # Equal axes leave a constrained layout no room for the label beside them at some resolutions.
+    figure.savefig(path, format="png", dpi=_DPI, bbox_inches="tight", pad_inches=0.1, metadata={"Software": None})
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------

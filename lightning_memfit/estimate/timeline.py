@@ -94,7 +94,7 @@ def render(report: EstimateReport) -> str:
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">\n'
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n<h1>{html.escape(title)}</h1>\n"
         f"<p>{html.escape(facts)}.</p>\n{_drawing(report, timeline)}\n{_legend(timeline)}\n"
-        "<p>Two optimizer steps are traced. The first makes the optimizer states, the second is like every later one. "
+        "<p>Two optimizer steps are shown. The first makes the optimizer states, the second is like every later one. "
         "The horizontal axis counts allocations and frees, not seconds; every point shows the highest moment of its "
         "stretch. Hover for figures.</p></html>\n"
     )
