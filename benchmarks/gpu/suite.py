@@ -50,7 +50,7 @@ def _configs(*files: str) -> tuple[str, ...]:
 _HERE = "benchmarks/gpu"
 _PLANNED = _configs("recipes/gpt2xl.yaml", f"{_HERE}/random_gpt2xl.yaml")
 _OFFLOADED = _configs("recipes/gpt2xl_zero3_offload.yaml", f"{_HERE}/random_gpt2xl.yaml", f"{_HERE}/zero_offload.yaml")
-_INFINITY = ("-m", "benchmarks.gpt2xl_zero_infinity.run", "--drive", "{folder}/drive", "--trainer.accelerator=gpu")
+_INFINITY = ("-m", "benchmarks.gpt2xl_zero_infinity.run", "--drive", "{folder}", "--trainer.accelerator=gpu")
 STEPS = (
     Step("tests", ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--timeout", "240"), 360),
     Step("gpt2xl", _bench("gpt2xl"), 420),
