@@ -38,6 +38,8 @@ def main() -> int:
     parser.add_argument("--drive", required=True, help="folder on the drive to offload to")
     arguments, options = parser.parse_known_args()
     drive = Path(arguments.drive).resolve()
+    if not any(option.startswith("--trainer.accelerator=") for option in options):
+        os.environ["DS_ACCELERATOR"] = "cpu"  # as the override says
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     raw = [raw_rates(drive)]
     with tempfile.TemporaryDirectory() as folder:
@@ -147,5 +149,4 @@ def file_system(drive: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     sys.exit(main())
