@@ -16,7 +16,7 @@ def test_page_is_what_its_records_give(file: Path) -> None:
     assert (PAGES / f"{file.stem}.md").read_text() == page(file), "run `python -m benchmarks.bench_pages`"
 
 
-@pytest.mark.parametrize("name", ["bert_large", "gpt2xl"])
+@pytest.mark.parametrize("name", ["activation_budget", "bert_large", "gpt2xl"])
 def test_every_row_has_a_record_and_a_right_prediction(name: str) -> None:
     experiment = load_experiment(FOLDER / f"{name}.yaml", "small", "cpu", read_recipe)
     results = results_of(experiment)

@@ -17,6 +17,24 @@ def build():
     return LanguageModel(n_layer=5)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def traces_are_shared():
+    """Every plan here is for the same step: what a choice does to it is traced once, and not anew for each budget."""
+    known = {}
+
+    def traced(module, batch, options, emulation, techniques, shorten):
+        *others, callback = techniques
+        assert not others
+        key = (callback.mode, callback.keep, callback.choices, options, emulation, shorten)
+        if key not in known:
+            known[key] = trace_step(module, batch, options, emulation, techniques, shorten=shorten)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_memfit.techniques.checkpointing_budget.trace_step", traced)
+        yield
+
+
 @pytest.fixture(scope="module")
 def plain():
     return fit(module=build)
