@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -64,6 +64,22 @@ class MemFitCLI(LightningCLI):
             self.config = parser.parse_args(resolve_arguments(arguments))
         else:
             self.config = parser.parse_object(arguments)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the option that plans a run."""
+        parser.add_argument(
+            "--memfit",
+            type=Literal["off", "auto"],
+            default="off",
+            help="`auto` plans a fit for this device, tries the plan and trains by it, replacing techniques",
+        )
+
+    def before_instantiate_classes(self) -> None:
+        """Put `MemFit` in the place of the recipe's techniques where it says `memfit: auto`."""
+        if getattr(self, "subcommand", None) == "fit" and self.config.fit.memfit == "auto":
+            from .auto import plan_automatically
+
+            plan_automatically(self.config.fit.trainer)
 
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration as the user wrote it.

@@ -74,7 +74,7 @@ class Workload:
         if self.loader_batch is None:
             return 0
         total = sum(tensor.nbytes for tensor in tensors_in(self.batch))
-        return total * (self.loader_batch - size) // batch_size(self.batch)
+        return total * max(0, self.loader_batch - size) // batch_size(self.batch)
 
 
 def check_allow(names: Iterable[str]) -> frozenset[Numerics]:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from cli.main import main
+from lightning_memfit.fitting.auto import MemFit
 
 RECIPE = """\
 seed_everything: 1
@@ -73,6 +74,8 @@ def test_from_the_plan_to_the_run(
     written = yaml.safe_load(Path(out).read_text())
     classes = [spec["class_path"] for spec in written["trainer"]["callbacks"]]
     assert "lightning.pytorch.callbacks.ModelSummary" in classes
+    assert not any("Optimizer8bit" in name for name in classes) or "optimizer_8bit" in made["setting"]["techniques"]
+    assert classes.count("lightning_memfit.techniques.optimizer_8bit.Optimizer8bit") <= 1
 
     def traced_again(*_: Any) -> None:
         raise AssertionError("the plan was made before")
@@ -82,6 +85,31 @@ def test_from_the_plan_to_the_run(
     assert main(["plan", "--config", recipe, "--device", "900MiB", "--out", out]) == 2
     assert "none is overwritten" in capsys.readouterr().err
     assert main(["fit", "--config", recipe, "--config", out]) == 0
+
+
+@pytest.mark.slow
+def test_a_recipe_on_auto_plans_tries_and_trains(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "auto.yaml"
+    values = yaml.safe_load(RECIPE.format())
+    values["memfit"] = "auto"
+    values["trainer"]["callbacks"].append(
+        {"class_path": "lightning_memfit.device.limit.MemoryLimit", "init_args": {"limit": "3MiB"}}
+    )
+    path.write_text(yaml.safe_dump(values))
+    tried, put_on = [], MemFit._put_on
+
+    def note(self: MemFit, *arguments: Any) -> None:
+        tried.extend(self.attempts)
+        put_on(self, *arguments)
+
+    monkeypatch.setattr(MemFit, "_put_on", note)
+    code = main(["fit", "--config", str(path)])
+    said = capsys.readouterr().err
+    assert code == 0, said
+    assert "the plan replaces Optimizer8bit" in said
+    assert "predicted" in tried[-1][1]
 
 
 @pytest.mark.slow

@@ -1,0 +1,16 @@
+import json
+
+from benchmarks.planner.table import PAGE, RESULTS, insert, render
+
+
+def test_the_guide_shows_the_recorded_plans():
+    page = PAGE.read_text()
+    assert insert(page, render(json.loads(RESULTS.read_text()))) == page
+
+
+def test_recorded_plans_keep_their_limits():
+    for row in json.loads(RESULTS.read_text())["rows"]:
+        plan = row["plan"]
+        assert not plan["fits"] or plan["needed_bytes"] <= plan["usable_bytes"]
+        host = sum(sum(plan["breakdown"].get(tier, {}).values()) for tier in ("host", "pinned_host"))
+        assert host <= row["host_gib"] << 30
