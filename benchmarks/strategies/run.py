@@ -1,6 +1,6 @@
 """What each strategy keeps on each of two ranks, measured on the CPU: `python -m benchmarks.strategies.run`.
 
-Needs 3 GiB of memory and some minutes; writes `benchmarks/results/strategies_cpu.json`.
+Needs 7 GiB of memory and some minutes; writes `benchmarks/results/strategies_cpu.json`.
 """
 
 import json

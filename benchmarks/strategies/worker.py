@@ -1,5 +1,6 @@
-"""One strategy, trained for three steps on two CPU processes: `python -m benchmarks.strategies.worker NAME RESULT DRIVE`."""
+"""One strategy on two CPU processes: `python -m benchmarks.strategies.worker NAME RESULT DRIVE`."""
 
+import gc
 import json
 import os
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import psutil
 import torch
+from torch.distributed.tensor import DTensor
 
 import lightning_memfit.strategies  # noqa: F401  registers the names
 from lightning_memfit import CausalLM, RandomTokens
@@ -19,7 +21,7 @@ from lightning_memfit.strategies import ZeroStrategy
 CONFIG = {
     "model_type": "gpt2",
     "n_embd": 1024,
-    "n_layer": 3,
+    "n_layer": 8,
     "n_head": 16,
     "n_positions": 64,
     "vocab_size": 8192,
@@ -30,11 +32,11 @@ STEPS = 3
 
 
 class Memory(pl.Callback):
-    """Resident memory of this rank between two steps, when activations and gathered weights are gone."""
+    """Tensors of this rank between two steps, when activations and gathered weights are gone."""
 
     def __init__(self, drive: Path) -> None:
         self.drive = drive
-        self.resident_bytes = self.disk_bytes = 0
+        self.live_bytes = self.resident_bytes = self.disk_bytes = 0
         self.seconds: list[float] = []
         self._start = 0.0
 
@@ -45,8 +47,19 @@ class Memory(pl.Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         """Look."""
         self.seconds.append(time.perf_counter() - self._start)
+        self.live_bytes = live_bytes()
         self.resident_bytes = psutil.Process().memory_info().rss
         self.disk_bytes = sum(state.size_bytes for state in find_runs(self.drive))
+
+
+def live_bytes() -> int:
+    """Storages of all tensors that Python can reach, each once."""
+    storages = {}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor) and not isinstance(found, DTensor) and found.device.type == "cpu":
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def main(name: str, result: str, drive: str) -> None:
@@ -76,6 +89,7 @@ def main(name: str, result: str, drive: str) -> None:
     trainer.fit(module, data)
     if trainer.global_rank == 0:
         row = {
+            "live_bytes": memory.live_bytes,
             "resident_bytes": memory.resident_bytes - before,
             "disk_bytes": memory.disk_bytes,
             "seconds": [round(seconds, 3) for seconds in memory.seconds],

@@ -3,8 +3,10 @@
 import json
 
 from benchmarks.gpt2xl_zero_infinity import table as on_disk
+from benchmarks.strategies import table as strategies
 
 RESULT = json.loads(on_disk.RESULT.read_text())
+KEPT = json.loads(strategies.RESULTS.read_text())
 
 
 def test_page_shows_the_run_from_disk() -> None:
@@ -21,3 +23,17 @@ def test_gpt2_xl_trains_from_disk_within_12_gib() -> None:
     assert abs(RESULT["peak_disk_bytes"] / predicted - 1) < 0.001
     later = RESULT["optimizer_steps"][1:]
     assert min(step["update_share_of_raw"] for step in later) > 0.7
+
+
+def test_page_shows_what_strategies_keep() -> None:
+    page = strategies.PAGE.read_text()
+    assert strategies.insert(page, strategies.render(KEPT)) == page, "run `python -m benchmarks.strategies.table`"
+
+
+def test_strategies_keep_what_the_page_counts() -> None:
+    """Weights, optimizer states and, where they stay between steps, gradients; the rest is buckets and buffers."""
+    per_parameter = {name: row["live_bytes"] / KEPT["parameters"] for name, row in KEPT["rows"].items()}
+    counted = {"ddp": 16.0, "fsdp2": 8.0, "zero_1": 8.0, "zero_2": 8.0, "zero_3": 7.0, "zero_offload": 10.0}
+    for name, expected in counted.items():
+        assert expected <= per_parameter[name] < expected + 1.5
+    assert abs(KEPT["rows"]["zero_infinity"]["disk_bytes"] / KEPT["parameters"] - 18) < 0.5
