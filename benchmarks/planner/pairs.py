@@ -1,0 +1,208 @@
+"""How good plans are: 20 pairs of a small model and a memory limit on the simulated device (CPU, one thread).
+
+`python -m benchmarks.planner.pairs` writes `benchmarks/results/planner_pairs.json`. For every model a grid of settings
+(numerics x checkpointing x micro-batch) is measured without a limit: peak of live bytes and time of an optimizer step.
+For each of four limits the plan is made from that model's grid's calibration and run under `MemoryLimit`. The plan's
+time is held against the best of all measured settings whose measured peak is within the limit, and the model's
+predicted times against the measured ones by Spearman's rank correlation. Times are processor time of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from benchmarks.planner.models import MODELS, SHARE
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.estimate.target import host_target
+from lightning_memfit.planner.calibration import Observation, fit_factors, uncorrected
+from lightning_memfit.planner.cost import Rates
+from lightning_memfit.planner.make import make_plan
+from lightning_memfit.planner.plan import label
+from lightning_memfit.planner.rates import cpu_rates
+from lightning_memfit.planner.search import Search, Solution
+from lightning_memfit.planner.traces import Laboratory
+from lightning_memfit.planner.workload import Workload, check_allow, facts_of
+from lightning_memfit.profile.build import resize_batch
+from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.techniques.setting import Setting
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "planner_pairs.json"
+
+ALLOW = ("exact", "8bit")
+SIZES = (1, 2, 4, 8, 16)
+LIMITS = (0.35, 0.5, 0.7, 1.05)
+"""Shares of the plain setting's measured peak."""
+_UNLIMITED = 1 << 34
+_STEPS, _SKIPPED = 8, 2
+
+
+class _Clock(pl.Callback):
+    """Processor time of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._last = (0, time.process_time())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != self._last[0]:
+            now = time.process_time()
+            self.seconds.append(now - self._last[1])
+            self._last = (trainer.global_step, now)
+
+
+def run(name: str, setting: Setting, limit: int | None) -> tuple[float | None, int | None]:
+    """Seconds per step without a limit; with one, the peak of two steps, or None where memory ran out."""
+    torch.manual_seed(0)
+    module, whole = MODELS[name]()
+    assert setting.micro_batch_size is not None
+    count, steps = setting.accumulate_grad_batches, 2 if limit else _STEPS
+    batch = resize_batch(whole, SHARE, setting.micro_batch_size)
+    loader: DataLoader[Any] = DataLoader([batch] * (steps * count), batch_size=None)  # type: ignore[arg-type]
+    clock, guard = _Clock(), [MemoryLimit(limit)] if limit else []
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        precision=setting.precision,
+        max_steps=steps,
+        accumulate_grad_batches=count,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        callbacks=[*guard, *Setting(chosen=setting.chosen).callbacks(), clock],
+    )
+    try:
+        trainer.fit(module, loader)
+    except torch.OutOfMemoryError:
+        return None, None
+    if guard:
+        assert guard[0].ledger is not None
+        return None, guard[0].ledger.peak_bytes
+    return statistics.median(clock.seconds[_SKIPPED:]), None
+
+
+def grid() -> Iterator[Setting]:
+    """Every setting that is tried."""
+    for optimizer in ("", "fused_adamw", "optimizer_8bit"):
+        for checkpointing in ("none", "full", "selective"):
+            for size in SIZES:
+                setting = Setting(micro_batch_size=size, accumulate_grad_batches=SHARE // size)
+                setting = setting.choose(optimizer) if optimizer else setting
+                if checkpointing == "full":
+                    setting = setting.choose("activation_checkpointing")
+                elif checkpointing == "selective":
+                    setting = setting.choose("activation_checkpointing", mode="selective", keep=["matmul", "attention"])
+                yield setting
+
+
+def workload(name: str, rates: Rates, limit: int | None) -> Workload:
+    """One model's, for the planner."""
+    module, batch = MODELS[name]()
+    target, options = host_target(limit or _UNLIMITED), StepOptions("32-true", 1)
+    facts = facts_of(module, target, options)
+    return Workload(module, batch, options, SHARE, target, rates, facts, allow=check_allow(ALLOW))
+
+
+def predict(search: Search, setting: Setting) -> Solution:
+    """Time of a setting of the grid, its checkpointing the same in all blocks."""
+    return search.uniformly(setting)
+
+
+def model_rows(name: str, rates: Rates, cache: ProfileCache) -> dict[str, Any]:
+    """Measure a model's grid, calibrate, then plan and run for every limit."""
+    search = Search(Laboratory(workload(name, rates, None), cache))
+    rows = []
+    for setting in grid():
+        seconds, _ = run(name, setting, None)
+        _, peak = run(name, setting, _UNLIMITED)
+        predicted = predict(search, setting)
+        rows.append({"setting": setting, "seconds": seconds, "peak": peak, "parts": dict(predicted.time.seconds)})
+    factors = fit_factors([Observation(uncorrected(r["parts"], rates), r["seconds"]) for r in rows])
+    corrected = replace(rates, factors=factors)
+    predicted_seconds = [sum(r["parts"][c] * factors[c] for c in r["parts"]) for r in rows]
+    plain = next(r["peak"] for r in rows if not r["setting"].chosen and r["setting"].micro_batch_size == SHARE)
+    pairs = [_pair(name, corrected, cache, rows, int(share * plain)) for share in LIMITS]
+    measured = [r["seconds"] for r in rows]
+    return {
+        "model": name,
+        "factors": factors,
+        "rank_correlation_by_data": spearman([sum(r["parts"].values()) for r in rows], measured),
+        "rank_correlation": spearman(predicted_seconds, measured),
+        "pairs": pairs,
+        "grid": [
+            {"setting": label(r["setting"]), "seconds": r["seconds"], "predicted_s": p, "peak_bytes": r["peak"]}
+            for r, p in zip(rows, predicted_seconds, strict=True)
+        ],
+    }
+
+
+def _pair(name: str, rates: Rates, cache: ProfileCache, rows: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    best = min((r["seconds"] for r in rows if r["peak"] <= limit), default=None)
+    plan = make_plan(workload(name, rates, limit), cache)
+    row: dict[str, Any] = {"limit_bytes": limit, "best_s": best, "plan": plan.summary(), "fits": None, "died": False}
+    if plan.setting is not None:
+        _, peak = run(name, plan.setting, limit)
+        seconds, _ = run(name, plan.setting, None)
+        assert seconds is not None
+        row |= {
+            "label": label(plan.setting),
+            "fits": peak is not None,
+            "died": peak is None,
+            "predicted_peak_bytes": plan.peak_bytes,
+            "peak_bytes": peak,
+            "predicted_s": plan.seconds_per_step,
+            "seconds": seconds,
+            "slower_than_best": None if best is None else seconds / best - 1,
+        }
+    print(f"{name} {limit >> 20} MiB: {row}", flush=True)
+    return row
+
+
+def spearman(first: list[float], second: list[float]) -> float:
+    """Rank correlation; there are no ties in measured times."""
+    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def main() -> int:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    started, rates = time.perf_counter(), cpu_rates()
+    with tempfile.TemporaryDirectory() as folder:
+        models = [model_rows(name, rates, ProfileCache(Path(folder))) for name in sys.argv[1:] or MODELS]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    document = {
+        "command": "python -m benchmarks.planner.pairs",
+        "commit": commit.stdout.strip(),
+        "versions": {n: version(n) for n in ("torch", "lightning", "transformers", "bitsandbytes")}
+        | {"python": platform.python_version()},
+        "minutes": round((time.perf_counter() - started) / 60, 1),
+        "models": models,
+    }
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
