@@ -7,7 +7,7 @@ from cli.recipe_files import available
 from lightning_memfit.techniques.registry import TECHNIQUES
 
 RECORDS = {f"fragments/{technique.name}": technique for technique in TECHNIQUES}
-OTHERS = [name for name in available() if name.startswith("fragments/") and name not in RECORDS]
+OTHERS = [name for name in available() if name.startswith("fragments/") and name not in (*RECORDS, "fragments/wandb")]
 TOGETHER = ["bf16_mixed", "adafactor", "chunked_loss", "attention_kernel", "activation_checkpointing"]
 SMALL = [
     "--model.config.n_embd=32",
@@ -27,11 +27,17 @@ def fit(*fragments: str) -> list[str]:
 
 @pytest.mark.parametrize("fragment", OTHERS)
 def test_fragment_runs(fragment, tmp_path, monkeypatch):
-    if fragment == "fragments/wandb":
-        pytest.importorskip("wandb")
-        monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.chdir(tmp_path)
     assert main(fit(fragment)) == 0
+
+
+def test_wandb_fragment_runs(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    assert main(fit("fragments/wandb")) == 0
+    assert list(tmp_path.rglob("*.wandb"))
+    wandb.finish()  # Lightning leaves the run open, and the next one of this process would join it
 
 
 def test_fragments_run_together(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The monitor on real fits: figures, logging, table, reuse of a limit's ledger, and what it costs."""
 
 import json
+import re
 import time
 from types import SimpleNamespace
 
@@ -86,7 +87,7 @@ def test_the_table_tells_the_run(tmp_path, capsys):
         ".ckpt",
         "24 optimizer steps",
     ):
-        assert words in text
+        assert words.replace(" ", "") in re.sub(r"[│\s]", "", text)  # long paths are broken anywhere
 
 
 def test_every_logger_gets_the_figures(tmp_path):
