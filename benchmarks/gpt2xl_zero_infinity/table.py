@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marks import insert
 from benchmarks.precision.table import ROOT
 from lightning_memfit.memory import format_bytes
 
 RESULT = Path(__file__).with_name("result.json")
 PAGE = ROOT / "docs" / "guides" / "nvme.md"
-BEGIN, END = "<!-- begin: gpt2xl_zero_infinity -->", "<!-- end: gpt2xl_zero_infinity -->"
+MARK = "gpt2xl_zero_infinity"
 
 
 def render(document: dict[str, Any]) -> str:
@@ -52,16 +53,9 @@ def render(document: dict[str, Any]) -> str:
     )
 
 
-def insert(page: str, table: str) -> str:
-    """Put the table between the page's marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
-
-
 def main() -> None:
     document = json.loads(RESULT.read_text(encoding="utf-8"))
-    PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), render(document)), encoding="utf-8")
+    PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), MARK, render(document)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marks import insert
 from lightning_memfit.memory import format_bytes
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "planner_gpt2xl.json"
 PAGE = ROOT / "docs" / "guides" / "plan.md"
-BEGIN, END = "<!-- begin: plans -->", "<!-- end: plans -->"
+MARK = "plans"
 DEFAULT = ["8bit", "bf16", "exact", "stochastic", "tf32"]
 
 
@@ -47,15 +48,8 @@ def _blocks(techniques: dict[str, dict[str, Any]]) -> str:
     return ", ".join(f"{count} {choice}" for choice, count in sorted(Counter(options["choices"]).items()))
 
 
-def insert(page: str, table: str) -> str:
-    """Put the table between the page's marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
-
-
 def main() -> None:
-    PAGE.write_text(insert(PAGE.read_text(), render(json.loads(RESULTS.read_text()))))
+    PAGE.write_text(insert(PAGE.read_text(), MARK, render(json.loads(RESULTS.read_text()))))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 import json
 from typing import Any
 
+from benchmarks.marks import insert
 from benchmarks.precision.table import ROOT
 from benchmarks.strategies.run import RESULTS
 
 PAGE = ROOT / "docs" / "guides" / "multi_gpu.md"
-BEGIN, END = "<!-- begin: strategies_cpu -->", "<!-- end: strategies_cpu -->"
+MARK = "strategies_cpu"
 TITLES = {
     "zero_3_offload": "ZeRO-3, `offload_optimizer`, `offload_parameters`",
 }
@@ -31,16 +32,9 @@ def render(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def insert(page: str, table: str) -> str:
-    """Put the table between the page's marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
-
-
 def main() -> None:
     document = json.loads(RESULTS.read_text(encoding="utf-8"))
-    PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), render(document)), encoding="utf-8")
+    PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), MARK, render(document)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 
 from benchmarks.gpt2xl_zero_infinity import table as on_disk
+from benchmarks.marks import insert
 from benchmarks.strategies import table as strategies
 
 RESULT = json.loads(on_disk.RESULT.read_text())
@@ -11,7 +12,7 @@ KEPT = json.loads(strategies.RESULTS.read_text())
 
 def test_page_shows_the_run_from_disk() -> None:
     page = on_disk.PAGE.read_text()
-    made = on_disk.insert(page, on_disk.render(RESULT))
+    made = insert(page, on_disk.MARK, on_disk.render(RESULT))
     assert made == page, "run `python -m benchmarks.gpt2xl_zero_infinity.table`"
 
 
@@ -27,7 +28,7 @@ def test_gpt2_xl_trains_from_disk_within_12_gib() -> None:
 
 def test_page_shows_what_strategies_keep() -> None:
     page = strategies.PAGE.read_text()
-    assert strategies.insert(page, strategies.render(KEPT)) == page, "run `python -m benchmarks.strategies.table`"
+    assert insert(page, strategies.MARK, strategies.render(KEPT)) == page, "run `python -m benchmarks.strategies.table`"
 
 
 def test_strategies_keep_what_the_page_counts() -> None:

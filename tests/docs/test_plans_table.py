@@ -1,11 +1,12 @@
 import json
 
-from benchmarks.planner.table import PAGE, RESULTS, insert, render
+from benchmarks.marks import insert
+from benchmarks.planner.table import MARK, PAGE, RESULTS, render
 
 
 def test_the_guide_shows_the_recorded_plans():
     page = PAGE.read_text()
-    assert insert(page, render(json.loads(RESULTS.read_text()))) == page
+    assert insert(page, MARK, render(json.loads(RESULTS.read_text()))) == page
 
 
 def test_recorded_plans_keep_their_limits():
