@@ -24,11 +24,9 @@ _COVERED_BY_VERSION = {"builtins", "torch", "lightning", "pytorch_lightning", "l
 def describe_module(module: Any) -> object:
     """Classes with the hashes of their source files, simple attributes, and the shapes of all tensors."""
     parts: list[object] = []
-    sources: dict[str, str] = {}
+    defined_in = {kind.__module__ for child in module.modules() for kind in type(child).__mro__}
+    sources = {path: _file_hash(path) for name in defined_in for path in _source_files(name)}
     for name, child in module.named_modules():
-        for kind in type(child).__mro__:
-            for path in _source_files(kind.__module__):
-                sources[path] = _file_hash(path)
         attributes = [(key, describe(value)) for key, value in vars(child).items() if key not in _NOT_STATE]
         parts.append((name, type(child).__qualname__, attributes))
     for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
