@@ -287,6 +287,17 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (tensor,)
 
 
+def held_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The strided tensors that hold a tensor's memory: itself, or the parts of a sparse one or of a wrapper."""
+    if tensor.layout in _SPARSE:
+        yield from sparse_parts(tensor)
+    elif is_traceable_wrapper_subclass(tensor):
+        for inner in _inner_tensors(tensor):
+            yield from held_tensors(inner)
+    else:
+        yield tensor
+
+
 def _on_cpu(args: Any) -> bool:
     return all(tensor.device.type == "cpu" for tensor in _tensors(args))
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_memfit.optim.families import KERNELS, Family, family_named, family_of
+from lightning_memfit.optim.torchao_step import outside_modes
 
 _MUST_BE_OFF = ("capturable", "differentiable")
 
@@ -37,7 +38,7 @@ def exchange(
     source, target = family_of(optimizer), family_named(name)
     if optimizer.state:
         raise ValueError(f"`optimizer` ({type(optimizer).__name__}) has states already. Exchange it before it steps.")
-    cls = target.load()
+    cls = outside_modes(target.load()) if target.package == "torchao" else target.load()
     known = set(target.meanings) | target.settings
     unknown = sorted(set(options) - known)
     if unknown:

@@ -1,6 +1,7 @@
 """`EventRecorder`: a ledger that writes down every allocation and free, with the module and block that made it."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.host import is_on_host, keep_on_host
-from lightning_memfit.memory.ledger import StorageLedger, sparse_parts
+from lightning_memfit.memory.ledger import StorageLedger, held_tensors, sparse_parts
 from lightning_memfit.memory.python_kernels import python_kernel
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
 from lightning_memfit.profile.kernels import kernel_scratch_bytes
@@ -290,9 +291,8 @@ class EventRecorder(StorageLedger):
         for parameter, state in optimizer.state.items():
             entry = self._entries.get(parameter.untyped_storage()._cdata)
             block = OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
-            for value in state.values():
-                if not isinstance(value, torch.Tensor):
-                    continue
+            tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
+            for value in chain.from_iterable(map(held_tensors, tensors)):
                 if is_on_host(parameter):
                     keep_on_host(value, Category.OPTIMIZER_STATE, parameter)
                     self.move_to_host(value, Category.OPTIMIZER_STATE, parameter)
