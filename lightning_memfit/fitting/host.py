@@ -26,8 +26,10 @@ class HostCopy:
         self._wrap: Callable[[dict[str, Tensor]], Tensor] | None = None
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
-            self._parts = {name: HostCopy(getattr(tensor, name)) for name in names}
-            self._wrap = partial(_wrapped, type(tensor), context, tensor.size(), tensor.stride())
+            parts = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh, too
+            self._parts = {name: HostCopy(part) for name, part in parts.items() if isinstance(part, Tensor)}
+            others = {name: part for name, part in parts.items() if name not in self._parts}
+            self._wrap = partial(_wrapped, type(tensor), others, context, tensor.size(), tensor.stride())
             return
         with _disable_current_modes(), torch.no_grad():
             self._values = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
@@ -47,6 +49,13 @@ class HostCopy:
         return self._values.clone() if device.type == "cpu" else self._values.to(device)
 
 
-def _wrapped(kind: Any, context: Any, size: torch.Size, stride: tuple[int, ...], parts: dict[str, Tensor]) -> Tensor:
-    wrapper: Tensor = kind.__tensor_unflatten__(parts, context, size, stride)
+def _wrapped(
+    kind: Any,
+    others: dict[str, Any],
+    context: Any,
+    size: torch.Size,
+    stride: tuple[int, ...],
+    parts: dict[str, Tensor],
+) -> Tensor:
+    wrapper: Tensor = kind.__tensor_unflatten__({**parts, **others}, context, size, stride)
     return wrapper
