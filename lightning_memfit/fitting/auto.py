@@ -182,7 +182,10 @@ class MemFit(pl.Callback):
             rank_zero_info(f"MemFit: probe of {label(plan.setting)}: {verdict}")
             if within:
                 return plan
-            withheld += max(beyond, round(_STEP_DOWN * usable))
+            if found.fits:
+                withheld += beyond
+            else:  # what this plan was thought to need is too much already
+                withheld = max(withheld, usable - plan.needed_bytes) + round(_STEP_DOWN * usable)
         tried = "; ".join(f"{name}: {verdict}" for name, verdict in self.attempts)
         raise MisconfigurationException(
             f"`MemFit`: {_MAX_PLANS} plans were tried and none fits as predicted ({tried}). Is other work on the "
