@@ -141,7 +141,7 @@ def _choices(workload: Workload) -> list[list[Chosen | None]]:
             is_own = technique.trainer.get("precision") == own and not technique.callbacks
             permitted = technique.numerics <= workload.allow and technique.name not in _UNSOUND
             if permitted or is_own:
-                options.extend(Chosen(technique.name, preset) for preset in technique.presets)
+                options.append(Chosen(technique.name, technique.presets[0]))
         offered = {option.name for option in options if option is not None}
         choices.append([o for o in options if o is None or _DOMINATED.get(o.name) not in offered])
     return choices

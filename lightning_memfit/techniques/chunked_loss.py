@@ -45,10 +45,7 @@ class ChunkedLoss(TechniqueCallback):
             MisconfigurationException: Under ZeRO-3, which gathers the head's weight only while the head itself runs.
         """
         if getattr(trainer.strategy, "zero_stage_3", False):
-            raise MisconfigurationException(
-                "ChunkedLoss uses the head's weight outside the head, where ZeRO-3 has put it away. Use "
-                "`memfit_zero_2` or `memfit_fsdp2`, or leave ChunkedLoss out."
-            )
+            raise MisconfigurationException(f"ChunkedLoss: {_ZERO_3}")
 
         def configure(inner: Callable[[], Any]) -> None:
             inner()
@@ -198,8 +195,16 @@ def causal_loss(
     return total / num_items_in_batch
 
 
+_ZERO_3 = (
+    "it uses the head's weight outside the head, where ZeRO-3 has put it away. Use `memfit_zero_2` or `memfit_fsdp2`, "
+    "or leave ChunkedLoss out."
+)
+
+
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None where the loss can be computed in chunks."""
+    if run.zero_3:
+        return _ZERO_3
     if run.facts.causal_lm is False:
         return (
             "the module holds no Hugging Face causal language model with the standard loss. Leave ChunkedLoss out, or "

@@ -21,6 +21,12 @@ class Work:
     """Computed by one core of the CPU, as measured on one with AVX-512 (`techniques/step_cost.py`)."""
     kernels: float = 0.0
     """Kernels launched."""
+    interconnect_bytes: float = 0.0
+    """Sent by each device to others."""
+    host_bytes: float = 0.0
+    """Read from and written to host memory while the CPU computes."""
+    disk_written_bytes: float = 0.0
+    """The part of `disk_bytes` that is written."""
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Work)))
@@ -38,11 +44,13 @@ class Cost:
     step: Work = Work()
     """To every optimizer step."""
     overlap: bool = False
-    """Whether `host_link_bytes` move while the device computes."""
+    """Whether `host_link_bytes` of micro-batches move while the device computes."""
     once_seconds: float = 0.0
     """Before the first step: compiling."""
     matmul_rate: str = ""
     """Rate in the device catalogue at which fp32 matrix products run instead of `float32`."""
+    last_micro_batch: Work = Work()
+    """To the last micro-batch of a step alone: gradients that are exchanged when they are complete."""
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -52,6 +60,7 @@ class Cost:
             _hides(self, other),
             self.once_seconds + other.once_seconds,
             self.matmul_rate or other.matmul_rate,
+            self.last_micro_batch + other.last_micro_batch,
         )
 
     @property

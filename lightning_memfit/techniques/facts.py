@@ -48,6 +48,8 @@ class Run:
     """Backward passes per optimizer step, by whichever loop."""
     strategy: str = "SingleDeviceStrategy"
     """Class name."""
+    zero_3: bool = False
+    """Whether DeepSpeed puts weights away, and gathers them only while their own module runs."""
     world_size: int = 1
     callbacks: tuple[str, ...] = ()
     """Class names of the techniques' callbacks, in order."""

@@ -65,10 +65,7 @@ class Optimizer8bit(TechniqueCallback):
             MisconfigurationException: If embeddings are to keep 32-bit states under DeepSpeed.
         """
         if self.keep_32bit_embeddings and isinstance(trainer.strategy, DeepSpeedStrategy):
-            raise MisconfigurationException(
-                "`keep_32bit_embeddings=True` has no effect under DeepSpeed, whose ZeRO steps on flat partitions in "
-                "which embeddings can't be told apart. Set `keep_32bit_embeddings: false`."
-            )
+            raise MisconfigurationException(_FLAT)
 
         def configure(inner: Callable[[], Any]) -> Any:
             return self._convert_all(inner(), pl_module)
@@ -135,6 +132,10 @@ def _summary(optimizer: Any) -> str:
     return f"{numbers[8]:,} parameters with 8-bit states, {numbers[32]:,} with 32-bit states"
 
 
+_FLAT = (
+    "`keep_32bit_embeddings=True` has no effect under DeepSpeed, whose ZeRO steps on flat partitions in which "
+    "embeddings can't be told apart. Set `keep_32bit_embeddings: false`."
+)
 _CONVERTED = ("AdamW", "Adam", "SGD", "RMSprop", "Lion", "AdEMAMix")
 _PAGED = ("AdamW", "Adam", "Lion", "AdEMAMix")
 
@@ -147,6 +148,8 @@ def unsupported(run: Run, options: Options) -> str | None:
         return f"{other} has no such form in bitsandbytes; {', '.join(accepted)} have. Use one, or leave it out."
     if run.strategy not in ("SingleDeviceStrategy", "DDPStrategy") and not run.strategy.startswith("DeepSpeed"):
         return f"bitsandbytes can't step what {run.strategy} shards. Use one device, DDP or DeepSpeed."
+    if run.strategy.startswith("DeepSpeed") and options.get("keep_32bit_embeddings", True):
+        return _FLAT
     return None
 
 
@@ -177,6 +180,7 @@ OPTIMIZER_8BIT = Technique(
     summary="the module's own AdamW, Adam, SGD, RMSprop or Lion with 8-bit states",
     numerics=frozenset({"8bit"}),
     callbacks=(CallbackSpec(_CLASS_PATH),),
+    presets=({}, {"keep_32bit_embeddings": False}),
     unsupported=unsupported,
     cost=_cost_of_8bit,
     package="bitsandbytes",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
@@ -80,6 +80,7 @@ def run_of(trainer: Any, module: Any) -> Run:
         precision=trainer.precision,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         strategy=_strategy(trainer.strategy),
+        zero_3=bool(getattr(trainer.strategy, "zero_stage_3", False)),
         world_size=trainer.world_size,
         callbacks=tuple(type(callback).__name__ for callback in trainer.callbacks),
     )
@@ -87,11 +88,8 @@ def run_of(trainer: Any, module: Any) -> Run:
 
 def _strategy(strategy: Any) -> str:
     """Name of the strategy's kind; DeepSpeed's derives from DDP's and is none."""
-    name = type(strategy).__name__
-    if isinstance(strategy, SingleDeviceStrategy):
-        return "SingleDeviceStrategy"
-    is_ddp = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
-    return "DDPStrategy" if is_ddp else name
+    kinds = (SingleDeviceStrategy, DeepSpeedStrategy, DDPStrategy, ModelParallelStrategy)
+    return next((kind.__name__ for kind in kinds if isinstance(strategy, kind)), type(strategy).__name__)
 
 
 def has_compiler(device: str) -> bool:

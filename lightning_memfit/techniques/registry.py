@@ -15,6 +15,7 @@ from lightning_memfit.techniques import (
     mixed_precision,
     optimizer,
     optimizer_8bit,
+    strategies,
     tf32,
     torch_compile,
 )
@@ -51,15 +52,21 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 
+STRATEGIES: tuple[Technique, ...] = strategies.STRATEGIES
+"""Every strategy. They are techniques of one kind, and apart because none is a callback that a trace would show."""
+
+_BY_NAME = {technique.name: technique for technique in (*TECHNIQUES, *STRATEGIES)}
+
+
 def find_technique(name: str) -> Technique:
-    """Look a technique up.
+    """Look a technique or a strategy up.
 
     Raises:
         ValueError: If there is none of that name; lists the closest.
     """
-    for technique in TECHNIQUES:
-        if technique.name == name:
-            return technique
-    names = [technique.name for technique in TECHNIQUES]
+    found = _BY_NAME.get(name)
+    if found is not None:
+        return found
+    names = list(_BY_NAME)
     closest = get_close_matches(name, names, n=3, cutoff=0.5) or names
     raise ValueError(f"`technique={name!r}` is not known. Closest: {', '.join(closest)}.")

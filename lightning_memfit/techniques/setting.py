@@ -11,10 +11,20 @@ from lightning_memfit.profile.step import Precision, StepOptions
 from lightning_memfit.techniques.cost import Cost
 from lightning_memfit.techniques.facts import Facts, Run
 from lightning_memfit.techniques.registry import find_technique
+from lightning_memfit.techniques.sharding import Sharding
 from lightning_memfit.techniques.technique import KINDS, Kind, Numerics, Technique, overlay
 
 MICRO_BATCHING = "micro_batching"
-_STRATEGIES = {"auto": "SingleDeviceStrategy", "ddp": "DDPStrategy", "fsdp": "FSDPStrategy"}
+_STRATEGIES = {
+    "auto": "SingleDeviceStrategy",
+    "ddp": "DDPStrategy",
+    "fsdp": "FSDPStrategy",
+    "DataParallelStrategy": "DDPStrategy",
+    "FullyShardedStrategy": "ModelParallelStrategy",
+    "ZeroStrategy": "DeepSpeedStrategy",
+    "ZeroInfinityStrategy": "DeepSpeedStrategy",
+}
+"""Kind of a strategy, as `read_facts.run_of` names it, by its name or class."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +130,19 @@ class Setting:
         """Records of all that is chosen, micro-batching included where batches are accumulated."""
         return tuple(choice.technique for choice in self._complete())
 
+    @property
+    def sharding(self) -> Sharding | None:
+        """What the strategy divides and moves; None on one device that holds everything."""
+        strategy = self.of_kind("strategy")
+        return strategy.technique.sharding if strategy is not None else None
+
     def cost(self, profile: Any) -> Cost:
         """What all techniques together add to the plain step of a profile."""
-        return sum((choice.technique.cost(profile, choice.options) for choice in self._complete()), Cost())
+        more = {"strategy": {"precision": self.precision}}  # decides how large what a strategy moves is
+        return sum(
+            (c.technique.cost(profile, {**c.options, **more.get(c.technique.kind, {})}) for c in self._complete()),
+            Cost(),
+        )
 
     # --- applying ---------------------------------------------------------------------------------------------------
 
@@ -163,12 +183,13 @@ class Setting:
         """Facts and choices together, for rules."""
         options = self._trainer_options()
         specs = [spec for choice in self._complete() for spec in choice.technique.configured(**choice.options)[1]]
-        name = options.get("strategy", "auto" if self.world_size == 1 else "ddp")
+        name, sharding = options.get("strategy", "auto" if self.world_size == 1 else "ddp"), self.sharding
         return Run(
             facts,
             self.precision,
             self.accumulate_grad_batches,
             _class_name(name),
+            sharding is not None and sharding.deepspeed and sharding.stage == 3,
             self.world_size,
             tuple(spec.name for spec in specs),
         )
@@ -196,28 +217,33 @@ class Setting:
         return cls(chosen=chosen, **rest)
 
     def _complete(self) -> tuple[Chosen, ...]:
-        """The choices, with micro-batching where sizes ask for it."""
-        batching = next((choice for choice in self.chosen if choice.technique.kind == "batching"), None)
+        """The choices, with micro-batching where sizes ask for it and the strategy told how many devices there are."""
+        chosen = tuple(self._with_devices(c) if c.technique.kind == "strategy" else c for c in self.chosen)
+        batching = next((choice for choice in chosen if choice.technique.kind == "batching"), None)
         if batching is None and self.accumulate_grad_batches == 1:
-            return self.chosen
+            return chosen
         sizes = {"global_batch_size": self.global_batch_size, "micro_batch_size": self.micro_batch_size}
         given = {name: size for name, size in sizes.items() if size is not None}
         name, options = (batching.name, batching.options) if batching is not None else (MICRO_BATCHING, {})
         complete = Chosen(name, {**given, **options})
-        return (*(choice for choice in self.chosen if choice is not batching), complete)
+        return (*(choice for choice in chosen if choice is not batching), complete)
+
+    def _with_devices(self, strategy: Chosen) -> Chosen:
+        nodes = int(strategy.options.get("num_nodes", 1))
+        return Chosen(strategy.name, {**strategy.options, "devices": self.world_size // nodes})
 
     def _trainer_options(self) -> dict[str, Any]:
         merged: dict[str, Any] = {}
         for choice in self.chosen:
-            merged |= choice.technique.configured(**choice.options)[0]
+            completed = self._with_devices(choice) if choice.technique.kind == "strategy" else choice
+            merged |= choice.technique.configured(**completed.options)[0]
         if self.world_size > 1:
-            merged["devices"] = self.world_size
+            merged.setdefault("devices", self.world_size)
         if self.accumulate_grad_batches > 1:
             merged["accumulate_grad_batches"] = 1  # the loader gives the whole batch, which micro-batching cuts
         return merged
 
 
 def _class_name(strategy: Any) -> str:
-    if isinstance(strategy, Mapping):
-        return str(strategy["class_path"]).rpartition(".")[2]
-    return _STRATEGIES.get(str(strategy), str(strategy))
+    name = str(strategy["class_path"]).rpartition(".")[2] if isinstance(strategy, Mapping) else str(strategy)
+    return _STRATEGIES.get(name, name)

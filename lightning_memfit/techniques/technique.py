@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.cost import Cost
 from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.sharding import Sharding
 
 Kind = Literal[
     "adapter",
@@ -90,7 +91,7 @@ class Technique:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     """Trainer options it sets."""
     presets: tuple[Options, ...] = ({},)
-    """Options worth trying in a search."""
+    """Options worth trying in a search, each where those before it are refused."""
     unsupported: Callable[[Run, Options], str | None] = supported
     """Reason and fix, or None where it goes with the rest of a run that includes it with these options. Pure."""
     cost: Callable[[ModelProfile, Options], Cost] = free
@@ -103,6 +104,8 @@ class Technique:
     """Whether its callbacks change what a traced step allocates."""
     page: str = ""
     """Page in docs/techniques, without the ending; by default the name."""
+    sharding: Sharding | None = None
+    """Of a strategy: what it divides and where it puts it, from which its memory and its traffic follow."""
 
     def missing(self) -> str | None:
         """Why it can't be used in this environment, and what to install; None where it can."""
