@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 240
+SECONDS = 420
 
 
 def launch(folder: Path, cases: dict[str, dict[str, Any]], *command: str) -> dict[str, Any]:

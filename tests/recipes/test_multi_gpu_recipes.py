@@ -34,7 +34,7 @@ def run_all(folder, *names, **variables):
     command = [sys.executable, "-c", RUN_ALL, *names]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     environment |= variables
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=420)
     for name in names:
         assert f"RESULT {name} 0" in run.stdout, run.stderr[-4000:]
         assert list((folder / "runs" / name).rglob("*.ckpt"))
