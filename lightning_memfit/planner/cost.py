@@ -26,6 +26,10 @@ PHASES = ("forward", "backward")
 COMPONENTS = ("arithmetic", "memory", "launch", "link", "optimizer")
 """What step time is made of, and what calibration corrects separately."""
 
+RECOMPUTED_OPERATOR: Mapping[str, float] = {"full": 4.0, "keep_matmul_attention": 12.0}
+"""Launches of a plain operator that one which is recomputed costs the program: hooks around every saved tensor, and for
+selective checkpointing a mode in Python that sees all operators twice. `benchmarks/planner/operators` measures them."""
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -69,6 +73,24 @@ class PassWork:
         traffic = sum(profile.traffic.get(phase, 0) + more * profile.traffic_slopes.get(phase, 0.0) for phase in PHASES)
         return cls(flops, max(0.0, traffic), sum(profile.operators.get(phase, 0) for phase in PHASES))
 
+    def __add__(self, other: PassWork) -> PassWork:
+        return PassWork(
+            self.flops + other.flops, self.traffic_bytes + other.traffic_bytes, self.operators + other.operators
+        )
+
+    def __mul__(self, factor: float) -> PassWork:
+        return PassWork(self.flops * factor, self.traffic_bytes * factor, self.operators * factor)
+
+    def recomputing(self, other: PassWork, operator_weight: float) -> PassWork:
+        """What a pass that recomputes, `other`, does beyond this one.
+
+        Args:
+            other: The same micro-batch with every block checkpointed alike.
+            operator_weight: Launches of a plain operator that a recomputed one costs the program, hooks included.
+        """
+        more = other + self * -1.0
+        return PassWork(more.flops, more.traffic_bytes, more.operators * operator_weight)
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -111,21 +133,18 @@ def step_seconds(
     rates: Rates,
     dtype: str,
     num_micro_batches: int,
-    extra_seconds: float = 0.0,
 ) -> StepTime:
     """Seconds of one optimizer step.
 
     Args:
-        work: Forward and backward of one micro-batch as traced, techniques included.
+        work: Forward and backward of one micro-batch as traced, techniques and recomputation included.
         cost: Of all techniques together; of its work per micro-batch only what a trace can't see is added.
         plain: Profile of the plain step, whose parameters the optimizer steps.
         rates: Of the device.
         dtype: Of matrix products.
         num_micro_batches: Per optimizer step.
-        extra_seconds: Of recomputation per micro-batch.
     """
     seconds = pass_seconds(work, rates, dtype)
-    seconds["arithmetic"] += extra_seconds
     device = sum(seconds.values())
     link = _link_seconds(cost.micro_batch, rates) * rates.factor("link")
     seconds["link"] = max(0.0, link - device) if cost.overlap else link

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -14,7 +15,7 @@ from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, b
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_peak_bytes, predict_total_bytes
 from lightning_memfit.estimate.variants import trained
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
-from lightning_memfit.planner.cost import PassWork, Rates, pass_seconds
+from lightning_memfit.planner.cost import RECOMPUTED_OPERATOR, PassWork, Rates, pass_seconds
 from lightning_memfit.planner.standing import Standing, later_phases
 from lightning_memfit.planner.traces import CHOICES, Laboratory
 from lightning_memfit.profile.events import CATEGORIES, EventList
@@ -169,9 +170,12 @@ class MemoryModel:
         rest = max(0, peak_bytes - sum(fixed.values()))
         return MemoryBreakdown.device({**fixed, Category.ACTIVATION: rest})
 
-    def work(self, size: int) -> PassWork:
-        """Forward and backward of one micro-batch without recomputation."""
-        return PassWork.of(self.none, size)
+    def work(self, size: int, choices: Sequence[Choice] = ()) -> PassWork:
+        """Forward and backward of one micro-batch, with what the blocks recompute by their choices."""
+        work = PassWork.of(self.none, size)
+        for choice, count in Counter(choices).items():
+            work += self._recomputed(choice, size) * (count / len(choices))
+        return work
 
     @property
     def _needs_stepping(self) -> bool:
@@ -189,10 +193,15 @@ class MemoryModel:
         return self._figures[key]
 
     def _recompute_seconds(self, choice: Choice, size: int, rates: Rates) -> float:
-        def seconds(of: Choice) -> float:
-            return sum(pass_seconds(PassWork.of(self._profiles[of], size), rates, self._dtype).values())
+        plain = PassWork.of(self.none, size)
+        with_it = plain + self._recomputed(choice, size)
+        seconds = [sum(pass_seconds(work, rates, self._dtype).values()) for work in (plain, with_it)]
+        return max(0.0, seconds[1] - seconds[0])
 
-        return max(0.0, seconds(choice) - seconds("none"))
+    def _recomputed(self, choice: Choice, size: int) -> PassWork:
+        """What a pass does beyond the plain one when every block follows a choice."""
+        weight = RECOMPUTED_OPERATOR.get(choice, 1.0)
+        return PassWork.of(self.none, size).recomputing(PassWork.of(self._profiles[choice], size), weight)
 
     def _fragmentation(self, choice: Choice, size: int) -> int:
         profile = _at(self._profiles[choice], size)

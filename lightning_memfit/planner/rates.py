@@ -14,7 +14,7 @@ _OF_FLOPS, _OF_BANDWIDTH, _OF_LINK = 0.5, 0.75, 0.8
 
 _CUDA_LAUNCH = 8e-6
 """Seconds of Python and dispatch per operator of an eager training step; about 5 in forward, 10 with autograd."""
-_CPU_LAUNCH = 6e-6
+_CPU_LAUNCH = 8e-6
 
 _STAND_INS = (("RTX 3060", 16), ("RTX 3090", 32), ("A100 40GB", 60), ("A100 80GB", 1 << 20))
 """What a device of which only the size is known is taken for: a common one of at most that many GiB."""

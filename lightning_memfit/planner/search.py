@@ -241,7 +241,7 @@ class Search:
         if frontier is None:
             peak = model.peak_bytes(size)
             needed = peak + overhead + model.fragmentation_bytes((), size)
-            return self._solution(setting, (), peak, needed, 0.0) if needed <= self.usable_bytes else needed
+            return self._solution(setting, (), peak, needed) if needed <= self.usable_bytes else needed
         budget = self.usable_bytes - overhead
         smallest = frontier.minimum_bytes + overhead
         for _ in range(_CORRECTIONS):
@@ -251,7 +251,7 @@ class Search:
             taken = model.fragmentation_bytes(plan.choices, size)
             needed = plan.peak_bytes + taken + overhead
             if needed <= self.usable_bytes:
-                return self._solution(setting, plan.choices, plan.peak_bytes, needed, plan.seconds)
+                return self._solution(setting, plan.choices, plan.peak_bytes, needed)
             budget = min(budget, plan.peak_bytes) - (needed - self.usable_bytes)
         return self._least_needed(model, frontier, size)
 
@@ -270,17 +270,13 @@ class Search:
         wanted: Choice = "none"
         if choice is not None:
             wanted = "keep_matmul_attention" if choice.options.get("mode") == "selective" else "full"
-        frontier, extra, peak, choices = (
-            model.frontier(size, self.workload.rates),
-            0.0,
-            model.peak_bytes(size),
-            _NO_CHOICES,
-        )
+        frontier = model.frontier(size, self.workload.rates)
+        peak, choices = model.peak_bytes(size), _NO_CHOICES
         if frontier is not None:
             choices = (wanted,) * len(frontier.problem.blocks)
-            peak, extra = frontier.problem.peak_bytes(choices), frontier.problem.seconds(choices)
+            peak = frontier.problem.peak_bytes(choices)
         needed = peak + self._overhead_at(size) + model.fragmentation_bytes(choices, size)
-        return self._solution(setting, choices, peak, needed, extra)
+        return self._solution(setting, choices, peak, needed)
 
     def model(self, setting: Setting) -> MemoryModel:
         """Memory of a setting's techniques, traced once."""
@@ -297,20 +293,17 @@ class Search:
         """What a micro-batch finds on the device beside what a trace of it shows."""
         return self._overhead_bytes + self.workload.waiting_bytes(size)
 
-    def _solution(
-        self, setting: Setting, choices: tuple[Choice, ...], peak_bytes: int, needed_bytes: int, extra_seconds: float
-    ) -> Solution:
+    def _solution(self, setting: Setting, choices: tuple[Choice, ...], peak_bytes: int, needed_bytes: int) -> Solution:
         model, size = self.model(setting), setting.micro_batch_size
         assert size is not None
         cost = self._cost(setting)
         time = step_seconds(
-            model.work(size),
+            model.work(size, choices),
             cost,
             self.plain,
             self.workload.rates,
             self._dtype(setting, cost),
             setting.accumulate_grad_batches,
-            extra_seconds,
         )
         runtime = self.workload.target.runtime
         workspace = runtime.allocated_bytes if runtime is not None else 0

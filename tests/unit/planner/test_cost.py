@@ -44,10 +44,11 @@ def test_traffic_grows_by_its_slope() -> None:
 
 
 FREE = Cost()
+WORK = PassWork(1e12, 0.0, 0.0)
 
 
-def step(cost: Cost = FREE, rates=RATES, num: int = 4, extra: float = 0.0):
-    return step_seconds(PassWork(1e12, 0.0, 0.0), cost, plain(), rates, "float32", num, extra)
+def step(cost: Cost = FREE, rates=RATES, num: int = 4, work: PassWork = WORK):
+    return step_seconds(work, cost, plain(), rates, "float32", num)
 
 
 def test_micro_batches_multiply_and_the_step_does_not() -> None:
@@ -56,8 +57,12 @@ def test_micro_batches_multiply_and_the_step_does_not() -> None:
     assert four.seconds["optimizer"] == once.seconds["optimizer"]
 
 
-def test_recomputation_counts_per_micro_batch() -> None:
-    assert step(extra=0.5).total - step().total == pytest.approx(4 * 0.5)
+def test_recomputed_operators_weigh_more_than_plain_ones() -> None:
+    once, twice = PassWork(1e12, 1e9, 100.0), PassWork(1.5e12, 1.2e9, 150.0)
+    more = once.recomputing(twice, operator_weight=12.0)
+    assert (more.flops, more.traffic_bytes, more.operators) == (0.5e12, pytest.approx(0.2e9), 600.0)
+    added = step(rates=CPU, work=once + more).seconds["launch"] - step(rates=CPU, work=once).seconds["launch"]
+    assert added == pytest.approx(4 * 600 * CPU.launch_seconds)
 
 
 def test_traffic_over_the_link_hides_behind_computing_only_where_it_overlaps() -> None:

@@ -1,0 +1,128 @@
+"""What issuing an operator costs the program, plain and recomputed: a GPT-2 so narrow that computing takes no time.
+
+`python -m benchmarks.planner.operators` writes `benchmarks/results/planner_operators.json`. Forward and backward of one
+sample are timed in turns, plain and with every block checkpointed; operators are those that the planner's traces count,
+so that `planner.cost` can multiply the one with the other. Times are processor time of one thread, the first quartile.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from lightning_memfit.checkpointing.apply import apply_checkpointing
+from lightning_memfit.checkpointing.blocks import find_blocks
+from lightning_memfit.checkpointing.policies import Choice
+from lightning_memfit.estimate.target import host_target
+from lightning_memfit.models import CausalLM
+from lightning_memfit.planner.cost import PassWork
+from lightning_memfit.planner.rates import cpu_rates
+from lightning_memfit.planner.traces import Laboratory
+from lightning_memfit.planner.workload import Workload, facts_of
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.techniques.setting import Setting
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "planner_operators.json"
+CHOICES: tuple[Choice, ...] = ("none", "full", "keep_matmul_attention")
+_CONFIG = {
+    "gpt2": {"model_type": "gpt2", "n_layer": 6, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8},
+    "llama": {
+        "model_type": "llama",
+        "num_hidden_layers": 6,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+        "max_position_embeddings": 8,
+    },
+}
+_ROUNDS = 60
+
+
+def module_of(name: str) -> CausalLM:
+    """A model of narrow blocks."""
+    torch.manual_seed(0)
+    module = CausalLM(config=_CONFIG[name])
+    module.configure_model()
+    return module
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Eight tokens."""
+    ids = torch.randint(0, 32, (1, 8), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def counts(name: str) -> dict[str, float]:
+    """Operators of a forward and backward pass by choice, as a trace has them."""
+    target, options = host_target(1 << 34), StepOptions("32-true", 1)
+    module = module_of(name)
+    facts, two = facts_of(module, target, options), {k: v.repeat(2, 1) for k, v in batch().items()}
+    laboratory = Laboratory(Workload(module, two, options, 2, target, cpu_rates(), facts))
+    return {choice: PassWork.of(laboratory.passes(Setting(), choice)).operators for choice in CHOICES}
+
+
+def seconds(name: str) -> dict[str, float]:
+    """Of a forward and backward pass by choice."""
+    modules = {choice: module_of(name) for choice in CHOICES}
+    for choice, module in modules.items():
+        [group] = find_blocks(module)
+        blocks = list(group.modules)
+        apply_checkpointing(blocks, [choice] * len(blocks))
+    taken: dict[str, list[float]] = {choice: [] for choice in CHOICES}
+    for _ in range(_ROUNDS):
+        for choice, module in modules.items():
+            started = time.process_time()
+            module.training_step(batch(), 0).backward()
+            taken[choice].append(time.process_time() - started)
+            module.zero_grad()
+    return {choice: statistics.quantiles(values, n=4)[0] for choice, values in taken.items()}
+
+
+def measure(name: str) -> dict[str, object]:
+    """Cost of an operator, and by choice how many plain ones a recomputed one costs."""
+    operators, taken = counts(name), seconds(name)
+    per_operator = taken["none"] / operators["none"]
+    weights = {
+        choice: (taken[choice] - taken["none"]) / (operators[choice] - operators["none"]) / per_operator
+        for choice in CHOICES[1:]
+    }
+    return {
+        "model": name,
+        "operators": operators,
+        "seconds": taken,
+        "seconds_per_operator": per_operator,
+        "weights": weights,
+    }
+
+
+def main() -> int:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    document = {
+        "command": "python -m benchmarks.planner.operators",
+        "commit": commit.stdout.strip(),
+        "versions": {n: version(n) for n in ("torch", "lightning", "transformers")}
+        | {"python": platform.python_version()},
+        "models": [measure(name) for name in _CONFIG],
+    }
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document["models"], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
