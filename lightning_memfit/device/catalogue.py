@@ -48,6 +48,11 @@ class DeviceSpec:
         """Name and aliases."""
         return (self.name, *self.aliases)
 
+    @property
+    def peer_bytes_per_s(self) -> float | None:
+        """To the other devices of its machine over NVLink, one direction; None where they talk over the host link."""
+        return _NVLINK.get(self.name)
+
     def flops_for(self, dtype: torch.dtype | str) -> float:
         """FLOP/s of matrix products in one dtype.
 
@@ -219,5 +224,17 @@ DEVICES: tuple[DeviceSpec, ...] = (
     _gpu("MI300X 192GB", 191.69, 5300, _MI300X, (9, 4), _PCIE5, "AMD MI300X datasheet"),
     _gpu("MI325X 256GB", 255.69, 6000, _MI300X, (9, 4), _PCIE5, "AMD MI325X datasheet; memory estimated"),
 )  # fmt: skip
+
+_NVLINK: dict[str, float] = {
+    "V100 16GB": 150e9,
+    "V100 32GB": 150e9,
+    "A100 40GB": 300e9,
+    "A100 80GB": 300e9,
+    "H100 SXM 80GB": 450e9,
+    "H200 141GB": 450e9,
+    "B200 180GB": 900e9,
+}
+"""Half of the data sheets' NVLink bandwidth (300, 600, 900, 1800 GB/s), which counts both directions. Machines with SXM
+modules have it; bridges between pairs of other cards are not assumed."""
 
 _BY_LOWER_NAME = {spec.name.lower(): spec.name for spec in DEVICES}

@@ -8,14 +8,18 @@ host link and `o` seconds to launch an operator, a micro-batch of `f` FLOPs, `b`
     device  = max(compute, n o)                   where the host runs ahead of the device (CUDA): the launch floor
     micro   = device + link / L                   or max(device, link / L) where traffic hides behind computing
 
-and a step of `k` micro-batches `k micro + optimizer`. The optimizer step is elementwise: its bytes over `B`, with the
-number of passes by family from `techniques.step_cost`; on the CPU seconds per parameter measured by family.
+and a step of `k` micro-batches `k micro + optimizer`. Of several devices, gradients are exchanged beside the backward
+pass and weights gathered beside forward and backward: what takes longer than two thirds of `device`, the backward pass,
+is added. What is exchanged after the step is added whole, and so is reading and writing a drive.
+
+The optimizer step is elementwise: its bytes over `B`, with the number of passes by family from `techniques.step_cost`;
+on the CPU seconds per parameter measured by family. Where the host steps, it takes as long as its cores or its memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.cost import Cost, Work
@@ -23,7 +27,10 @@ from lightning_memfit.techniques.step_cost import CPU_SECONDS, FOREACH_PASSES, n
 
 PHASES = ("forward", "backward")
 
-COMPONENTS = ("arithmetic", "memory", "launch", "link", "optimizer")
+_BACKWARD = 2 / 3
+"""Share of a pass that is backward, beside which gradients are exchanged: two of three products."""
+
+COMPONENTS = ("arithmetic", "memory", "launch", "link", "interconnect", "disk", "optimizer")
 """What step time is made of, and what calibration corrects separately."""
 
 RECOMPUTED_OPERATOR: Mapping[str, float] = {"full": 4.0, "keep_matmul_attention": 12.0}
@@ -46,14 +53,46 @@ class Rates:
     link_bytes_per_s: float | None = None
     """To pinned host memory, one direction; None where host and device are one."""
     disk_bytes_per_s: float | None = None
-    num_cores: int = 1
+    """Of a machine's drive, reading as much as writing."""
+    num_cores: float = 1
     """That host work is spread over."""
+    host_bytes_per_s: float | None = None
+    """Of a machine's memory; None leaves host work to the cores."""
+    interconnect_bytes_per_s: float | None = None
+    """That one device sends to others of its machine while it receives as much."""
+    network_bytes_per_s: float | None = None
+    """That a machine sends to others while it receives as much."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Measured over predicted time by component; 1 where nothing was measured."""
 
     def factor(self, component: str) -> float:
         """Correction of one component."""
         return self.factors.get(component, 1.0)
+
+    def shared(self, per_machine: int, machines: int = 1) -> Rates:
+        """Rates of one of several devices, which share their machine's cores, memory and drive, and its network.
+
+        A ring over several machines passes every byte through the network of each once, so that its rate is the ring's.
+
+        Args:
+            per_machine: Devices of a machine.
+            machines: Machines.
+        """
+        between = self.interconnect_bytes_per_s
+        if machines > 1:
+            known = [rate for rate in (between if per_machine > 1 else None, self.network_bytes_per_s) if rate]
+            between = min(known, default=None)
+        return replace(
+            self,
+            num_cores=self.num_cores / per_machine,
+            disk_bytes_per_s=_part(self.disk_bytes_per_s, per_machine),
+            host_bytes_per_s=_part(self.host_bytes_per_s, per_machine),
+            interconnect_bytes_per_s=between,
+        )
+
+
+def _part(rate: float | None, parts: int) -> float | None:
+    return None if rate is None else rate / parts
 
 
 @dataclass(frozen=True)
@@ -148,8 +187,13 @@ def step_seconds(
     device = sum(seconds.values())
     link = _link_seconds(cost.micro_batch, rates) * rates.factor("link")
     seconds["link"] = max(0.0, link - device) if cost.overlap else link
+    seconds["interconnect"] = max(0.0, _interconnect_seconds(cost.micro_batch, rates) - _BACKWARD * device)
+    seconds["disk"] = _disk_seconds(cost.micro_batch, rates)
     seconds = {name: value * num_micro_batches for name, value in seconds.items()}
     seconds["link"] += _link_seconds(cost.step, rates) * rates.factor("link")
+    seconds["interconnect"] += max(0.0, _interconnect_seconds(cost.last_micro_batch, rates) - _BACKWARD * device)
+    seconds["interconnect"] += _interconnect_seconds(cost.step, rates)
+    seconds["disk"] += _disk_seconds(cost.step, rates)
     seconds["optimizer"] = _optimizer_seconds(cost.step, plain, rates) * rates.factor("optimizer")
     return StepTime(seconds)
 
@@ -161,14 +205,23 @@ def least_seconds(flops: float, cost: Cost, plain: ModelProfile, rates: Rates, d
 
 
 def _link_seconds(work: Work, rates: Rates) -> float:
-    seconds = 0.0
-    if work.host_link_bytes and rates.link_bytes_per_s:
-        seconds += work.host_link_bytes / rates.link_bytes_per_s
-    if work.disk_bytes:
-        if rates.disk_bytes_per_s is None:
-            raise ValueError(f"The disk's rate is not known on {rates.name}. Measure it with `memfit doctor`.")
-        seconds += work.disk_bytes / rates.disk_bytes_per_s
-    return seconds
+    return work.host_link_bytes / rates.link_bytes_per_s if rates.link_bytes_per_s else 0.0
+
+
+def _interconnect_seconds(work: Work, rates: Rates) -> float:
+    if not work.interconnect_bytes:
+        return 0.0
+    if rates.interconnect_bytes_per_s is None:
+        raise ValueError(f"How fast devices talk to each other is not known of {rates.name}. Plan for one device.")
+    return work.interconnect_bytes / rates.interconnect_bytes_per_s * rates.factor("interconnect")
+
+
+def _disk_seconds(work: Work, rates: Rates) -> float:
+    if not work.disk_bytes:
+        return 0.0
+    if rates.disk_bytes_per_s is None:
+        raise ValueError(f"The disk's rate is not known on {rates.name}. Measure it with `memfit doctor`.")
+    return work.disk_bytes / rates.disk_bytes_per_s * rates.factor("disk")
 
 
 def _optimizer_seconds(step: Work, plain: ModelProfile, rates: Rates) -> float:
@@ -176,7 +229,7 @@ def _optimizer_seconds(step: Work, plain: ModelProfile, rates: Rates) -> float:
     count = num_trained(plain)
     itemsize = max((p.itemsize for p in plain.parameters), default=4)
     least = itemsize * count / rates.bytes_per_s
-    host = step.host_seconds / rates.num_cores
+    host = max(step.host_seconds / rates.num_cores, step.host_bytes / (rates.host_bytes_per_s or float("inf")))
     if not rates.asynchronous:
         return max(least, CPU_SECONDS["adamw"] * count / rates.num_cores + host)
     device = (itemsize * FOREACH_PASSES * count + step.device_bytes) / rates.bytes_per_s

@@ -16,6 +16,19 @@ _CUDA_LAUNCH = 8e-6
 """Seconds of Python and dispatch per operator of an eager training step; about 5 in forward, 10 with autograd."""
 _CPU_LAUNCH = 8e-6
 
+_OF_NVLINK, _OF_PCIE_PEERS = 0.75, 0.4
+"""Shares that collectives reach: NCCL's ring over NVLink; over PCIe through host memory, as consumer cards must."""
+
+NETWORK_BYTES_PER_S = 12.5e9
+"""Between machines: 100 Gbit/s, an assumption."""
+
+DISK_BYTES_PER_S = 2e9
+"""What an NVMe drive keeps up for hours, an assumption where none is measured; its data sheet says two to three times
+as much."""
+
+HOST_BYTES_PER_S = 40e9
+"""Of memory on the host: two channels of DDR4-3200 at 0.8 of their rate."""
+
 _STAND_INS = (("RTX 3060", 16), ("RTX 3090", 32), ("A100 40GB", 60), ("A100 80GB", 1 << 20))
 """What a device of which only the size is known is taken for: a common one of at most that many GiB."""
 
@@ -39,8 +52,18 @@ def device_rates(target: Target) -> Rates:
         launch_seconds=_CUDA_LAUNCH,
         asynchronous=True,
         link_bytes_per_s=None if link is None else _OF_LINK * link,
+        disk_bytes_per_s=DISK_BYTES_PER_S,
         num_cores=_cores(),
+        host_bytes_per_s=HOST_BYTES_PER_S,
+        interconnect_bytes_per_s=_between(spec),
+        network_bytes_per_s=NETWORK_BYTES_PER_S,
     )
+
+
+def _between(spec: DeviceSpec) -> float | None:
+    if spec.peer_bytes_per_s is not None:
+        return _OF_NVLINK * spec.peer_bytes_per_s
+    return None if spec.host_link_bytes_per_s is None else _OF_PCIE_PEERS * spec.host_link_bytes_per_s
 
 
 def _known(name: str) -> DeviceSpec | None:
@@ -67,6 +90,7 @@ def cpu_rates() -> Rates:
         bytes_per_s=_copy_rate(),
         launch_seconds=_CPU_LAUNCH,
         asynchronous=False,
+        disk_bytes_per_s=DISK_BYTES_PER_S,
         num_cores=torch.get_num_threads(),
     )
 

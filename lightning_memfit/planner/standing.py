@@ -23,6 +23,8 @@ class Standing:
     parameter_bytes: int = 0
     buffer_bytes: int = 0
     gradient_bytes: int = 0
+    communication_bytes: int = 0
+    """Buckets and gathered weights of a strategy."""
 
     @classmethod
     def of(cls, profile: ModelProfile, rounding: int) -> Standing:
