@@ -1,9 +1,11 @@
-"""`FullyShardedStrategy`: FSDP2 for any module, block by block, after everything that changes the blocks."""
+"""`FullyShardedStrategy`: FSDP2 for any module and tensor parallelism, after everything that changes the blocks."""
 
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import chain
+from typing import Any
 
+import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -14,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
+from lightning_memfit.strategies.packed_shard import save_states_plainly
+from lightning_memfit.strategies.tensor_parallel import divide_blocks
+from lightning_memfit.strategies.tensor_parallel_group import check_same_batch, share_random_state
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
@@ -23,11 +28,19 @@ class FullyShardedStrategy(ModelParallelStrategy):
     `configure_model` and whatever techniques changed there: checkpointing lies inside a sharded block, so that the
     recomputation finds the block gathered. A module that has sharded itself is left as it is.
 
+    With `tensor_parallel_size`, so many neighbouring ranks also compute each block together, on one batch: its linear
+    layers and their activations are divided, at the price of two sums over these ranks per block and pass. FSDP2 then
+    shards over the other ranks, which are the data-parallel ones: an effective batch is micro-batch x accumulation x
+    ranks / `tensor_parallel_size`.
+
     Args:
         sharding_size: Ranks that one copy of the model is divided among (hybrid sharding): the copies' gradients are
-            averaged. Chosen as the ranks of one machine, gathering stays within machines. By default all ranks.
+            averaged. Chosen as the ranks of one machine, gathering stays within machines. By default all ranks. A
+            multiple of `tensor_parallel_size`.
         reshard_after_forward: False keeps blocks gathered until their backward: more memory, less communication.
         blocks: Class name or dotted names of what is sharded as a unit; by default repeated blocks are found.
+        tensor_parallel_size: Ranks that compute a block together, for blocks like GPT-2's and Llama's. It must divide
+            their heads; choose devices of one machine.
         save_distributed_checkpoint: A checkpoint is a folder of shards; False gathers it into one file on rank 0.
         process_group_backend: Backend of `torch.distributed`; by default nccl on CUDA, gloo on the CPU.
         timeout: How long a collective waits.
@@ -40,49 +53,89 @@ class FullyShardedStrategy(ModelParallelStrategy):
         sharding_size: int | None = None,
         reshard_after_forward: bool = True,
         blocks: str | Sequence[str] | None = None,
+        tensor_parallel_size: int = 1,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         super().__init__(
-            tensor_parallel_size=1,
+            tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
         self.sharding_size = sharding_size
+        self.tensor_parallel_size = tensor_parallel_size
         self.reshard_after_forward = reshard_after_forward
         self.blocks = blocks
+        self._compared: set[str] = set()
 
     def setup_environment(self) -> None:
-        """Start communication; all ranks are data parallel."""
-        ranks = self.num_processes * self.num_nodes
+        """Start communication; ranks that don't compute together are data parallel."""
+        ranks, together = self.num_processes * self.num_nodes, self.tensor_parallel_size
+        if together < 1 or ranks % together:
+            raise MisconfigurationException(
+                f"`tensor_parallel_size={together}` must divide the {ranks} ranks of the run."
+            )
         if self.sharding_size is not None and (self.sharding_size < 1 or ranks % self.sharding_size):
             raise MisconfigurationException(
                 f"`sharding_size={self.sharding_size}` must divide the {ranks} ranks of the run."
             )
-        self._data_parallel_size = ranks
+        if self.sharding_size is not None and self.sharding_size % together:
+            raise MisconfigurationException(
+                f"`sharding_size={self.sharding_size}` must be a multiple of `tensor_parallel_size={together}`: ranks "
+                "that compute together belong to one copy of the model."
+            )
+        self._data_parallel_size = ranks // together
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the module, then as Lightning does."""
+        """Divide and shard the module, then as Lightning does."""
         module = self.lightning_module
         assert module is not None
+        self._compared.clear()
         if not any(isinstance(child, FSDPModule) for child in module.modules()):
             self._shard(module)
         super().setup(trainer)
+        if self.tensor_parallel_size > 1:
+            share_random_state(self._together, self.root_device)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """As Lightning does; checkpoints of the states then don't depend on how layers were divided."""
+        super().setup_optimizers(trainer)
+        if self.tensor_parallel_size > 1:
+            for optimizer in self.optimizers:
+                save_states_plainly(optimizer)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; the first of each stage is compared over the ranks that compute together."""
+        assert self.lightning_module is not None
+        stage = str(self.lightning_module.trainer.state.stage)
+        if self.tensor_parallel_size > 1 and stage not in self._compared:
+            self._compared.add(stage)
+            check_same_batch(batch, self._together, self.root_device, stage)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @property
+    def _together(self) -> DeviceMesh:
+        """Ranks that compute one model together."""
+        return self.device_mesh["tensor_parallel"]
 
     def _shard(self, module: nn.Module) -> None:
+        mesh, together = self._meshes()
+        divided = f" and {divide_blocks(module, together)}" if self.tensor_parallel_size > 1 else ""
         groups = find_blocks(module) if self.blocks is None else select_blocks(module, self.blocks)
-        mesh = self._mesh()
         for block in chain.from_iterable(group.modules for group in groups):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         fully_shard(module, mesh=mesh)
         units = ", ".join(f"{len(group.modules)} x {group.class_name}" for group in groups) or "the module as a whole"
-        rank_zero_info(f"{type(self).__name__}: sharded {units} over mesh {tuple(mesh.shape)}.")
+        rank_zero_info(f"{type(self).__name__}: sharded {units} over mesh {tuple(mesh.shape)}{divided}.")
 
-    def _mesh(self) -> DeviceMesh:
+    def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
+        """Ranks that FSDP2 shards over, and those that compute together, of one mesh."""
         if self.sharding_size in (None, self.world_size):
-            return self.device_mesh["data_parallel"]
-        shape = (self.world_size // self.sharding_size, self.sharding_size)
-        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+            return self.device_mesh["data_parallel"], self._together
+        together = self.tensor_parallel_size
+        shape = (self.world_size // self.sharding_size, self.sharding_size // together, together)
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard", "together"))
+        return mesh["replicate", "shard"], mesh["together"]

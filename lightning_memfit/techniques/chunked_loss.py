@@ -149,7 +149,8 @@ class _ChunkedModel:
                 "cannot follow. Leave it out for this model."
             )
         self.is_done = True
-        return causal_loss(hidden, labels, self.head.weight, self.head.bias, self.num_chunks, **kwargs)
+        weight, bias = _whole(self.head.weight), _whole(self.head.bias)
+        return causal_loss(hidden, labels, weight, bias, self.num_chunks, **kwargs)
 
     def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Take the hidden states out of the place of the logits."""
@@ -159,6 +160,11 @@ class _ChunkedModel:
         if not self.is_done:
             raise ValueError(f"{self.name} did not call its `loss_function`. Leave ChunkedLoss out for this model.")
         return type(output)(**{key: value for key, value in output.items() if key != "logits"})
+
+
+def _whole(parameter: Any) -> Any:
+    """Gather what tensor parallelism divides while the head doesn't run."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 def causal_loss(

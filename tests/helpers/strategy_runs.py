@@ -102,11 +102,11 @@ def build_callback(entry: dict[str, Any]) -> pl.Callback:
 
 
 class TokenData(pl.LightningDataModule):
-    """The samples in order, dealt to the ranks in turn; Lightning's own sampler would shuffle them."""
+    """The samples in order, dealt to the data-parallel ranks in turn; Lightning's own sampler would shuffle them."""
 
     def train_dataloader(self) -> DataLoader:
-        ranks, rank = self.trainer.world_size, self.trainer.global_rank
-        sampler = DistributedSampler(Tokens(), num_replicas=ranks, rank=rank, shuffle=False)
+        placement = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        sampler = DistributedSampler(Tokens(), shuffle=False, **placement)
         return DataLoader(Tokens(), batch_size=BATCH, sampler=sampler)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
@@ -117,6 +117,7 @@ def plain_losses(case: dict[str, Any]) -> list[float]:
     from lightning_memfit.optim.groups import weight_decay_groups
 
     ranks, accumulate = case.get("devices", 1) * case.get("num_nodes", 1), case.get("accumulate", 1)
+    ranks //= case.get("together", 1)  # ranks that compute on one batch
     torch.manual_seed(0)
     module = build_module(**case.get("module", {}))
     module.configure_model()

@@ -1,0 +1,78 @@
+"""The placement of fused weights: `q|k|v` divided so that a rank has its part of each.
+
+torch has no public placement for it. `_StridedShard`, written for FSDP2 over tensor parallelism, describes it; this
+module was written for torch 2.11 to 2.13 and is the only one to name it. A distributed checkpoint stores one rectangle
+per rank, which such a part is not: in state dicts the same tensor is divided plainly, so that a checkpoint reads alike
+whatever divided the model.
+"""
+
+from typing import Any, TypeGuard
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+
+def packed_shard(dim: int, parts: int) -> Placement:
+    """Divide each of `parts` equal parts of a dimension among all ranks."""
+    return _StridedShard(dim, split_factor=parts)
+
+
+def is_packed(tensor: Any) -> TypeGuard[DTensor]:
+    """Whether tensor parallelism, the last dimension of the mesh, divides a tensor so."""
+    return isinstance(tensor, DTensor) and isinstance(tensor.placements[-1], _StridedShard)
+
+
+def save_plainly(module: nn.Module) -> list[RemovableHandle]:
+    """Make a module's own packed parameters plain in its state dict, and packed again when one is loaded."""
+
+    def saved(owner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, parameter in owner._parameters.items():
+            key = prefix + name
+            if is_packed(parameter) and isinstance(state.get(key), DTensor):
+                state[key] = _plain(state[key])
+
+    def loaded(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in owner._parameters.items():
+            key = prefix + name
+            if is_packed(parameter) and isinstance(state.get(key), DTensor):
+                state[key] = _like(state[key], parameter)
+
+    return [module.register_state_dict_post_hook(saved), module.register_load_state_dict_pre_hook(loaded)]
+
+
+def save_states_plainly(optimizer: Optimizer) -> None:
+    """The same for the optimizer states of packed parameters."""
+
+    def saved(_: Optimizer, state: dict[str, Any]) -> None:
+        state["state"] = {
+            key: {name: _plain(value) for name, value in values.items()} for key, values in state["state"].items()
+        }
+
+    def loaded(owner: Optimizer, state: dict[str, Any]) -> None:
+        keys = [key for group in state["param_groups"] for key in group["params"]]  # indices, or names
+        parameters = [parameter for group in owner.param_groups for parameter in group["params"]]
+        by_key = dict(zip(keys, parameters, strict=False))  # torch itself refuses groups of other sizes
+        state["state"] = {
+            key: {name: _like(value, by_key.get(key)) for name, value in values.items()}
+            for key, values in state["state"].items()
+        }
+
+    optimizer.register_state_dict_post_hook(saved)
+    optimizer.register_load_state_dict_pre_hook(loaded)
+
+
+def _plain(tensor: Any) -> Any:
+    if not is_packed(tensor):
+        return tensor
+    packed: Any = tensor.placements[-1]
+    value: Any = tensor.detach()
+    return value.redistribute(placements=(*tensor.placements[:-1], Shard(packed.dim)))
+
+
+def _like(tensor: Any, parameter: Tensor | None) -> Any:
+    if is_packed(parameter) and isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
+        return tensor.redistribute(placements=parameter.placements)
+    return tensor

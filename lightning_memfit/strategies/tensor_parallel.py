@@ -1,0 +1,160 @@
+"""Tensor parallelism of blocks like GPT-2's and Llama's: several ranks compute one model on one batch together.
+
+Plans are made of the blocks' structure. Those that transformers keeps in its configurations (`base_model_tp_plan`) have
+none for GPT-2, and work only for models that transformers itself loads onto the mesh.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from lightning_memfit.checkpointing.blocks import find_blocks
+from lightning_memfit.strategies.tensor_parallel_styles import Columns, Region, Rows, Whole, output_features
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How the blocks of one family are divided."""
+
+    family: str
+    attention: str
+    feed_forward: str
+    styles: dict[str, ParallelStyle]
+    """Of attention and feed-forward, and of every layer in them that has parameters."""
+    heads: tuple[str, ...]
+    """Layers of the attention whose outputs are whole heads, `parts` times."""
+    parts: int = 1
+
+    @property
+    def layers(self) -> set[str]:
+        """Layers that are divided."""
+        return set(self.styles) - {self.attention, self.feed_forward}
+
+    def matches(self, block: nn.Module) -> bool:
+        """Whether a block has these layers in its attention and feed-forward, and no others."""
+        owners = {
+            name
+            for name, child in block.named_modules()
+            if name.startswith((f"{self.attention}.", f"{self.feed_forward}."))
+            and any(True for _ in child.parameters(recurse=False))
+        }
+        return owners == self.layers
+
+    def num_heads(self, block: nn.Module, layer: str) -> int:
+        """Heads that a layer of the attention computes."""
+        head_dim = block.get_submodule(self.attention).head_dim
+        return output_features(block.get_submodule(layer)) // self.parts // int(head_dim)  # type: ignore[arg-type]
+
+
+PLANS = (
+    BlockPlan(
+        family="GPT-2",
+        attention="attn",
+        feed_forward="mlp",
+        styles={
+            "attn": Region("num_heads", "split_size"),
+            "attn.c_attn": Columns(parts=3),
+            "attn.c_proj": Rows(),
+            "mlp": Region(),
+            "mlp.c_fc": Columns(),
+            "mlp.c_proj": Rows(),
+        },
+        heads=("attn.c_attn",),
+        parts=3,
+    ),
+    BlockPlan(
+        family="Llama",
+        attention="self_attn",
+        feed_forward="mlp",
+        styles={
+            "self_attn": Region("num_heads", "num_key_value_heads"),
+            "self_attn.q_proj": Columns(),
+            "self_attn.k_proj": Columns(),
+            "self_attn.v_proj": Columns(),
+            "self_attn.o_proj": Rows(),
+            "mlp": Region(),
+            "mlp.gate_proj": Columns(),
+            "mlp.up_proj": Columns(),
+            "mlp.down_proj": Rows(),
+        },
+        heads=("self_attn.q_proj", "self_attn.k_proj"),
+    ),
+)
+
+
+def divide_blocks(module: nn.Module, mesh: DeviceMesh) -> str:
+    """Divide every block of a module, and at rest all that is not in a block, among the ranks of a mesh.
+
+    Args:
+        module: Whole and alike on all ranks; those of rank 0 are taken.
+        mesh: Of one dimension, the ranks that compute together.
+
+    Returns:
+        What was divided, in words.
+
+    Raises:
+        MisconfigurationException: If a block has no plan, or can't be divided into as many parts.
+    """
+    plans = dict(_planned_blocks(module, mesh.size()))
+    for name, plan in plans.items():
+        parallelize_module(module.get_submodule(name), mesh, dict(plan.styles))
+    rest = Whole()
+    for layer in list(module.modules()):
+        own = list(layer.parameters(recurse=False))
+        if own and not any(isinstance(parameter, DTensor) for parameter in own):
+            parallelize_module(layer, mesh, rest)
+    families = " and ".join(sorted({plan.family for plan in plans.values()}))
+    return f"{len(plans)} blocks like {families}'s among {mesh.size()} ranks each"
+
+
+def _planned_blocks(module: nn.Module, size: int) -> Iterator[tuple[str, BlockPlan]]:
+    planned = {}
+    for name, child in module.named_modules():
+        plan = next((plan for plan in PLANS if plan.matches(child)), None)
+        if plan is not None:
+            _check(name, child, plan, size)
+            planned[name] = plan
+    repeated = [name for group in find_blocks(module) for name in group.names]
+    unknown = next((name for name in repeated if name not in planned), None)
+    if unknown is not None or not planned:
+        what = f"{unknown} ({type(module.get_submodule(unknown)).__name__})" if unknown else type(module).__name__
+        known = "; ".join(f"{plan.family}'s: {', '.join(sorted(plan.layers))}" for plan in PLANS)
+        raise MisconfigurationException(
+            f"`tensor_parallel_size={size}`: there is no plan for {what}. Attention and feed-forward of a block must "
+            f"have exactly the layers of one of these ({known}). Set `tensor_parallel_size: 1` to shard by FSDP2 alone."
+        )
+    yield from planned.items()
+
+
+def _check(name: str, block: nn.Module, plan: BlockPlan, size: int) -> None:
+    """Refuse what can't be divided evenly, naming the sizes that can."""
+    for key in sorted(plan.layers):
+        layer = block.get_submodule(key)
+        if type(layer) is not nn.Linear and type(layer).__name__ != "Conv1D":
+            raise MisconfigurationException(
+                f"`tensor_parallel_size={size}` can't divide {name}.{key}, a {type(layer).__name__}: only plain linear "
+                "layers, without adapters or quantized weights. Leave these out, or set `tensor_parallel_size: 1`."
+            )
+    attention = f"{name}.{plan.attention}"
+    if not hasattr(block.get_submodule(plan.attention), "head_dim"):
+        raise MisconfigurationException(
+            f"`tensor_parallel_size={size}`: {attention} doesn't say its `head_dim`, so that its heads aren't known. "
+            "Set `tensor_parallel_size: 1`."
+        )
+    counts = {f"heads of {name}.{key}": plan.num_heads(block, key) for key in plan.heads}
+    for key in plan.layers:
+        if key.startswith(f"{plan.feed_forward}.") and isinstance(plan.styles[key], Columns):
+            counts[f"features of {name}.{key}"] = output_features(block.get_submodule(key))
+    common = gcd(*counts.values())
+    for what, count in counts.items():
+        if count % size:
+            sizes = [str(divisor) for divisor in range(1, min(common, 64) + 1) if common % divisor == 0]
+            raise MisconfigurationException(
+                f"`tensor_parallel_size={size}` can't divide the {count} {what}. Take one of {', '.join(sizes)}."
+            )

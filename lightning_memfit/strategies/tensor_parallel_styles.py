@@ -1,0 +1,188 @@
+"""What tensor parallelism does to one layer: how its parameters are divided, and what they are while it computes.
+
+A parameter is a DTensor at rest, for FSDP2, the optimizer, clipping and checkpoints to handle as one tensor. While its
+layer runs it is an ordinary local tensor, so that the layer needs no operators for DTensors. As in Megatron-LM (Shoeybi
+et al. 2019, arXiv 1909.08053) a `Region` sums the gradients of what enters it, and its last layer, `Rows`, what leaves.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_memfit.strategies.packed_shard import packed_shard, save_plainly
+
+
+class _Layer(ParallelStyle):
+    """A layer whose own parameters are divided at rest and local while it runs."""
+
+    def placement(self, layer: nn.Module, name: str, parameter: Tensor, mesh: DeviceMesh) -> Placement:
+        """How a parameter lies on the ranks that divide the model."""
+        raise NotImplementedError
+
+    def local(self, layer: nn.Module, name: str, parameter: DTensor) -> Tensor | None:
+        """What it is while the layer runs."""
+        return parameter.to_local()
+
+    def _divided(self, layer: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        placement = self.placement(layer, name, parameter, self.mesh)
+        divided = distribute_tensor(parameter.detach(), self.mesh, [placement])  # rank 0's numbers, on all
+        return nn.Parameter(divided, requires_grad=parameter.requires_grad)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.mesh = device_mesh
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, self._divided(module, name, parameter))
+        _use_while_running(module, self)
+        return module
+
+
+class Columns(_Layer):
+    """A linear layer of which each rank computes some of the outputs; the first of a region.
+
+    Args:
+        parts: How many equal parts lie side by side in the outputs (`q|k|v`). A rank gets its part of each.
+    """
+
+    def __init__(self, parts: int = 1) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def placement(self, layer: nn.Module, name: str, parameter: Tensor, mesh: DeviceMesh) -> Placement:
+        """By outputs; the small bias of a fused layer is whole, which FSDP2 can divide further."""
+        if self.parts == 1:
+            return Shard(output_dim(layer) if name == "weight" else 0)
+        return packed_shard(output_dim(layer), self.parts) if name == "weight" else Replicate()
+
+    def local(self, layer: nn.Module, name: str, parameter: DTensor) -> Tensor | None:
+        """Outputs of this rank."""
+        if self.parts == 1 or name == "weight":
+            return parameter.to_local()
+        whole = parameter.to_local(grad_placements=[Partial()])
+        return whole.view(self.parts, self.mesh.size(), -1)[:, self.mesh.get_local_rank()].reshape(-1)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        if self.parts > 1:
+            save_plainly(module)
+        _set_outputs(module, output_features(module) // device_mesh.size())
+        return module
+
+
+class Rows(_Layer):
+    """A linear layer of which each rank computes a summand from some of the inputs; the last of a region."""
+
+    def placement(self, layer: nn.Module, name: str, parameter: Tensor, mesh: DeviceMesh) -> Placement:
+        """By inputs; every rank has the whole bias."""
+        return Shard(1 - output_dim(layer)) if name == "weight" else Replicate()
+
+    def local(self, layer: nn.Module, name: str, parameter: DTensor) -> Tensor | None:
+        """Inputs of this rank. The bias is left out, to be added once."""
+        if name == "weight":
+            return parameter.to_local()
+        return None if isinstance(layer, nn.Linear) else torch.zeros_like(parameter.to_local(), requires_grad=False)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)  # its hook comes first, and puts the bias back
+
+        def summed(layer: nn.Module, _: Any, output: Tensor) -> Tensor:
+            parts = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+            whole: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
+            bias = layer.bias
+            return whole if bias is None else whole + bias.to_local().to(whole.dtype)  # type: ignore[operator, union-attr]
+
+        module.register_forward_hook(summed)
+        return module
+
+
+class Whole(_Layer):
+    """A layer that every rank computes alike: norms, embeddings, the head.
+
+    Matrices are divided at rest all the same, along their last dimension where that is a multiple of the ranks, and
+    gathered to be used. One style serves all such layers of a model, so that tied parameters stay tied.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: dict[nn.Parameter, nn.Parameter] = {}
+
+    def _divided(self, layer: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter not in self._done:
+            self._done[parameter] = super()._divided(layer, name, parameter)
+        return self._done[parameter]
+
+    def placement(self, layer: nn.Module, name: str, parameter: Tensor, mesh: DeviceMesh) -> Placement:
+        """Matrices by their last dimension."""
+        divisible = parameter.ndim > 1 and parameter.shape[-1] % mesh.size() == 0
+        return Shard(parameter.ndim - 1) if divisible else Replicate()
+
+    def local(self, layer: nn.Module, name: str, parameter: DTensor) -> Tensor | None:
+        """All of it."""
+        return parameter.full_tensor()
+
+
+class Region(ParallelStyle):
+    """A module (attention, feed-forward) whose first layers are `Columns` and whose last is `Rows`.
+
+    Args:
+        counts: Integer attributes that count heads or widths of this rank, where the module has them.
+    """
+
+    def __init__(self, *counts: str) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in self.counts:
+            if isinstance(getattr(module, name, None), int):
+                setattr(module, name, getattr(module, name) // device_mesh.size())
+
+        def enter(hidden: Tensor) -> Tensor:
+            copies = DTensor.from_local(hidden, device_mesh, [Replicate()], run_check=False)
+            return copies.to_local(grad_placements=[Partial()])
+
+        def before(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if args:
+                return (enter(args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"])}
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        return module
+
+
+def output_dim(layer: nn.Module) -> int:
+    """Dimension of a linear layer's weight that counts outputs; the Conv1D of transformers stores it transposed."""
+    return 0 if isinstance(layer, nn.Linear) else 1
+
+
+def output_features(layer: nn.Module) -> int:
+    """Outputs of a linear layer, of all ranks."""
+    return layer.get_parameter("weight").shape[output_dim(layer)]
+
+
+def _set_outputs(layer: nn.Module, features: int) -> None:
+    if not isinstance(layer, nn.Linear):
+        layer.nf = features  # type: ignore[assignment]  # which the Conv1D of transformers shapes its output by
+
+
+def _use_while_running(layer: nn.Module, style: _Layer) -> None:
+    """Put local tensors in the places of a layer's parameters for the time of each call."""
+    kept: dict[str, nn.Parameter | None] = {}
+
+    def before(_: nn.Module, args: Any) -> None:
+        kept.update(layer._parameters)
+        for name, parameter in kept.items():
+            if isinstance(parameter, DTensor):
+                layer._parameters[name] = style.local(layer, name, parameter)
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        layer._parameters.update(kept)
+        kept.clear()
+
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after, always_call=True)  # recomputation in checkpoints leaves by an exception
