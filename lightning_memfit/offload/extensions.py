@@ -35,6 +35,20 @@ def build_locks(root: Path | None = None) -> list[BuildLock]:
     return [lock for lock in found if lock is not None]
 
 
+def compile_kernels() -> None:
+    """Compile what offloading to disk needs, or load it where that was done before.
+
+    Raises:
+        RuntimeError: If a process that ended while it compiled left its lock, for which torch would wait for ever.
+    """
+    for lock in build_locks():
+        if lock.holder is None:
+            raise RuntimeError(f"{lock.path} was left by a process that ended while it compiled. Remove that file.")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    AsyncIOBuilder().load()
+
+
 def extensions_folder() -> Path:
     """Where torch compiles extensions for this interpreter."""
     import torch
@@ -74,3 +88,7 @@ def _holder(path: Path) -> int | None:
         except OSError:  # ended meanwhile, or another user's
             continue
     return None
+
+
+if __name__ == "__main__":
+    compile_kernels()

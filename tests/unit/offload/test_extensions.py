@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lightning_memfit.offload.checks import check_build_lock
-from lightning_memfit.offload.extensions import BuildLock, build_locks, extensions_folder
+from lightning_memfit.offload.extensions import BuildLock, build_locks, compile_kernels, extensions_folder
 
 COMPILES = """
 import sys, time
@@ -47,3 +47,12 @@ def test_lock_is_left_by_who_is_killed(tmp_path: Path) -> None:
     assert finding.level == "problem"
     assert str(lock) in finding.found
     assert finding.fix.startswith("remove that file")
+
+
+def test_compiling_does_not_wait_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / "async_io" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"{lock} was left .* Remove that file"):
+        compile_kernels()
