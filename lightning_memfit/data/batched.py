@@ -114,10 +114,12 @@ class BatchedText(pl.LightningDataModule):
         }
 
     def _placement(self) -> tuple[int, int, int]:
-        """Micro-batches of a step, number of processes, rank of this one."""
+        """Micro-batches of a step, number of processes that see samples of their own, rank of this one among them."""
         if self.trainer is None:
             return 1, 1, 0
-        return self.trainer.accumulate_grad_batches, self.trainer.world_size, self.trainer.global_rank
+        together = getattr(self.trainer.strategy, "tensor_parallel_size", 1)  # neighbours that share their samples
+        processes, rank = self.trainer.world_size // together, self.trainer.global_rank // together
+        return self.trainer.accumulate_grad_batches, processes, rank
 
     def _check_global_batch_size(self) -> None:
         accumulation, processes, _ = self._placement()

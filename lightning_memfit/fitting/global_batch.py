@@ -13,10 +13,10 @@ def share_of(trainer: Trainer, global_batch_size: int) -> int:
     Raises:
         MisconfigurationException: If the global batch can't be divided so.
     """
-    parts = trainer.world_size * trainer.accumulate_grad_batches
+    parts = _replicas(trainer) * trainer.accumulate_grad_batches
     if global_batch_size % parts:
         raise MisconfigurationException(
-            f"`global_batch_size={global_batch_size}` can't be divided by {trainer.world_size} devices x "
+            f"`global_batch_size={global_batch_size}` can't be divided by {_replicas(trainer)} devices x "
             f"`accumulate_grad_batches={trainer.accumulate_grad_batches}`. Take a multiple of {parts}."
         )
     return global_batch_size // parts
@@ -59,9 +59,14 @@ def check_global_batch(trainer: Trainer, global_batch_size: int, found: int) -> 
     """
     share = share_of(trainer, global_batch_size)
     if found != share:
-        accumulate = trainer.accumulate_grad_batches
+        accumulate, replicas = trainer.accumulate_grad_batches, _replicas(trainer)
         raise MisconfigurationException(
-            f"`global_batch_size={global_batch_size}`, but the training loader delivers {found} x {trainer.world_size} "
-            f"devices x `accumulate_grad_batches={accumulate}` = {found * trainer.world_size * accumulate}. Set the "
-            f"loader's `batch_size` to {share}; micro-batches are cut from it."
+            f"`global_batch_size={global_batch_size}`, but the training loader delivers {found} x {replicas} devices "
+            f"x `accumulate_grad_batches={accumulate}` = {found * replicas * accumulate}. Set the loader's "
+            f"`batch_size` to {share}; micro-batches are cut from it."
         )
+
+
+def _replicas(trainer: Trainer) -> int:
+    """Devices, or groups of devices that compute on one batch together."""
+    return trainer.world_size // int(getattr(trainer.strategy, "tensor_parallel_size", 1))

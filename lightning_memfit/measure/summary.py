@@ -32,7 +32,9 @@ class RunSummary(Callback):
         if monitor is None or monitor.report is None:
             rank_zero_warn("RunSummary: nothing to sum up. Put a `MemoryMonitor` before it in `trainer.callbacks`.")
             return
-        figures = {**_figures(monitor.report, trainer.world_size), **self._over_ranks(trainer, monitor.report)}
+        together = getattr(trainer.strategy, "tensor_parallel_size", 1)  # ranks that share their samples
+        figures = _figures(monitor.report, trainer.world_size // together)
+        figures |= self._over_ranks(trainer, monitor.report)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, DataWaitMonitor):
                 figures["data_wait_fraction"] = callback.fraction
@@ -59,7 +61,7 @@ class RunSummary(Callback):
         }
 
 
-def _figures(report: RunReport, world_size: int) -> dict[str, float | None]:
+def _figures(report: RunReport, replicas: int) -> dict[str, float | None]:
     sizes = {
         "predicted_peak_gib": report.predicted_peak_bytes,
         "measured_peak_gib": report.measured_peak_bytes,
@@ -71,5 +73,5 @@ def _figures(report: RunReport, world_size: int) -> dict[str, float | None]:
         **{name: None if size is None else size / GIB for name, size in sizes.items()},
         "prediction_error": report.prediction_error,
         "seconds_per_step": report.seconds_per_step,
-        **{name: None if rate is None else rate * world_size for name, rate in rates.items()},
+        **{name: None if rate is None else rate * replicas for name, rate in rates.items()},
     }

@@ -8,16 +8,27 @@ whatever divided the model.
 
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 
-def packed_shard(dim: int, parts: int) -> Placement:
-    """Divide each of `parts` equal parts of a dimension among all ranks."""
-    return _StridedShard(dim, split_factor=parts)
+def distribute_packed(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: int) -> DTensor:
+    """Divide each of `parts` equal parts of a dimension among the ranks of a mesh, of the first rank's numbers."""
+    whole = distribute_tensor(tensor, mesh, [Replicate()])
+    packed: DTensor = whole.redistribute(placements=[_StridedShard(dim, split_factor=parts)])
+    expected = packed_slice(whole.to_local(), dim, parts, mesh)
+    assert torch.equal(packed.to_local(), expected), f"torch {torch.__version__} divides packed weights in another way"
+    return packed
+
+
+def packed_slice(tensor: Tensor, dim: int, parts: int, mesh: DeviceMesh) -> Tensor:
+    """What this rank has of a tensor that is divided so."""
+    return tensor.unflatten(dim, (parts, mesh.size(), -1)).select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1)
 
 
 def is_packed(tensor: Any) -> TypeGuard[DTensor]:
@@ -68,11 +79,18 @@ def _plain(tensor: Any) -> Any:
     if not is_packed(tensor):
         return tensor
     packed: Any = tensor.placements[-1]
-    value: Any = tensor.detach()
-    return value.redistribute(placements=(*tensor.placements[:-1], Shard(packed.dim)))
+    return _redistributed(tensor.detach(), Shard(packed.dim))
 
 
 def _like(tensor: Any, parameter: Tensor | None) -> Any:
     if is_packed(parameter) and isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
-        return tensor.redistribute(placements=parameter.placements)
+        return _redistributed(tensor, parameter.placements[-1])
     return tensor
+
+
+def _redistributed(tensor: Any, placement: Placement) -> Any:
+    others = tensor.placements[:-1]
+    whole = tensor.redistribute(
+        placements=(*others, Replicate())
+    )  # from shard to shard of one dimension, torch may do nothing
+    return whole.redistribute(placements=(*others, placement))

@@ -4,7 +4,7 @@ Plans are made of the blocks' structure. Those that transformers keeps in its co
 none for GPT-2, and work only for models that transformers itself loads onto the mesh.
 """
 
-from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from math import gcd
 
@@ -101,9 +101,9 @@ def divide_blocks(module: nn.Module, mesh: DeviceMesh) -> str:
     Raises:
         MisconfigurationException: If a block has no plan, or can't be divided into as many parts.
     """
-    plans = dict(_planned_blocks(module, mesh.size()))
+    plans = plan_blocks(module, mesh.size())
     for name, plan in plans.items():
-        parallelize_module(module.get_submodule(name), mesh, dict(plan.styles))
+        parallelize_module(module.get_submodule(name), mesh, deepcopy(plan.styles))  # styles keep their mesh
     rest = Whole()
     for layer in list(module.modules()):
         own = list(layer.parameters(recurse=False))
@@ -113,7 +113,12 @@ def divide_blocks(module: nn.Module, mesh: DeviceMesh) -> str:
     return f"{len(plans)} blocks like {families}'s among {mesh.size()} ranks each"
 
 
-def _planned_blocks(module: nn.Module, size: int) -> Iterator[tuple[str, BlockPlan]]:
+def plan_blocks(module: nn.Module, size: int) -> dict[str, BlockPlan]:
+    """Plan of each block, by its dotted name.
+
+    Raises:
+        MisconfigurationException: If a block has no plan, or can't be divided into as many parts.
+    """
     planned = {}
     for name, child in module.named_modules():
         plan = next((plan for plan in PLANS if plan.matches(child)), None)
@@ -129,7 +134,7 @@ def _planned_blocks(module: nn.Module, size: int) -> Iterator[tuple[str, BlockPl
             f"`tensor_parallel_size={size}`: there is no plan for {what}. Attention and feed-forward of a block must "
             f"have exactly the layers of one of these ({known}). Set `tensor_parallel_size: 1` to shard by FSDP2 alone."
         )
-    yield from planned.items()
+    return planned
 
 
 def _check(name: str, block: nn.Module, plan: BlockPlan, size: int) -> None:

@@ -13,14 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_memfit.strategies.packed_shard import packed_shard, save_plainly
+from lightning_memfit.strategies.packed_shard import distribute_packed, packed_slice, save_plainly
 
 
 class _Layer(ParallelStyle):
     """A layer whose own parameters are divided at rest and local while it runs."""
 
-    def placement(self, layer: nn.Module, name: str, parameter: Tensor, mesh: DeviceMesh) -> Placement:
-        """How a parameter lies on the ranks that divide the model."""
+    mesh: DeviceMesh
+
+    def divided(self, layer: nn.Module, name: str, value: Tensor) -> DTensor:
+        """A parameter as it lies on the ranks, of the first one's numbers."""
+        return distribute_tensor(value, self.mesh, [self.placement(layer, name, value)])
+
+    def placement(self, layer: nn.Module, name: str, value: Tensor) -> Placement:
+        """How the ranks share it."""
         raise NotImplementedError
 
     def local(self, layer: nn.Module, name: str, parameter: DTensor) -> Tensor | None:
@@ -28,8 +34,7 @@ class _Layer(ParallelStyle):
         return parameter.to_local()
 
     def _divided(self, layer: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        placement = self.placement(layer, name, parameter, self.mesh)
-        divided = distribute_tensor(parameter.detach(), self.mesh, [placement])  # rank 0's numbers, on all
+        divided = self.divided(layer, name, parameter.detach())
         return nn.Parameter(divided, requires_grad=parameter.requires_grad)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -51,18 +56,23 @@ class Columns(_Layer):
         super().__init__()
         self.parts = parts
 
-    def placement(self, layer: nn.Module, name: str, parameter: Tensor, mesh: DeviceMesh) -> Placement:
-        """By outputs; the small bias of a fused layer is whole, which FSDP2 can divide further."""
-        if self.parts == 1:
-            return Shard(output_dim(layer) if name == "weight" else 0)
-        return packed_shard(output_dim(layer), self.parts) if name == "weight" else Replicate()
+    def divided(self, layer: nn.Module, name: str, value: Tensor) -> DTensor:
+        """By outputs."""
+        if self.parts > 1 and name == "weight":
+            return distribute_packed(value, self.mesh, output_dim(layer), self.parts)
+        return super().divided(layer, name, value)
+
+    def placement(self, layer: nn.Module, name: str, value: Tensor) -> Placement:
+        """By outputs; the small bias of a fused layer is whole, as FSDP2 can't divide further what is packed."""
+        if self.parts > 1:
+            return Replicate()
+        return Shard(output_dim(layer) if name == "weight" else 0)
 
     def local(self, layer: nn.Module, name: str, parameter: DTensor) -> Tensor | None:
         """Outputs of this rank."""
         if self.parts == 1 or name == "weight":
             return parameter.to_local()
-        whole = parameter.to_local(grad_placements=[Partial()])
-        return whole.view(self.parts, self.mesh.size(), -1)[:, self.mesh.get_local_rank()].reshape(-1)
+        return packed_slice(parameter.to_local(grad_placements=[Partial()]), 0, self.parts, self.mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
@@ -75,7 +85,7 @@ class Columns(_Layer):
 class Rows(_Layer):
     """A linear layer of which each rank computes a summand from some of the inputs; the last of a region."""
 
-    def placement(self, layer: nn.Module, name: str, parameter: Tensor, mesh: DeviceMesh) -> Placement:
+    def placement(self, layer: nn.Module, name: str, value: Tensor) -> Placement:
         """By inputs; every rank has the whole bias."""
         return Shard(1 - output_dim(layer)) if name == "weight" else Replicate()
 
@@ -114,10 +124,10 @@ class Whole(_Layer):
             self._done[parameter] = super()._divided(layer, name, parameter)
         return self._done[parameter]
 
-    def placement(self, layer: nn.Module, name: str, parameter: Tensor, mesh: DeviceMesh) -> Placement:
+    def placement(self, layer: nn.Module, name: str, value: Tensor) -> Placement:
         """Matrices by their last dimension."""
-        divisible = parameter.ndim > 1 and parameter.shape[-1] % mesh.size() == 0
-        return Shard(parameter.ndim - 1) if divisible else Replicate()
+        divisible = value.ndim > 1 and value.shape[-1] % self.mesh.size() == 0
+        return Shard(value.ndim - 1) if divisible else Replicate()
 
     def local(self, layer: nn.Module, name: str, parameter: DTensor) -> Tensor | None:
         """All of it."""
