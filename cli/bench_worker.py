@@ -18,7 +18,9 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_memfit.bench.ddp_buckets import bucket_bytes, with_buckets
 from lightning_memfit.bench.machine import versions
-from lightning_memfit.bench.observe import PredictRun, StepTimes
+from lightning_memfit.bench.observe import HostGrowth, PredictRun, StepTimes
+from lightning_memfit.bench.peers.peer import UnsupportedError
+from lightning_memfit.bench.peers.run import PeerRun
 from lightning_memfit.bench.record import Memory
 from lightning_memfit.bench.tracking import Tracker, Tracking
 from lightning_memfit.fitting.oom import is_out_of_memory
@@ -47,6 +49,7 @@ class _Run:
         job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
         warmup_steps = int(job["warmup_steps"])
         self.prediction = PredictRun()
+        self.host = HostGrowth()
         self.times = StepTimes(warmup_steps)
         self.monitor = MemoryMonitor(tracked_steps=warmup_steps, every_n_steps=_NEVER)
         self.buckets = _Buckets()
@@ -59,7 +62,7 @@ class _Run:
         """Build everything by the command line's own classes, and train."""
         cli = MemFitCLI([f"--config={self._folder / 'settings.yaml'}"], run=False, save_config_callback=None)
         self.trainer = cli.trainer
-        watching = (self.prediction, self.monitor, self.times, self.buckets)
+        watching = (self.prediction, self.host, self.monitor, self.times, self.buckets)
         cli.trainer.callbacks.extend(watching)  # type: ignore[attr-defined]
         self._track()
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
@@ -76,14 +79,14 @@ class _Run:
         """Give everything that was found out to the Weights & Biases run."""
         if self.tracker is None:
             return
-        steps = [{"step_seconds": step.seconds, "data_wait_seconds": step.waited} for step in self.times.steps]
+        steps = [{"step_seconds": step.seconds, "data_wait_seconds": step.waited} for step in self.times.clock.steps]
         self.tracker.finish(steps, {**outcome, "prediction_error": _prediction_error(outcome)})
 
     def outcome(self) -> dict[str, Any]:
         """Everything that was found out, as plain data."""
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        speed = self.times.speed(self.trainer.world_size if self.trainer else 1)
-        first, last = self.times.losses
+        speed = self.times.clock.speed(self.trainer.world_size if self.trainer else 1)
+        first, last = self.times.clock.losses
         return {
             "no_prediction": self.prediction.reason,
             "predicted": self.prediction.prediction and vars(self.prediction.prediction),
@@ -110,6 +113,7 @@ class _Run:
             process_bytes=report.process_bytes if report else None,
             card_bytes=report.card_bytes if report else None,
             peak_rss_bytes=peak_rss_bytes(),
+            rss_growth_bytes=self.host.growth_bytes,
         )
 
 
@@ -120,13 +124,15 @@ def main(argv: list[str]) -> int:
         0, or 1 where the run failed in a way that is no result, or in another process than the first.
     """
     folder = Path(argv[0])
-    run = _Run(folder)
+    peer = json.loads((folder / "job.json").read_text(encoding="utf-8")).get("peer")
+    run = PeerRun(folder) if peer else _Run(folder)
     status: dict[str, Any] = {"status": "ok"}
     try:
         run.fit()
     except BaseException as error:
-        kind = "out_of_memory" if is_out_of_memory(error) else "failed"
-        status = {"status": kind, "error": {"type": type(error).__name__, "message": _short(error)}}
+        kind = _kind(error)
+        name = "Unsupported" if kind == "unsupported" else type(error).__name__
+        status = {"status": kind, "error": {"type": name, "message": _short(error)}}
         traceback.print_exc()
     outcome = {**status, **run.outcome()}
     if _rank() > 0 and status["status"] == "ok":
@@ -140,6 +146,12 @@ def main(argv: list[str]) -> int:
 def _prediction_error(outcome: dict[str, Any]) -> float | None:
     predicted, measured = outcome["predicted"], outcome["measured"]["allocated_bytes"]
     return predicted["allocated_bytes"] / measured - 1 if predicted and measured else None
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, UnsupportedError):
+        return "unsupported"
+    return "out_of_memory" if is_out_of_memory(error) else "failed"
 
 
 def _rank() -> int:

@@ -9,8 +9,10 @@
     rows:
       vanilla: {title: ..., layers: [], reference: {samples_per_second: 8.86, memory_mb: 14949}}
       all: {layers: [1x4, fragments/activation_checkpointing, {trainer: {precision: 16-mixed}}]}
+      theirs: {group: vanilla, peer: hf_trainer, options: {optim: adamw_torch}}     # another tool trains it
 
-A layer is the name of an overlay, of a recipe fragment or of a file, or the configuration itself.
+A layer is the name of an overlay, of a recipe fragment or of a file, or the configuration itself. A `peer` is one of
+`peers.registry.PEERS`; `options` are in its own words. Rows of one `group` are set side by side.
 """
 
 import hashlib
@@ -25,6 +27,7 @@ from typing import Any
 import yaml
 
 from lightning_memfit.bench.overlay import Settings, overlay
+from lightning_memfit.bench.peers.registry import PEERS
 
 ReadRecipe = Callable[[str], Mapping[str, Any]]
 """Gives the configuration behind the name of a recipe or file; raises `ValueError` for an unknown one."""
@@ -76,11 +79,18 @@ class Row:
     """Figures of the source: `seconds`, `samples_per_second`, `memory_mb` and what else it gives."""
     point: dict[str, Any] = field(default_factory=dict)
     """Where the run lies in a matrix; empty in an experiment."""
+    group: str = ""
+    """What is compared with the rows of the same group; may be empty."""
+    peer: str = ""
+    """The tool that trains it; empty for this package."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the peer is told beside the settings."""
 
     @property
     def key(self) -> str:
         """Hash of everything that decides what is measured."""
-        parts = [self.settings, self.measurement.warmup_steps, self.measurement.timed_steps]
+        parts: list[Any] = [self.settings, self.measurement.warmup_steps, self.measurement.timed_steps]
+        parts += [self.peer, self.options] if self.peer else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -133,14 +143,32 @@ def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe
             raise ValueError(
                 f"`rows` has the name {name!r}, which is to be a file's: use letters, digits, `_`, `-`, `.`."
             )
-        check_keys(entry, ("title", "layers", "reference"), f"rows.{name}")
+        check_keys(entry, ("title", "layers", "reference", "group", "peer", "options"), f"rows.{name}")
         settings = overlay(base, chosen.get("base") or {})
         for layer in entry.get("layers") or []:
             settings = overlay(settings, resolve_layer(layer, document.get("overlays") or {}, read_recipe))
         settings = overlay(settings, {"trainer": {"max_steps": measurement.warmup_steps + measurement.timed_steps}})
-        rows.append(Row(name, entry.get("title", name), settings, measurement, entry.get("reference") or {}))
+        rows.append(_row(name, entry, settings, measurement))
     source = document.get("source") or {}
     return Experiment(path.stem, document["title"], scale, device, tuple(rows), source)
+
+
+def _row(name: str, entry: Mapping[str, Any], settings: Settings, measurement: Measurement) -> Row:
+    peer = entry.get("peer", "")
+    if peer and peer not in PEERS:
+        raise ValueError(f"`rows.{name}.peer={peer}` is no tool that is known. {closest(str(peer), list(PEERS))}")
+    if entry.get("options") and not peer:
+        raise ValueError(f"`rows.{name}.options` are for a `peer`; what this package does stands in `layers`.")
+    return Row(
+        name,
+        entry.get("title", name),
+        settings,
+        measurement,
+        reference=entry.get("reference") or {},
+        group=entry.get("group", ""),
+        peer=peer,
+        options=entry.get("options") or {},
+    )
 
 
 def rows_named(rows: tuple[Row, ...], names: list[str]) -> tuple[Row, ...]:

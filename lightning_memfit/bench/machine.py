@@ -6,7 +6,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes")
+PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "accelerate", "deepspeed", "torchao")
 
 
 def versions() -> dict[str, str]:

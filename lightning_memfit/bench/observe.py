@@ -1,18 +1,18 @@
-"""What a measured run is watched with: its prediction, its step times and its loss."""
+"""What a measured run of Lightning is watched with: its prediction, step times, losses and resident memory."""
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_memfit.bench.ddp_buckets import copies_gradients, holds_whole_model
-from lightning_memfit.bench.record import Prediction, Speed
+from lightning_memfit.bench.record import Prediction
+from lightning_memfit.bench.resident import ResidentGrowth
+from lightning_memfit.bench.step_clock import StepClock
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.fitting.prediction import profile_fit, runtime_of
 from lightning_memfit.measure.monitor import MemoryMonitor
-from lightning_memfit.measure.throughput import count_samples, count_tokens
 from lightning_memfit.memory import Category, MemoryBreakdown
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.first_batch import first_batch
@@ -64,104 +64,48 @@ class PredictRun(Callback):
                 callback.predicted = breakdown
 
 
-@dataclass
-class _Step:
-    seconds: float = 0.0
-    waited: float = 0.0
-    samples: int | None = 0
-    tokens: int | None = 0
-
-
 class StepTimes(Callback):
-    """Time every optimizer step after a warm-up, and keep the first and the last loss.
-
-    On CUDA the device is waited for at the end of every optimizer step, so that a time is that of its own step.
+    """Run a `StepClock` over Lightning's optimizer steps.
 
     Args:
         warmup_steps: Optimizer steps before the clock starts.
     """
 
     def __init__(self, warmup_steps: int) -> None:
-        self.warmup_steps = warmup_steps
-        self.steps: list[_Step] = []
-        self._current = _Step()
-        self._num_steps = 0
+        self.clock = StepClock(warmup_steps)
         self._global_step = 0
-        self._last = 0.0
-        self._step_start = 0.0
-        self._losses: list[torch.Tensor] = []
-        self._first: list[torch.Tensor] = []
-        self._final: list[torch.Tensor] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the clock."""
         self._global_step = trainer.global_step
-        self._last = time.perf_counter()
-        self._step_start = self._last
+        self.clock.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count what lay between two batches as waiting."""
-        self._current.waited += time.perf_counter() - self._last
+        self.clock.batch_starts()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count a micro-batch; finish the step it ends."""
-        step = self._current
-        step.samples = _sum(step.samples, count_samples(batch))
-        step.tokens = _sum(step.tokens, count_tokens(batch))
-        if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
-            self._losses.append(outputs["loss"].detach())
+        """Count a micro-batch; finish the step it ends. Lightning divides a loss by the number of micro-batches."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        self.clock.batch_ends(batch, loss if isinstance(loss, torch.Tensor) else None)
         if trainer.global_step != self._global_step:
             self._global_step = trainer.global_step
-            self._finish(trainer)
-        self._last = time.perf_counter()
-
-    def _finish(self, trainer: Trainer) -> None:
-        device = trainer.strategy.root_device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        now = time.perf_counter()
-        self._current.seconds = now - self._step_start
-        self._num_steps += 1
-        if self._num_steps > self.warmup_steps:
-            self.steps.append(self._current)
-        self._step_start = now
-        self._current = _Step()
-        self._first = self._first or self._losses
-        self._final, self._losses = self._losses, []
-
-    @property
-    def losses(self) -> tuple[float | None, float | None]:
-        """Loss of the first and of the last optimizer step: Lightning divides that of a micro-batch by their number."""
-        return _total(self._first), _total(self._final)
-
-    def speed(self, num_processes: int = 1) -> Speed | None:
-        """Median and quantiles; None before the first timed step."""
-        if not self.steps:
-            return None
-        seconds = torch.tensor([step.seconds for step in self.steps], dtype=torch.float64)
-        low, median, high = (float(seconds.quantile(q)) for q in (0.05, 0.5, 0.95))
-        samples, tokens = (_mean([getattr(step, name) for step in self.steps]) for name in ("samples", "tokens"))
-        return Speed(
-            timed_steps=len(self.steps),
-            step_seconds_median=median,
-            step_seconds_q05=low,
-            step_seconds_q95=high,
-            samples_per_second=None if samples is None else samples * num_processes / median,
-            tokens_per_second=None if tokens is None else tokens * num_processes / median,
-            data_wait_fraction=sum(step.waited for step in self.steps) / float(seconds.sum()),
-        )
+            self.clock.step_ends(trainer.strategy.root_device)
 
 
-def _total(losses: list[torch.Tensor]) -> float | None:
-    return float(torch.stack([loss.float() for loss in losses]).sum()) if losses else None
+class HostGrowth(Callback):
+    """Follow what the run adds to resident memory, from before the module is built. Put it after `PredictRun`."""
 
+    def __init__(self) -> None:
+        self.resident = ResidentGrowth()
+        self.growth_bytes: int | None = None
 
-def _sum(total: int | None, count: int | None) -> int | None:
-    return None if total is None or count is None else total + count
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start from here."""
+        self.resident.start()
 
-
-def _mean(counts: list[int | None]) -> float | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) / len(known) if len(known) == len(counts) and any(known) else None
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look, before anything else is done."""
+        self.growth_bytes = self.resident.growth_bytes

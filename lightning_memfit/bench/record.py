@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 SCHEMA = 1
 
-Status = Literal["ok", "out_of_memory", "failed"]
+Status = Literal["ok", "out_of_memory", "unsupported", "failed"]
+"""`unsupported`: a peer that can't do this here, as `error` says."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Memory:
     """CUDA: what NVML says is used on the card by everyone."""
     peak_rss_bytes: int
     """Largest resident set since the process started, libraries and loader included."""
+    rss_growth_bytes: int | None = None
+    """What the run added to the resident set at its peak, libraries left out; None where the system doesn't tell."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,12 @@ class Result:
     """Figures of the source."""
     point: dict[str, Any] = field(default_factory=dict)
     """Where the run lies in a matrix of `memfit scale`."""
+    group: str = ""
+    """What is compared, where the same is done by several tools."""
+    peer: str = ""
+    """The tool that ran it by itself; empty where it was this package."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the peer was told beside the settings, in its own words."""
 
     @property
     def prediction_error(self) -> float | None:

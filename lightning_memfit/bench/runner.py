@@ -102,6 +102,9 @@ class Runner:
             settings=row.settings,
             reference=row.reference,
             point=row.point,
+            group=row.group,
+            peer=row.peer,
+            options=row.options,
             **facts,
             **{**outcome, **made},
         )
@@ -110,7 +113,14 @@ class Runner:
         """What the worker says, or what can be said of it where it says nothing."""
         (folder / "settings.yaml").write_text(yaml.safe_dump(row.settings, sort_keys=False), encoding="utf-8")
         tracking = asdict(self.tracking) if self.tracking is not None and self.tracking.mode != "off" else None
-        job = {"row": row.name, "point": row.point, "warmup_steps": row.measurement.warmup_steps, "tracking": tracking}
+        job = {
+            "row": row.name,
+            "point": row.point,
+            "warmup_steps": row.measurement.warmup_steps,
+            "tracking": tracking,
+            "peer": row.peer,
+            "options": row.options,
+        }
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         log = folder / "log.txt"
         with log.open("wb") as file:

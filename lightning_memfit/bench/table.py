@@ -6,9 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_memfit.bench.record import Result
+from lightning_memfit.bench.side_by_side import side_by_side
 from lightning_memfit.memory import GIB, MIB
 
 _MB = 1_000_000
+
+_PEER_REMARKS = (
+    "Every row runs in a process of its own, one after the other, on the same batches from the same weights. Peers are "
+    "measured with this package's own clock and ledger; nothing is predicted for them. A dash: there is no such row.",
+    "Resident memory is followed from before the model is built to the last step, and is good to some tens of MiB.",
+    "n/a: on the CPU nothing tells tensors that a peer keeps in host memory from those on a device; resident memory "
+    "holds both. What this package keeps on the host is left out of its live tensors.",
+    "torchao's compiled steps run unfollowed: its states are counted, what a step holds for a moment isn't; programs "
+    "that compile stay in resident memory.",
+)
 
 
 @dataclass(frozen=True)
@@ -46,9 +57,10 @@ def columns(results: Sequence[Result]) -> list[Column]:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """A table, then what its figures are and how noisy they are."""
+    """Groups side by side where there are any; a table, then what its figures are and how noisy they are."""
     shown = columns(results)
-    lines = [
+    lines = [side_by_side(results), "**All rows**", ""] if any(row.group for row in results) else []
+    lines += [
         "| " + " | ".join(column.heading for column in shown) + " |",
         "|---" + "|---:" * (len(shown) - 1) + "|",
     ]
@@ -94,6 +106,8 @@ def remarks(results: Sequence[Result]) -> list[str]:
             "On the CPU, measured are the live tensors that operators make, those inside bitsandbytes' CPU optimizers "
             "included."
         )
+    if any(row.group for row in results):
+        lines += _PEER_REMARKS
     notes = sorted({str(row.hardware["notes"]) for row in results if row.hardware.get("notes")})
     lines += [f"Note of who measured: {note}" for note in notes]
     for row in results:

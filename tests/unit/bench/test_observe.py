@@ -46,20 +46,20 @@ def fit(module: pl.LightningModule, *callbacks: pl.Callback, accumulate: int = 2
 def test_steps_after_the_warm_up_are_timed_and_losses_are_means_over_micro_batches():
     times = StepTimes(warmup_steps=2)
     fit(Bag(), times)
-    speed = times.speed(num_processes=2)
+    speed = times.clock.speed(num_processes=2)
     assert speed is not None
     assert speed.timed_steps == 3
     assert 0 < speed.step_seconds_q05 <= speed.step_seconds_median <= speed.step_seconds_q95
     assert speed.samples_per_second == pytest.approx(2 * 2 * 3 / speed.step_seconds_median)
     assert speed.tokens_per_second == pytest.approx(2 * 2 * 3 * 6 / speed.step_seconds_median)
     assert 0 < speed.data_wait_fraction < 1
-    assert times.losses == (1.5, 9.5)  # micro-batches 1 and 2, 9 and 10
+    assert times.clock.losses == (1.5, 9.5)  # micro-batches 1 and 2, 9 and 10
 
 
 def test_nothing_is_said_of_a_run_without_timed_steps():
     times = StepTimes(warmup_steps=5)
     fit(Bag(), times)
-    assert times.speed() is None
+    assert times.clock.speed() is None
 
 
 def test_the_prediction_is_for_the_monitor_too():

@@ -1,0 +1,77 @@
+"""The Trainer of Hugging Face transformers."""
+
+from typing import Any
+
+from lightning_memfit.bench.peers.peer import Options, Peer
+from lightning_memfit.bench.peers.task import Task
+from lightning_memfit.bench.peers.watch import Watch
+
+
+def train(task: Task, options: Options, watch: Watch) -> None:
+    """Train with `transformers.Trainer`; options are `TrainingArguments`.
+
+    Batches come from the task's loader, so that their order is everyone's.
+    """
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Watching(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            watch.follow(objects["model"], _inner(objects["optimizer"]))
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            watch.clock.batch_starts()
+            watch.step_starts()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            watch.step_ends()
+
+    class Watched(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return task.loader
+
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            inputs = watch.on_device(inputs)
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            watch.clock.batch_ends(inputs, loss)
+            return loss
+
+    arguments = TrainingArguments(**training_arguments(task, options))
+    task.import_model_code()
+    loader = task.loader
+    watch.starts()
+    trainer = Watched(model=task.network(), args=arguments, train_dataset=loader.dataset, callbacks=[Watching()])
+    trainer.train()
+    watch.ends()
+
+
+def training_arguments(task: Task, options: Options) -> dict[str, Any]:
+    """Arguments of the task, and those of the row. Clipping is off, as it is for everyone."""
+    return {
+        "output_dir": str(task.folder / "hf_trainer"),
+        "max_steps": task.max_steps,
+        "per_device_train_batch_size": task.loader.batch_size,
+        "gradient_accumulation_steps": task.accumulate,
+        "learning_rate": task.learning_rate,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 0.0,
+        "seed": task.seed,
+        "bf16": task.precision == "bf16-mixed",
+        "fp16": task.precision == "16-mixed",
+        "use_cpu": task.device.type == "cpu",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **options,
+    }
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer that steps: accelerate's has the class of one, and no hooks."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+PEER = Peer(("accelerate",), "accelerate", train)

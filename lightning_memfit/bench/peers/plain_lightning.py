@@ -1,0 +1,80 @@
+"""Lightning's Trainer, and a module as its users write one."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_memfit.bench.peers.by_hand import ByHand
+from lightning_memfit.bench.peers.peer import Options, Peer
+from lightning_memfit.bench.peers.task import Task
+from lightning_memfit.bench.peers.watch import Watch
+from lightning_memfit.memory.attach import TrainerAttachment
+
+
+class HandWritten(LightningModule):
+    """A Hugging Face model with its own loss."""
+
+    def __init__(self, task: Task, by_hand: ByHand) -> None:
+        super().__init__()
+        self._task, self._by_hand = task, by_hand
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        """Build the model."""
+        if self.model is None:
+            self.model = self._by_hand.prepare(self._task.network())
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """Mean loss of a micro-batch."""
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer at a constant rate."""
+        return self._by_hand.make_optimizer(self.model, self._task)
+
+
+class _Watching(Callback):
+    """A watch over Lightning's loop, as `MemoryMonitor` and `StepTimes` are for this package's runs."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._step = 0
+        self._attachment: TrainerAttachment | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watch.follow(pl_module, trainer.optimizers[0])
+        self._attachment = TrainerAttachment(self._watch.ledger, trainer.strategy)
+
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
+        self._watch.clock.batch_starts()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._watch.clock.batch_ends(batch, outputs["loss"])
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        if self._attachment is not None and self._step == self._watch.clock.warmup_steps:
+            self._attachment.detach()
+            self._attachment = None
+        self._watch.step_ends()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watch.ends()
+
+
+def train(task: Task, options: Options, watch: Watch) -> None:
+    """Train with `lightning.pytorch.Trainer`."""
+    by_hand = ByHand.read("lightning", options)
+    by_hand.import_code()
+    task.import_model_code()
+    loader = task.loader
+    watch.starts()
+    trainer = Trainer(callbacks=[_Watching(watch)], **task.settings["trainer"])
+    trainer.fit(HandWritten(task, by_hand), loader)
+
+
+PEER = Peer((), "lightning", train)

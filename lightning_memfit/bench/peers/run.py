@@ -1,0 +1,64 @@
+"""`PeerRun`: one row trained by a peer, and what was found out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from lightning_memfit.bench.peers.peer import Peer
+from lightning_memfit.bench.peers.registry import peer_named
+from lightning_memfit.bench.peers.task import Task
+from lightning_memfit.bench.peers.watch import Watch
+
+
+class PeerRun:
+    """A run in this process.
+
+    Args:
+        folder: Holds `settings.yaml` and `job.json`; the peer may write there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+        settings = yaml.safe_load((folder / "settings.yaml").read_text(encoding="utf-8"))
+        self._peer: Peer = peer_named(job["peer"])
+        self._options: dict[str, Any] = job["options"]
+        self._settings = settings
+        self._folder = folder
+        on_cuda = settings["trainer"]["accelerator"] == "gpu"
+        self._device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+        self._watch = Watch(int(job["warmup_steps"]), self._device)
+
+    def fit(self) -> None:
+        """Train.
+
+        Raises:
+            UnsupportedError: If the peer can't do so here.
+            ValueError: If settings or options are wrong.
+        """
+        self._peer.require()
+        try:
+            self._peer.train(Task(self._settings, self._folder), self._options, self._watch)
+        finally:
+            self._watch.close()
+
+    def outcome(self) -> dict[str, Any]:
+        """Everything that was found out, as plain data. There is no prediction: it is for this package's runs."""
+        speed = self._watch.clock.speed()
+        first, last = self._watch.clock.losses
+        return {
+            "predicted": None,
+            "measured": vars(self._watch.memory()),
+            "speed": speed and vars(speed),
+            "loss_first": first,
+            "loss_last": last,
+            "hardware": {
+                "device": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
+                "threads": torch.get_num_threads(),
+            },
+        }
+
+    def finish_tracking(self, outcome: dict[str, Any]) -> None:
+        """Peers are not tracked."""

@@ -1,0 +1,183 @@
+"""`Task`: what a row trains, read from its settings, so that every tool trains the same."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+_READ = {"devices", "accelerator", "precision", "max_steps", "accumulate_grad_batches"}
+_QUIET = {"max_epochs", "limit_val_batches", "logger", "enable_checkpointing"}
+_QUIET |= {"enable_progress_bar", "enable_model_summary"}
+_TOP = {"trainer", "model", "data", "seed_everything"}
+_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+# A constant rate without decay is what every tool does alike; their groups and schedules differ.
+_HPARAMS = {"optimizer": "AdamW", "weight_decay": 0.0, "warmup_steps": 0, "min_learning_rate_fraction": 1.0}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Model, data, batch, precision, optimizer and length of one training run on one device.
+
+    Args:
+        settings: Resolved configuration of a row, as of `memfit fit`.
+        folder: For what a tool has to write; emptied by whoever made it.
+
+    Raises:
+        ValueError: If the settings hold something that the tools would leave out.
+    """
+
+    settings: Mapping[str, Any]
+    folder: Path
+
+    def __post_init__(self) -> None:
+        unread = [name for name in self.settings if name not in _TOP]
+        unread += [f"trainer.{name}" for name in self._trainer if name not in _READ | _QUIET]
+        if unread:
+            raise ValueError(f"`{unread[0]}` means nothing to a peer: what it is told stands in the row's `options`.")
+        if self._trainer.get("devices", 1) != 1:
+            raise ValueError(f"`trainer.devices={self._trainer['devices']}`: peers are run on one device.")
+        if self.precision not in _DTYPES | _AUTOCAST:
+            choices = ", ".join(_DTYPES | _AUTOCAST)
+            raise ValueError(f"`trainer.precision={self.precision}`: peers are run in one of {choices}.")
+
+    @property
+    def _trainer(self) -> Mapping[str, Any]:
+        trainer: Mapping[str, Any] = self.settings["trainer"]
+        return trainer
+
+    # --- numbers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is trained."""
+        return torch.device("cuda", 0) if self._trainer["accelerator"] == "gpu" else torch.device("cpu")
+
+    @property
+    def precision(self) -> str:
+        """In Lightning's words."""
+        return str(self._trainer.get("precision", "32-true"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return _DTYPES.get(self.precision, torch.float32)
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """Of matrix products where weights are float32; None without autocast."""
+        return _AUTOCAST.get(self.precision)
+
+    @property
+    def max_steps(self) -> int:
+        """Optimizer steps."""
+        return int(self._trainer["max_steps"])
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return int(self._trainer.get("accumulate_grad_batches", 1))
+
+    @property
+    def seed(self) -> int:
+        """Of the weights."""
+        return int(self.settings.get("seed_everything", 0))
+
+    @property
+    def learning_rate(self) -> float:
+        """Of AdamW, constant."""
+        return float(self._module.hparams["learning_rate"])
+
+    # --- objects ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _module(self) -> Any:
+        module = _instantiate("model", self.settings["model"])
+        if not hasattr(module, "configure_model") or "learning_rate" not in module.hparams:
+            raise ValueError(
+                f"`model.class_path={self.settings['model']['class_path']}`: peers train the Hugging Face model of "
+                "lightning_memfit.models, such as CausalLM."
+            )
+        for name, wanted in _HPARAMS.items():
+            if module.hparams.get(name, wanted) != wanted:
+                raise ValueError(
+                    f"`model.init_args.{name}={module.hparams[name]!r}`: peers are compared with {wanted!r}, which "
+                    "all tools do alike. Set it so."
+                )
+        return module
+
+    def network(self) -> Any:
+        """A new Hugging Face model on the device, with the weights that Lightning's run starts from."""
+        with self.device:
+            return self._build()
+
+    def import_model_code(self) -> None:
+        """Build the model without memory, so that what is imported for it is there."""
+        with torch.device("meta"):
+            self._build()
+
+    def _build(self) -> Any:
+        module = _instantiate("model", self.settings["model"])
+        torch.manual_seed(self.seed)
+        with _default_dtype(self.dtype):
+            module.configure_model()
+        return module.model
+
+    @cached_property
+    def loader(self) -> DataLoader[Any]:
+        """Micro-batches in the order in which Lightning's run takes them."""
+        data = _instantiate("data", self.settings["data"])
+        data.prepare_data()
+        data.setup("fit")
+        loader: DataLoader[Any] = data.train_dataloader()
+        return loader
+
+    def batches(self) -> Iterator[Any]:
+        """Micro-batches without end, epoch after epoch."""
+        while True:
+            yield from self.loader
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Mixed precision as a hand-written loop has it; nothing in the other precisions.
+
+        Raises:
+            ValueError: In float16, which needs scaled losses.
+        """
+        if self.autocast_dtype is torch.float16:
+            raise ValueError("`trainer.precision=16-mixed`: hand-written loops are run in bf16-mixed or 32-true.")
+        with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+            yield
+
+
+def named(argument: str, path: str) -> Any:
+    """What an import path names.
+
+    Raises:
+        ValueError: If there is nothing of that name.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"`{argument}={path}` can't be imported: {error}.") from error
+
+
+def _instantiate(argument: str, entry: Mapping[str, Any]) -> Any:
+    return named(f"{argument}.class_path", entry["class_path"])(**entry.get("init_args", {}))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

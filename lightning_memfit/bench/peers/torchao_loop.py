@@ -1,0 +1,47 @@
+"""torchao: its optimizers in a training loop written by hand."""
+
+import os
+
+from lightning_memfit.bench.peers.by_hand import ByHand
+from lightning_memfit.bench.peers.peer import Options, Peer, UnsupportedError
+from lightning_memfit.bench.peers.task import Task
+from lightning_memfit.bench.peers.watch import Watch
+
+_OFFLOADING = "torchao.optim.CPUOffloadOptimizer"
+
+
+def train(task: Task, options: Options, watch: Watch) -> None:
+    """Train with one of torchao's optimizers, by default `AdamW8bit`.
+
+    The optimizer's step is compiled, which torch refuses while tensors are followed: states are counted, what a step
+    holds for a moment isn't.
+    """
+    # The cache on disk mixes up torchao's kinds of states.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(task.folder / "inductor"))
+    by_hand = ByHand.read("torchao", {"optimizer": "torchao.optim.AdamW8bit", **options})
+    on_host = by_hand.optimizer == _OFFLOADING
+    if on_host and task.device.type != "cuda":
+        raise UnsupportedError(f"`{by_hand.optimizer}` moves tensors between a GPU and the host: it needs CUDA.")
+    by_hand.import_code()
+    task.import_model_code()
+    batches = task.batches()
+    watch.starts()
+    network = by_hand.prepare(task.network())
+    optimizer = by_hand.make_optimizer(network, task)
+    watch.follow(network, None if on_host else optimizer)
+    for _ in range(task.max_steps):
+        with watch.step():
+            for _ in range(task.accumulate):
+                batch = watch.next_batch(batches)
+                with task.autocast():
+                    loss = network(**batch).loss / task.accumulate
+                loss.backward()
+                watch.clock.batch_ends(batch, loss)
+                del loss
+            with watch.unfollowed():
+                optimizer.step()
+            optimizer.zero_grad()
+    watch.ends()
+
+
+PEER = Peer(("torchao",), "lightning-memfit[torchao]", train)

@@ -1,0 +1,134 @@
+"""`Watch`: the instruments of `memfit bench` around a training loop that is not Lightning's."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_memfit.bench.record import Memory
+from lightning_memfit.bench.resident import ResidentGrowth
+from lightning_memfit.bench.step_clock import StepClock
+from lightning_memfit.memory import Category
+from lightning_memfit.memory.ledger import StorageLedger
+from lightning_memfit.memory.process import nvml_usage, peak_rss_bytes
+
+
+class Watch:
+    """Live tensors during the warm-up, step times, losses and resident memory of one training loop.
+
+    A loop calls `starts` before it builds anything, `follow` before its first step and `ends` after the last. It wraps
+    every optimizer step in `step()`, or calls `step_starts` and `step_ends`. The ledger, its rules and the clock are
+    those of runs by Lightning.
+
+    Args:
+        warmup_steps: Optimizer steps during which live tensors are followed, and before the clock starts.
+        device: Where the training runs.
+
+    Attributes:
+        sees_device: Whether live tensors are those of the device. Set it to False where a tool keeps tensors in host
+            memory and the device is the CPU: nothing tells them apart, and no live bytes are recorded.
+        clock: Times and losses.
+    """
+
+    def __init__(self, warmup_steps: int, device: torch.device) -> None:
+        self.clock = StepClock(warmup_steps)
+        self.sees_device = True
+        self.ledger = StorageLedger(rounding_bytes=512 if device.type == "cuda" else 1, device_type=device.type)
+        self._device = device
+        self._resident = ResidentGrowth()
+        self._following = True
+        self._step = ExitStack()
+        self._growth_bytes: int | None = None
+
+    def starts(self) -> None:
+        """Everything is imported, nothing is built."""
+        self._resident.start()
+
+    def follow(self, module: torch.nn.Module, optimizer: Any | None) -> None:
+        """Model and optimizer are built; the first step comes now. None for an optimizer that works on the host."""
+        self.ledger.track_module(module)
+        if optimizer is not None:
+            self.ledger.track_optimizer(optimizer)
+        self.ledger.reset_peak()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self.clock.start()
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One optimizer step, from its first batch to the end of its update."""
+        self.step_starts()
+        yield
+        self.step_ends()
+
+    def step_starts(self) -> None:
+        """Follow live tensors from here, during the warm-up."""
+        if self._following:
+            self._step.enter_context(self.ledger)
+
+    def step_ends(self) -> None:
+        """The update is done."""
+        self._step.close()
+        self.clock.step_ends(self._device)
+        if self._following and self.clock.num_steps == self.clock.warmup_steps:
+            self._following = False
+            self.ledger.close()
+
+    def next_batch(self, batches: Iterator[Any]) -> Any:
+        """The next micro-batch, on the device; the wait for it is counted as such."""
+        with _disable_current_modes():  # a loader's tensors are the host's
+            batch = next(batches)
+        self.clock.batch_starts()
+        return self.on_device(batch)
+
+    def on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A micro-batch on the device. On the CPU it is copied, as for Lightning's runs: the copy is the device's."""
+        moved = {}
+        for name, tensor in batch.items():
+            if self._device.type == "cpu":
+                moved[name] = tensor.clone() if self._following else tensor
+            else:
+                moved[name] = tensor.to(self._device, non_blocking=True)
+            if self._following:
+                self.ledger.track(moved[name], Category.INPUT)
+        return moved
+
+    @contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """Where compiled programs refuse to run while tensors are followed."""
+        if not self._following:
+            yield
+            return
+        with _disable_current_modes():
+            yield
+
+    # --- results ----------------------------------------------------------------------------------------------------
+
+    def ends(self) -> None:
+        """The loop is over, its model still there."""
+        self._growth_bytes = self._resident.growth_bytes
+
+    def close(self) -> None:
+        """Follow nothing any more, however the loop ended."""
+        self._step.close()
+        self.ledger.close()
+
+    def memory(self) -> Memory:
+        """Peaks of the run."""
+        on_cuda = self._device.type == "cuda"
+        usage = nvml_usage(self._device) if on_cuda else None
+        by_category = {str(category): size for category, size in self.ledger.peak_by_category.items() if size}
+        live = (sum(by_category.values()) or None) if self.sees_device else None
+        return Memory(
+            allocated_bytes=torch.cuda.max_memory_allocated(self._device) if on_cuda else live,
+            reserved_bytes=torch.cuda.max_memory_reserved(self._device) if on_cuda else None,
+            by_category=by_category if self.sees_device else {},
+            process_bytes=usage.process_bytes if usage else None,
+            card_bytes=usage.card_bytes if usage else None,
+            peak_rss_bytes=peak_rss_bytes(),
+            rss_growth_bytes=self._growth_bytes,
+        )

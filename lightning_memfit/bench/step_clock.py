@@ -1,0 +1,106 @@
+"""`StepClock`: times and losses of optimizer steps, whoever runs them."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_memfit.bench.record import Speed
+from lightning_memfit.measure.throughput import count_samples, count_tokens
+
+
+@dataclass
+class TimedStep:
+    """One optimizer step."""
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    samples: int | None = 0
+    tokens: int | None = 0
+
+
+class StepClock:
+    """Time every optimizer step after a warm-up, and keep the first and the last loss.
+
+    On CUDA the device is waited for at the end of every optimizer step, so that a time is that of its own step.
+
+    Args:
+        warmup_steps: Optimizer steps before the clock starts.
+    """
+
+    def __init__(self, warmup_steps: int) -> None:
+        self.warmup_steps = warmup_steps
+        self.num_steps = 0
+        self.steps: list[TimedStep] = []
+        self._current = TimedStep()
+        self._last = 0.0
+        self._step_start = 0.0
+        self._losses: list[torch.Tensor] = []
+        self._first: list[torch.Tensor] = []
+        self._final: list[torch.Tensor] = []
+
+    def start(self) -> None:
+        """Read the clock before the first step."""
+        self._step_start = self._last = time.perf_counter()
+
+    def batch_starts(self) -> None:
+        """Count what lay between two batches as waiting."""
+        self._current.waited += time.perf_counter() - self._last
+
+    def batch_ends(self, batch: Any, loss: torch.Tensor | None) -> None:
+        """Count a micro-batch. The losses of a step are added: each is to be divided by their number already."""
+        self._current.samples = _sum(self._current.samples, count_samples(batch))
+        self._current.tokens = _sum(self._current.tokens, count_tokens(batch))
+        if loss is not None:
+            self._losses.append(loss.detach())
+        self._last = time.perf_counter()
+
+    def step_ends(self, device: torch.device) -> None:
+        """Finish an optimizer step."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        now = time.perf_counter()
+        self._current.seconds = now - self._step_start
+        self.num_steps += 1
+        if self.num_steps > self.warmup_steps:
+            self.steps.append(self._current)
+        self._step_start = self._last = now
+        self._current = TimedStep()
+        self._first = self._first or self._losses
+        self._final, self._losses = self._losses, []
+
+    @property
+    def losses(self) -> tuple[float | None, float | None]:
+        """Loss of the first and of the last optimizer step, mean over its micro-batches."""
+        return _total(self._first), _total(self._final)
+
+    def speed(self, num_processes: int = 1) -> Speed | None:
+        """Median and quantiles; None before the first timed step."""
+        if not self.steps:
+            return None
+        seconds = torch.tensor([step.seconds for step in self.steps], dtype=torch.float64)
+        low, median, high = (float(seconds.quantile(q)) for q in (0.05, 0.5, 0.95))
+        samples, tokens = (_mean([getattr(step, name) for step in self.steps]) for name in ("samples", "tokens"))
+        return Speed(
+            timed_steps=len(self.steps),
+            step_seconds_median=median,
+            step_seconds_q05=low,
+            step_seconds_q95=high,
+            samples_per_second=None if samples is None else samples * num_processes / median,
+            tokens_per_second=None if tokens is None else tokens * num_processes / median,
+            data_wait_fraction=sum(step.waited for step in self.steps) / float(seconds.sum()),
+        )
+
+
+def _total(losses: list[torch.Tensor]) -> float | None:
+    return float(torch.stack([loss.float() for loss in losses]).sum()) if losses else None
+
+
+def _sum(total: int | None, count: int | None) -> int | None:
+    return None if total is None or count is None else total + count
+
+
+def _mean(counts: list[int | None]) -> float | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) / len(known) if len(known) == len(counts) and any(known) else None
