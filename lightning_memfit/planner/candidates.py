@@ -12,7 +12,7 @@ from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.record import ModelProfile, ParameterInfo
 from lightning_memfit.techniques.facts import Run
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
-from lightning_memfit.techniques.registry import TECHNIQUES
+from lightning_memfit.techniques.registry import STRATEGIES, TECHNIQUES
 from lightning_memfit.techniques.setting import Chosen, Setting
 from lightning_memfit.techniques.technique import Kind, Technique
 
@@ -61,14 +61,33 @@ def candidates(workload: Workload) -> tuple[list[Setting], list[Rejected]]:
     Combinations that need what is not allowed are left out in silence; `missing_permissions` names them if nothing
     fits.
     """
-    kept, refused = [], []
-    for setting in _combinations(_choices(workload)):
-        reason = conflict(setting, workload)
-        if reason is None:
-            kept.append(setting)
-        else:
-            refused.append(Rejected(setting, reason))
-    return kept, refused
+    kept, refused, without = [], [], []
+    for base in arrangements(workload):
+        choices, dropped = _choices(workload, base)
+        without += dropped
+        for setting in _combinations(base, choices):
+            reason = conflict(setting, workload)
+            if reason is None:
+                kept.append(setting)
+            else:
+                refused.append(Rejected(setting, reason))
+    return kept, [*refused, *without]
+
+
+def arrangements(workload: Workload) -> list[Setting]:
+    """One device that holds everything, and every strategy: on all devices, or where there is one, those that offload.
+
+    A part of the devices is not tried: what fits on fewer of them fits on all, and is faster there.
+    """
+    alone = [Setting()]
+    if not workload.strategies:
+        return alone
+    total, nodes = workload.devices.total, workload.devices.machines
+    for technique in STRATEGIES:
+        if technique.sharding is not None and (total > 1 or technique.sharding.offloads):
+            options = {"num_nodes": nodes} if nodes > 1 else {}
+            alone.append(Setting(world_size=total).choose(technique.name, **options))
+    return alone
 
 
 def conflict(setting: Setting, workload: Workload) -> str | None:
@@ -130,9 +149,17 @@ def state_bytes(setting: Setting, profile: ModelProfile, precision_itemsize: int
     return weights + states
 
 
-def _choices(workload: Workload) -> list[list[Chosen | None]]:
+def _choices(workload: Workload, base: Setting) -> tuple[list[list[Chosen | None]], list[Rejected]]:
+    """What may be chosen of every kind beside a strategy, and what that strategy refuses by itself.
+
+    A strategy goes with few techniques, which are looked for one by one, so that their products stay few.
+    """
+    reason = conflict(base, workload)
+    if reason is not None:
+        return [[]], [Rejected(base, reason)]
     own = workload.options.precision
     choices: list[list[Chosen | None]] = []
+    dropped: list[Rejected] = []
     for kind in SEARCHED:
         options: list[Chosen | None] = [None]
         for technique in sorted(TECHNIQUES, key=lambda record: record.name):
@@ -141,15 +168,32 @@ def _choices(workload: Workload) -> list[list[Chosen | None]]:
             is_own = technique.trainer.get("precision") == own and not technique.callbacks
             permitted = technique.numerics <= workload.allow and technique.name not in _UNSOUND
             if permitted or is_own:
-                options.append(Chosen(technique.name, technique.presets[0]))
+                found = _beside(base, technique, workload)
+                if isinstance(found, Rejected):
+                    dropped.append(found)
+                else:
+                    options.append(found)
         offered = {option.name for option in options if option is not None}
         choices.append([o for o in options if o is None or _DOMINATED.get(o.name) not in offered])
-    return choices
+    return choices, dropped
 
 
-def _combinations(choices: Sequence[Sequence[Chosen | None]]) -> Iterator[Setting]:
+def _beside(base: Setting, technique: Technique, workload: Workload) -> Chosen | Rejected:
+    """A technique with the first of its presets that goes with a strategy."""
+    if base.of_kind("strategy") is None:
+        return Chosen(technique.name, technique.presets[0])
+    reason: str | None = None
+    for preset in technique.presets:
+        together = base.choose(technique.name, **preset)
+        reason = conflict(together, workload)
+        if reason is None:
+            return Chosen(technique.name, preset)
+    return Rejected(together, reason or "it has no options to try")
+
+
+def _combinations(base: Setting, choices: Sequence[Sequence[Chosen | None]]) -> Iterator[Setting]:
     for combination in product(*choices):
-        setting = Setting(chosen=tuple(choice for choice in combination if choice is not None))
+        setting = replace(base, chosen=(*base.chosen, *(choice for choice in combination if choice is not None)))
         if setting.of_kind("matmul") is None or setting.precision == "32-true":  # else no product is in fp32
             yield setting
 

@@ -184,12 +184,14 @@ def step_seconds(
         num_micro_batches: Per optimizer step.
     """
     seconds = pass_seconds(work, rates, dtype)
+    seconds["memory"] += _staging_seconds(cost.micro_batch, rates)
     device = sum(seconds.values())
     link = _link_seconds(cost.micro_batch, rates) * rates.factor("link")
     seconds["link"] = max(0.0, link - device) if cost.overlap else link
     seconds["interconnect"] = max(0.0, _interconnect_seconds(cost.micro_batch, rates) - _BACKWARD * device)
     seconds["disk"] = _disk_seconds(cost.micro_batch, rates)
     seconds = {name: value * num_micro_batches for name, value in seconds.items()}
+    seconds["memory"] += _staging_seconds(cost.last_micro_batch, rates)
     seconds["link"] += _link_seconds(cost.step, rates) * rates.factor("link")
     seconds["interconnect"] += max(0.0, _interconnect_seconds(cost.last_micro_batch, rates) - _BACKWARD * device)
     seconds["interconnect"] += _interconnect_seconds(cost.step, rates)
@@ -202,6 +204,10 @@ def least_seconds(flops: float, cost: Cost, plain: ModelProfile, rates: Rates, d
     """A bound that no setting of these techniques gets below: products alone, once per micro-batch, and the step."""
     step = step_seconds(PassWork(flops, 0.0, 0.0), cost, plain, rates, dtype, num_micro)
     return step.total
+
+
+def _staging_seconds(work: Work, rates: Rates) -> float:
+    return work.staged_bytes / rates.bytes_per_s * rates.factor("memory")
 
 
 def _link_seconds(work: Work, rates: Rates) -> float:

@@ -44,7 +44,7 @@ def make_plan(
         ValueError: If there is no device to plan for.
     """
     search = Search(Laboratory(workload, cache, overlap))
-    search.withheld_bytes = withheld_bytes
+    search.bounds.withheld_bytes = withheld_bytes
     outcome, verified = _verified(search) if verify else (search.run(), None)
     searched = {
         "combinations": outcome.num_candidates,
@@ -57,7 +57,7 @@ def make_plan(
         batch_size=workload.share,
         sequence_length=sequence_length(workload.batch),
         device=workload.target.name,
-        usable_bytes=search.usable_bytes,
+        usable_bytes=search.bounds.usable_bytes,
         setting=None,
         alternatives=tuple(_alternatives(outcome)),
         notes=tuple(f"Assumed: {assumption}." for assumption in search.plain.assumptions),
@@ -89,7 +89,7 @@ def _verified(search: Search) -> tuple[Outcome, int | None]:
         needed = search.verify(outcome.best) if outcome.best is not None else None
         if needed is None or needed <= capacity:
             return outcome, needed
-        search.withheld_bytes += needed - capacity  # at some point nothing is left, and nothing fits
+        search.bounds.withheld_bytes += needed - capacity  # at some point nothing is left, and nothing fits
 
 
 def largest_micro_batch(search: Search, setting: Setting) -> int:
@@ -126,12 +126,12 @@ def _bought(search: Search, best: Solution) -> Iterator[Bought]:
             extra = frontier.problem.seconds(best.choices) if frontier is not None else 0.0
             yield Bought(choice.name, saved, extra * setting.accumulate_grad_batches)
             continue
-        seconds = search.bound(setting) - search.bound(without)
+        seconds = search.bounds.seconds(setting) - search.bounds.seconds(without)
         if kind == "loss":
             plain, less = (search.laboratory.passes(s, "none") for s in (without, setting))
             saved = predict_peak_bytes(plain, size) - predict_peak_bytes(less, size)
         else:
-            saved = search.least_bytes(without) - search.least_bytes(setting)
+            saved = search.bounds.least_bytes(without) - search.bounds.least_bytes(setting)
         yield Bought(choice.name, saved, seconds)
 
 
@@ -165,7 +165,7 @@ def _advice(search: Search, outcome: Outcome) -> Iterator[str]:
     least = next(iter(_needs(outcome.rejected)), None)
     if least is not None:
         needed, setting = least
-        usable = format_bytes(search.usable_bytes)
+        usable = format_bytes(search.bounds.usable_bytes)
         yield f"the least is {label(setting)}, which needs {format_bytes(needed)} where {usable} are usable."
         device = smallest_device(needed)
         if device is not None:
@@ -198,7 +198,7 @@ def _with_everything_allowed(search: Search) -> list[str]:
     workload = search.workload
     free = replace(workload, allow=frozenset(NUMERICS))
     kept, _ = candidates(free)
-    fitting = [setting for setting in kept if search.least_bytes(setting) <= search.usable_bytes]
+    fitting = [setting for setting in kept if search.bounds.least_bytes(setting) <= search.bounds.usable_bytes]
     needed = {name for technique, names in missing_permissions(workload) for name in names
               if any(technique in setting.techniques() for setting in fitting)}  # fmt: skip
     return sorted(needed)

@@ -16,6 +16,7 @@ from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_peak_bytes
 from lightning_memfit.estimate.variants import trained
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.planner.cost import RECOMPUTED_OPERATOR, PassWork, Rates, pass_seconds
+from lightning_memfit.planner.placement import Placement, torch_placement
 from lightning_memfit.planner.standing import Standing, later_phases
 from lightning_memfit.planner.traces import CHOICES, Laboratory
 from lightning_memfit.profile.events import CATEGORIES, EventList
@@ -38,16 +39,20 @@ class MemoryModel:
         laboratory: Makes the traces.
         setting: Techniques; its sizes and its checkpointing don't matter.
         dtype: Of matrix products.
+        placement: What DeepSpeed keeps where, if it is the strategy: it replaces what a trace keeps.
 
     Raises:
         TraceError: If a step can't be traced.
     """
 
-    def __init__(self, laboratory: Laboratory, setting: Setting, dtype: str) -> None:
+    def __init__(
+        self, laboratory: Laboratory, setting: Setting, dtype: str, placement: Placement | None = None
+    ) -> None:
         self._laboratory = laboratory
         self._setting = setting
         self._dtype = dtype
-        self._names = {choice.name for choice in setting.chosen}
+        self._placement = placement
+        self._names = {choice.name for choice in setting.without("strategy").chosen}
         self._cuda = laboratory.workload.target.kind == "cuda"
         self._rounding = CUDA_ROUNDING if self._cuda else 1
         self._profiles: dict[Choice, ModelProfile] = {"none": laboratory.passes(setting, "none")}
@@ -69,7 +74,18 @@ class MemoryModel:
 
     @cached_property
     def _standing(self) -> Standing:
-        """Of the setting, on the device."""
+        """Of the setting, on a rank's device."""
+        if self._placement is not None:
+            return self._placement.standing
+        sharding = self._setting.sharding
+        if sharding is None:
+            return self._on_one_device
+        parameters = self.none.parameters
+        return torch_placement(self._on_one_device, sharding, self._setting.world_size, parameters, self._cuda).standing
+
+    @cached_property
+    def _on_one_device(self) -> Standing:
+        """Of the setting's techniques where one device holds everything."""
         if not self._needs_stepping:
             return Standing.of(self.none, self._rounding)
         if self._cuda and "host_master_weights" in self._names:
@@ -106,7 +122,9 @@ class MemoryModel:
         return shift
 
     def off_device(self) -> MemoryBreakdown:
-        """Bytes in host memory: paged states, or master weights with their gradients and states."""
+        """Bytes per rank elsewhere: what DeepSpeed offloads, paged states, master weights with gradients and states."""
+        if self._placement is not None:
+            return self._placement.elsewhere
         if not self._cuda:
             return MemoryBreakdown()
         states = {Category.OPTIMIZER_STATE: self._standing.state_bytes}
@@ -164,7 +182,8 @@ class MemoryModel:
             Category.PARAMETER: standing.parameter_bytes,
             Category.BUFFER: standing.buffer_bytes,
             Category.GRADIENT: 0 if self._names & _FREES_GRADIENTS else standing.gradient_bytes,
-            Category.OPTIMIZER_STATE: 0 if self.off_device().total(Tier.HOST) else standing.state_bytes,
+            Category.OPTIMIZER_STATE: 0 if self._has_moved_states else standing.state_bytes,
+            Category.COMMUNICATION: standing.communication_bytes,
             Category.INPUT: _input_bytes(self.none, size),
         }
         rest = max(0, peak_bytes - sum(fixed.values()))
@@ -176,6 +195,11 @@ class MemoryModel:
         for choice, count in Counter(choices).items():
             work += self._recomputed(choice, size) * (count / len(choices))
         return work
+
+    @property
+    def _has_moved_states(self) -> bool:
+        """Whether the states of the standing lie in host memory."""
+        return self._placement is None and bool(self.off_device().total(Tier.HOST))
 
     @property
     def _needs_stepping(self) -> bool:
@@ -205,7 +229,7 @@ class MemoryModel:
 
     def _fragmentation(self, choice: Choice, size: int) -> int:
         profile = _at(self._profiles[choice], size)
-        if self._needs_stepping:
+        if self._needs_stepping or self._setting.sharding is not None:
             profile = replace(profile, events=_without_scratch(profile.events))
         return max(0, predict_total_bytes(profile, size) - predict_peak_bytes(profile, size))
 

@@ -16,6 +16,7 @@ from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.techniques.technique import Kind
 
 CHOICES: tuple[Choice, ...] = ("none", "full", "keep_matmul_attention")
 """Of the checkpointing choices those that a plan mixes: everything, nothing, and the expensive part kept."""
@@ -141,10 +142,20 @@ class Laboratory:
         )
 
 
+_NOT_IN_PASSES: tuple[Kind, ...] = ("optimizer", "gradient", "checkpointing", "strategy")
+
+
 def passes_of(setting: Setting) -> Setting:
-    """What of a setting decides forward and backward: Lightning's precision in place of what is built on it."""
-    pure = Setting(chosen=setting.chosen).without("optimizer").without("gradient").without("checkpointing")
+    """What of a setting decides forward and backward: Lightning's precision in place of what is built on it.
+
+    DeepSpeed computes in the weights' own half precision, whatever it is called.
+    """
+    pure = Setting(chosen=setting.chosen)
+    for kind in _NOT_IN_PASSES:
+        pure = pure.without(kind)
     precision = setting.of_kind("precision")
+    if setting.sharding is not None and setting.sharding.weight_bytes(setting.precision) == 2:
+        return pure.without("precision").choose("bf16_true")
     if precision is None or not precision.technique.callbacks:
         return pure
     return pure.without("precision").choose(precision.technique.trainer["precision"].replace("-", "_"))

@@ -27,10 +27,34 @@ DEFAULT_ALLOW: frozenset[Numerics] = frozenset({"exact", "tf32", "bf16", "stocha
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may use beside the device. None is unlimited."""
+    """What a run may use of each machine beside the devices. None is unlimited."""
 
     host_bytes: int | None = None
     disk_bytes: int | None = None
+    disk_writes_per_day: int | None = None
+    """Bytes that training without a pause may write."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """How many devices there are.
+
+    Raises:
+        ValueError: If there is none.
+    """
+
+    per_machine: int = 1
+    machines: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("per_machine", "machines"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}={getattr(self, name)}`: a run needs at least one device.")
+
+    @property
+    def total(self) -> int:
+        """Of all machines together."""
+        return self.per_machine * self.machines
 
 
 @dataclass(frozen=True)
@@ -38,7 +62,7 @@ class Workload:
     """A module, a real batch, and the machine.
 
     Raises:
-        ValueError: If the batch per step is less than one sample.
+        ValueError: If the batch per step is less than one sample, or can't be shared equally among the devices.
     """
 
     module: Any
@@ -48,7 +72,7 @@ class Workload:
     options: StepOptions
     """The recipe's precision, accumulation and clipping."""
     share: int
-    """Samples per optimizer step on each device."""
+    """Samples per optimizer step, over all devices."""
     target: Target
     rates: Rates
     facts: Facts
@@ -58,15 +82,26 @@ class Workload:
     """Callbacks of the user that change a step and that no record describes; part of every trace."""
     loader_batch: int | None = None
     """Samples in a batch of a loader that stays as it is, so that `MicroBatching` cuts it; None where it can be set."""
+    devices: Devices = field(default_factory=Devices)
+    strategies: bool = False
+    """Whether strategies are searched, too; else a plan is for one device alone."""
 
     def __post_init__(self) -> None:
         if self.share < 1:
             raise ValueError(f"`share={self.share}`: a step needs at least one sample.")
+        if self.share % self.devices.total:
+            raise ValueError(
+                f"{self.share} samples per optimizer step can't be shared equally among {self.devices.total} devices. "
+                f"Use a number of devices that divides {self.share}, or change the batch."
+            )
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Micro-batch sizes that divide a step, or a batch of the loader, evenly, so that all are equal."""
-        whole = self.loader_batch or self.share
+    def samples_on_each(self, world_size: int = 1) -> int:
+        """Samples per optimizer step of each of so many devices."""
+        return self.share // world_size
+
+    def sizes(self, world_size: int = 1) -> tuple[int, ...]:
+        """Micro-batch sizes that divide a device's step, or a batch of the loader, evenly, so that all are equal."""
+        whole = self.loader_batch or self.samples_on_each(world_size)
         return tuple(size for size in range(1, whole + 1) if whole % size == 0)
 
     def waiting_bytes(self, size: int) -> int:

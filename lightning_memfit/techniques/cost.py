@@ -25,6 +25,8 @@ class Work:
     """Sent by each device to others."""
     host_bytes: float = 0.0
     """Read from and written to host memory while the CPU computes."""
+    staged_bytes: float = 0.0
+    """Read from and written to the device's memory around an exchange, which no trace of one process shows."""
     disk_written_bytes: float = 0.0
     """The part of `disk_bytes` that is written."""
 

@@ -8,6 +8,8 @@ of weights and `g` of gradients, in units of `(n - 1) / n`:
     stage 1      g once per step, beside the last backward pass, and w after the step
     stage 2      g per micro-batch beside its backward pass, and w after the step
     stage 3      2 w + g per micro-batch: weights are gathered for forward and for backward
+
+What is exchanged is copied into or out of a buffer on the way, except by DDP, whose gradients lie in its buckets.
 """
 
 from __future__ import annotations
@@ -47,6 +49,11 @@ class Sharding:
         return 2 if "16" in precision and half else 4
 
     @property
+    def complexity(self) -> int:
+        """How much has to work together; of two that are as fast the simpler one is better."""
+        return self.stage + 4 * (self.optimizer != "none") + 4 * (self.parameters != "none") + 8 * self.on_disk
+
+    @property
     def on_disk(self) -> bool:
         """Whether anything lies on disk."""
         return "nvme" in (self.optimizer, self.parameters)
@@ -69,16 +76,19 @@ class Sharding:
         itemsize = self.weight_bytes(precision)
         crossing = (ranks - 1) / ranks
         weights, gradients = crossing * itemsize * every, crossing * itemsize * trained
-        by_stage = {
+        stepped = crossing * itemsize * trained
+        micro, last, step = {
             0: (0.0, 2 * gradients, 0.0),
-            1: (0.0, gradients, crossing * itemsize * trained),
-            2: (gradients, 0.0, crossing * itemsize * trained),
+            1: (0.0, gradients, stepped),
+            2: (gradients, 0.0, stepped),
             3: (2 * weights + gradients, 0.0, 0.0),
-        }
-        micro, last, step = (Work(interconnect_bytes=size) for size in by_stage[self.stage])
-        step += self._optimizer(profile, trained, ranks)
+        }[self.stage]
+        copied = 2.0 * itemsize * (trained + (2 * every if self.stage == 3 else 0))
+        in_passes = Work(interconnect_bytes=micro, staged_bytes=copied if self.stage >= 2 else 0.0)
+        at_the_end = Work(interconnect_bytes=last, staged_bytes=copied if self.stage == 1 else 0.0)
+        after = Work(interconnect_bytes=step) + self._optimizer(profile, trained, ranks)
         moved = self._moved(every / ranks, trained / ranks, itemsize)
-        return Cost(micro, step, overlap=not self.on_disk, last_micro_batch=last) + moved
+        return Cost(in_passes, after, last_micro_batch=at_the_end) + moved
 
     def _optimizer(self, profile: ModelProfile, trained: int, ranks: int) -> Work:
         """What stepping a share, here or on the host, adds to stepping everything on the device."""

@@ -65,7 +65,7 @@ def test_bounds_are_bounds() -> None:
     found, outcome = search(1400)
     for solution in outcome.solutions:
         techniques = Setting(chosen=solution.setting.chosen).without("checkpointing")
-        assert found.bound(techniques) <= found.traced_bound(techniques) <= solution.time.total * (1 + 1e-9)
+        assert found.bounds.seconds(techniques) <= found.traced_bound(techniques) <= solution.time.total * (1 + 1e-9)
 
 
 def test_search_visits_less_than_everything() -> None:
@@ -78,7 +78,7 @@ def test_brute_force_finds_nothing_faster() -> None:
     found, outcome = search(1100)
     assert outcome.best is not None
     for setting in candidates(found.workload)[0]:
-        if found.least_bytes(setting) <= found.usable_bytes:
+        if found.bounds.least_bytes(setting) <= found.bounds.usable_bytes:
             solution = found.solve(setting)
             if hasattr(solution, "time"):
                 assert outcome.best.time.total <= solution.time.total * 1.006
