@@ -153,7 +153,7 @@ def _check(name: str, block: nn.Module, plan: BlockPlan, size: int) -> None:
             "Set `tensor_parallel_size: 1`."
         )
     counts = {f"heads of {name}.{key}": plan.num_heads(block, key) for key in plan.heads}
-    for key in plan.layers:
+    for key in sorted(plan.layers):
         if key.startswith(f"{plan.feed_forward}.") and isinstance(plan.styles[key], Columns):
             counts[f"features of {name}.{key}"] = output_features(block.get_submodule(key))
     common = gcd(*counts.values())
