@@ -40,7 +40,7 @@ def zero_infinity_states(
         sizes: Of `infinity_sizes`, for the same parameters and world size.
         world_size: Ranks that share every parameter.
         optimizer: Family name; its states are kept in fp32.
-        offload_optimizer: Whether the states go to disk; otherwise they are in host memory.
+        offload_optimizer: Whether the states go to disk; otherwise they and the gradients are on the device.
         offload_parameters: Whether the weights do; otherwise each rank's share is on its device.
         bucket_size: Elements of the reduce bucket, on the device.
     """
@@ -77,27 +77,44 @@ def _weights(
 
 
 def _states(sizes: InfinitySizes, num_states: int, offloaded: bool) -> MemoryBreakdown:
-    by_tier = dict.fromkeys((Tier.DISK, Tier.HOST), 0)
+    by_tier = dict.fromkeys((Tier.DISK, Tier.HOST, Tier.DEVICE), 0)
     for numel in sizes.sub_groups:
         swapped = offloaded and numel * _FP32 >= sizes.aio.min_swapped_bytes
         stored = sizes.aio.aligned(numel, _FP32) if swapped else numel
-        by_tier[Tier.DISK if swapped else Tier.HOST] += (1 + num_states) * stored * _FP32
+        tier = Tier.DISK if swapped else Tier.HOST if offloaded else Tier.DEVICE
+        by_tier[tier] += (1 + num_states) * stored * _FP32
     return MemoryBreakdown({(tier, Category.OPTIMIZER_STATE): size for tier, size in by_tier.items()})
 
 
 def _gradients(trained: Sequence[int], sizes: InfinitySizes, offloaded: bool) -> MemoryBreakdown:
     """A buffer of the weights' dtype for all of them, and fp32 ones for the step: on disk where large enough.
 
-    What doesn't fill an aligned piece of a file is kept in memory.
+    What doesn't fill an aligned piece of a file is kept in memory. Where the step is on the device, so is the buffer.
     """
     host, disk = sum(trained) * sizes.itemsize, 0
+    if not offloaded:
+        return MemoryBreakdown.device({Category.GRADIENT: host})
     step = sizes.aio.aligned(1, _FP32)
     for numel in trained:
-        swapped = offloaded and numel * _FP32 >= sizes.aio.min_swapped_bytes
+        swapped = numel * _FP32 >= sizes.aio.min_swapped_bytes
         on_disk = numel // step * step if swapped else 0
         disk += on_disk * _FP32
         host += (numel - on_disk) * _FP32
     return MemoryBreakdown({(Tier.HOST, Category.GRADIENT): host, (Tier.DISK, Category.GRADIENT): disk})
+
+
+def held_gradients(numels: Sequence[int], sizes: InfinitySizes) -> int:
+    """Bytes of fp32 gradients that stay in host memory from the backward pass until their sub-group is stepped.
+
+    Those that don't fill an aligned piece of a file: what is left over is a view (`_adjust_for_misaligned_lengths`),
+    which keeps the whole.
+
+    Args:
+        numels: Elements of this rank's shares.
+        sizes: In use.
+    """
+    step = sizes.aio.aligned(1, _FP32)
+    return sum(n * _FP32 for n in numels if n % step and n * _FP32 >= sizes.aio.min_swapped_bytes)
 
 
 def _buffers(

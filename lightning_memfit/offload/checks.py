@@ -94,6 +94,30 @@ def check_memory(name: str, needed_bytes: int, available_bytes: int, fix: str) -
     return Finding(name, "ok", found) if needed_bytes <= available_bytes else Finding(name, "problem", found, fix)
 
 
+def check_host_memory(
+    needed_bytes: int, available_bytes: int, ranks: int, moment: str, parts: Sequence[tuple[str, int]], fix: str
+) -> Finding:
+    """Host memory at its peak, and what most of it is for, of which a fix follows.
+
+    Args:
+        needed_bytes: By all ranks on this machine, beyond what they have now; activations come on top.
+        available_bytes: Free, and within the limits of this process's cgroup.
+        ranks: On this machine.
+        moment: When a rank takes most.
+        parts: What for, the largest first, of one rank.
+        fix: What to do where it doesn't suffice.
+    """
+    most = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts)
+    by = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    found = (
+        f"{format_bytes(needed_bytes)} needed by {by} in the moment {moment!r} (each {most}), and activations; "
+        f"{format_bytes(available_bytes)} free"
+    )
+    if needed_bytes <= available_bytes:
+        return Finding("host memory", "ok", found)
+    return Finding("host memory", "problem", f"{found}, {format_bytes(needed_bytes - available_bytes)} too few", fix)
+
+
 def check_pinned(needed_bytes: int, limit_bytes: int | None) -> Finding:
     """Buffers for asynchronous I/O, which are locked (`mlock`) and bound by `ulimit -l`.
 

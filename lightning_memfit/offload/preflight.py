@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,21 @@ from lightning_memfit.offload import checks
 from lightning_memfit.offload.extensions import build_locks
 from lightning_memfit.offload.folder import parent_problem
 from lightning_memfit.offload.leftovers import RunState, find_runs
+from lightning_memfit.offload.peaks import (
+    Moments,
+    device_peak_bytes,
+    host_peak,
+    host_peak_bytes,
+    host_tiers,
+    largest_parts,
+)
 from lightning_memfit.offload.sizing import InfinitySizes
 from lightning_memfit.offload.traffic import Traffic
 from lightning_memfit.offload.watermark import free_bytes
 
 _SAMPLE_BYTES = 64 * MIB
 _HANDLES_PER_RANK = 4  # two each of the parameters' and of the pipelined optimizer's swapper
-_HOST_FIX = "use more ranks or machines, offload the parameters too, or end other programs"
+_HOST_FIX = "end other programs, raise the container's limit, or divide the states among more machines"
 _DEVICE_FIX = "cut its largest layer into tiles (`tiling_hints`), make the reduce bucket smaller, or use more ranks"
 
 
@@ -44,6 +52,13 @@ class Needs:
     """What stays free on the drive; the run's `DiskWatermark`."""
     endurance_tbw: float | None = None
     """Terabytes that the drive is rated to be written; None where unknown."""
+    moments: Moments = field(default_factory=dict)
+    """Of one rank, from `estimate.zero_moments`. Without, only the states are asked for."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the device's memory is the host's."""
+        return self.device_free_bytes is None
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,8 @@ class PreflightReport:
     """Needed by one rank."""
     seconds_per_step: float | None = None
     """A bound from below, by the transfers; None where the drive could not be measured."""
+    host_peak_bytes: int | None = None
+    """The most host memory that a rank takes, without activations; on the CPU with what is the device's elsewhere."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -80,6 +97,7 @@ class PreflightReport:
             "findings": [asdict(finding) for finding in self.findings],
             "bytes_per_rank": self.states.to_dict(),
             "seconds_per_step": self.seconds_per_step,
+            "host_peak_bytes": self.host_peak_bytes,
         }
 
     def table(self) -> str:
@@ -107,7 +125,8 @@ def preflight(nvme_path: str | Path, needs: Needs) -> PreflightReport:
     if problem is None:
         drive, seconds = _drive(nvme_path, needs)
         findings += drive
-    return PreflightReport(str(nvme_path), (*findings, *_memory(needs)), needs.states, seconds)
+    peak = host_peak_bytes(needs.moments, needs.on_cpu) if needs.moments else None
+    return PreflightReport(str(nvme_path), (*findings, *_memory(needs)), needs.states, seconds, peak)
 
 
 def sentence(finding: Finding) -> str:
@@ -133,16 +152,16 @@ def _drive(folder: str | Path, needs: Needs) -> tuple[list[Finding], float | Non
 
 
 def _memory(needs: Needs) -> list[Finding]:
-    host, states = probe_host(), needs.states
-    on_host = states.total(Tier.HOST) + states.total(Tier.PINNED_HOST)
+    host, moments = probe_host(), needs.moments or {"kept": needs.states}
     findings = []
-    if needs.device_free_bytes is None:
-        on_host += states.total(Tier.DEVICE)
-    else:
-        device = states.total(Tier.DEVICE)
+    if needs.device_free_bytes is not None:
+        device = device_peak_bytes(moments)
         findings.append(checks.check_memory("device memory", device, needs.device_free_bytes, _DEVICE_FIX))
-    findings.append(checks.check_memory("host memory", needs.ranks * on_host, host.available_bytes, _HOST_FIX))
-    findings.append(checks.check_pinned(states.total(Tier.PINNED_HOST), host.memlock_limit_bytes))
+    moment, peak = host_peak(moments, needs.on_cpu)
+    parts = largest_parts(peak, host_tiers(needs.on_cpu))
+    needed = needs.ranks * host_peak_bytes(moments, needs.on_cpu)
+    findings.append(checks.check_host_memory(needed, host.available_bytes, needs.ranks, moment, parts, _HOST_FIX))
+    findings.append(checks.check_pinned(needs.states.total(Tier.PINNED_HOST), host.memlock_limit_bytes))
     used, limit = (int(Path(f"/proc/sys/fs/{name}").read_text()) for name in ("aio-nr", "aio-max-nr"))
     handles = needs.ranks * _HANDLES_PER_RANK
     return [*findings, checks.check_aio_contexts(needs.sizes.aio, handles, used, limit)]

@@ -72,7 +72,8 @@ class InfinitySizes:
     max_in_cpu: int
     """Elements of parameters that stay in host memory."""
     write_buffer_size: int
-    """Elements of the buffer through which a stepped sub-group's weights are written."""
+    """Elements of the buffer through which a stepped sub-group's weights are written; whole ones, by an oversight in
+    `reserve_partitioned_swap_space`, though a rank writes its share."""
 
     @property
     def largest_sub_group(self) -> int:
@@ -159,7 +160,7 @@ def infinity_sizes(
     groups_by_params = [sub for group in partitions for sub in sub_groups(group, size)]
     totals = tuple(sum(sub) for sub in groups_by_params)
     swapped = [p for group in partitions for p in group if p * itemsize >= aio.min_swapped_bytes]
-    fullest = max(groups_by_params, key=sum)
+    whole = _whole_of_fullest(groups, partitions, size)
     return InfinitySizes(
         aio=aio,
         itemsize=itemsize,
@@ -169,8 +170,21 @@ def infinity_sizes(
         param_buffer_count=param_buffer_count(params_per_module),
         param_buffer_size=max(swapped, default=0),
         max_in_cpu=max_in_cpu,
-        write_buffer_size=sum(aio.aligned(numel, itemsize) for numel in fullest),
+        write_buffer_size=sum(aio.aligned(numel, itemsize) for numel in whole),
     )
+
+
+def _whole_of_fullest(groups: Sequence[Sequence[int]], partitions: Sequence[Sequence[int]], size: int) -> list[int]:
+    """Whole parameters' elements of the largest sub-group, the first of several."""
+    best: list[int] = []
+    largest = 0
+    for whole, shares in zip(groups, partitions, strict=True):
+        start = 0
+        for sub in sub_groups(shares, size):
+            if sum(sub) > largest:
+                largest, best = sum(sub), list(whole[start : start + len(sub)])
+            start += len(sub)
+    return best
 
 
 def sub_groups(partitions: Sequence[int], size: int) -> list[list[int]]:

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memfit.offload.heap import return_freed_memory
 from lightning_memfit.strategies.checkpoint_folder import rewritten
 from lightning_memfit.strategies.deepspeed_internals import (
     allow_loading_without_optimizer,
@@ -111,6 +112,8 @@ class ZeroStrategy(DeepSpeedStrategy):
     def setup_environment(self) -> None:
         """Start the processes' communication; Lightning's own strategy refuses the CPU here."""
         allow_loading_without_optimizer()
+        if self._on_cpu or {"offload_optimizer", "offload_param"} & set(self.config["zero_optimization"]):
+            return_freed_memory()
         if not self._on_cpu:
             super().setup_environment()
             return
@@ -186,12 +189,13 @@ class ZeroStrategy(DeepSpeedStrategy):
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
         self._fill_sizes(model)
-        if optimizer is not None and "offload_optimizer" in self.config["zero_optimization"]:
+        offloaded = "offload_optimizer" in self.config["zero_optimization"]
+        if optimizer is not None and offloaded:
             # DeepSpeed insists on its own Adam, compiled at first use; torch's fused one is as fast, and any other
             # optimizer works as well.
             self.config.setdefault("zero_force_ds_cpu_optimizer", False)
-            if prefer_fused(optimizer):
-                rank_zero_info(f"{type(self).__name__}: {type(optimizer).__name__} steps on the CPU with fused=True.")
+        if optimizer is not None and (offloaded or self._on_cpu) and prefer_fused(optimizer):
+            rank_zero_info(f"{type(self).__name__}: {type(optimizer).__name__} steps on the CPU with fused=True.")
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_memfit.device.probe import probe_device
 from lightning_memfit.estimate.zero_infinity import zero_infinity_states
-from lightning_memfit.memory import format_bytes, parse_bytes
+from lightning_memfit.estimate.zero_moments import Place, ZeroRun, zero_moments
+from lightning_memfit.memory import MemoryBreakdown, format_bytes, parse_bytes
 from lightning_memfit.memory.breakdown import Tier
 from lightning_memfit.offload.folder import RunFolder, new_run_id
 from lightning_memfit.offload.preflight import Needs, PreflightReport, preflight
@@ -35,6 +36,7 @@ from lightning_memfit.strategies.nvme_internals import (
 )
 from lightning_memfit.strategies.zero import ZeroStrategy
 from lightning_memfit.strategies.zero_config import with_raw_options
+from lightning_memfit.strategies.zero_sizes import ModelSizes, sized
 
 T = TypeVar("T")
 
@@ -151,13 +153,32 @@ class ZeroInfinityStrategy(ZeroStrategy):
         traffic = step_traffic(share * self._offloads[0], share * self._offloads[1], sizes.itemsize, 2, micro_batches)
         device = self.root_device
         free = probe_device(device.index).available_bytes if device.type == "cuda" else None
-        needs = Needs(states, sizes, traffic, self.num_processes, free, self.reserve_bytes, self.endurance_tbw)
+        moments = self._moments(shape, sizes)
+        needs = Needs(states, sizes, traffic, self.num_processes, free, self.reserve_bytes, self.endurance_tbw, moments)
         report = preflight(self.nvme_path, needs)
         report.require()
         on_tiers = ", ".join(f"{format_bytes(states.total(tier))} {tier}" for tier in Tier)
         seconds = "" if report.seconds_per_step is None else f"; a step takes {report.seconds_per_step:.1f} s or more"
-        rank_zero_info(f"{type(self).__name__}: each rank needs {on_tiers}{seconds}.")
+        peak = format_bytes(report.host_peak_bytes or 0)
+        rank_zero_info(f"{type(self).__name__}: each rank needs {on_tiers}, {peak} of host memory at most{seconds}.")
         return report
+
+    def _moments(self, shape: ModelShape, sizes: InfinitySizes) -> dict[str, MemoryBreakdown]:
+        numels = [p.numel for p in shape.parameters if not p.shared_with]
+        zero = sized(self.config["zero_optimization"], ModelSizes(sum(numels), max(numels)), self.world_size)
+        places: list[Place] = ["nvme" if on_disk else "none" for on_disk in self._offloads]
+        run = ZeroRun(
+            shape.parameters,
+            world_size=self.world_size,
+            itemsize=sizes.itemsize,
+            offload_optimizer=places[0],
+            offload_parameters=places[1],
+            bucket_size=zero["reduce_bucket_size"],
+            live_parameters=zero["stage3_max_live_parameters"],
+            sizes=sizes,
+            on_cpu=self._on_cpu,
+        )
+        return zero_moments(run)
 
     def _tune(self) -> None:
         given = self._raw.get("aio", {})

@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 
 from lightning_memfit.device import examine
+from lightning_memfit.device.probe import probe_host
 from lightning_memfit.estimate.zero_infinity import zero_infinity_states
-from lightning_memfit.memory import GIB, MIB, Tier
+from lightning_memfit.estimate.zero_moments import ZeroRun, zero_moments
+from lightning_memfit.memory import GIB, MIB, Tier, format_bytes
 from lightning_memfit.offload.folder import RunFolder
+from lightning_memfit.offload.peaks import host_peak_bytes
 from lightning_memfit.offload.preflight import Needs, PreflightReport, preflight
 from lightning_memfit.offload.sizing import infinity_sizes
 from lightning_memfit.offload.traffic import step_traffic
@@ -210,6 +213,38 @@ def test_memory_that_does_not_suffice(tmp_path: Path) -> None:
     for name in ("host memory", "device memory", "disk space"):
         assert "needed" in (problem := named(report, name)) or "free" in problem
     assert report.states.total(Tier.DEVICE) > 24 * GIB
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_host_memory_of_a_small_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:
+    """As if a container left 300 MiB; what two ranks take at their peak is more, though their states are not."""
+    sizes = infinity_sizes([[parameter.numel for parameter in PARAMETERS]], world_size=2)
+    run = ZeroRun(
+        PARAMETERS,
+        3,
+        2,
+        offload_optimizer="nvme",
+        offload_parameters="nvme",
+        bucket_size=MIB,
+        sizes=sizes,
+        on_cpu=on_cpu,
+    )
+    moments = zero_moments(run)
+    needs = needs_of(ranks=2, moments=moments, device_free_bytes=None if on_cpu else GIB)
+    free = replace(probe_host(), available_bytes=300 * MIB)
+    monkeypatch.setattr("lightning_memfit.offload.preflight.probe_host", lambda: free)
+    problem = named(report := preflight(tmp_path, needs), "host memory")
+    peak = host_peak_bytes(moments, on_cpu)
+    assert report.host_peak_bytes == report.to_dict()["host_peak_bytes"] == peak
+    assert f"{format_bytes(2 * peak)} needed by 2 ranks" in problem
+    assert "pinned host communication" in problem
+    assert "300.00 MiB free" in problem
+    assert problem.endswith("divide the states among more machines.")
+    with pytest.raises(RuntimeError, match="host memory: "):
+        report.require()
+    enough = replace(free, available_bytes=2 * peak)
+    monkeypatch.setattr("lightning_memfit.offload.preflight.probe_host", lambda: enough)
+    assert not [p for p in preflight(tmp_path, needs).problems if p.startswith("host memory")]
 
 
 def test_locked_memory_is_limited(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ def test_either_alone() -> None:
     assert optimizer.get(Category.PARAMETER, Tier.DISK) == 0
     assert optimizer.get(Category.PARAMETER, Tier.DEVICE) > 3e9
     assert weights.by_category(Tier.DISK).keys() == {Category.PARAMETER}
-    assert weights.get(Category.OPTIMIZER_STATE, Tier.HOST) > 18e9
+    assert weights.get(Category.OPTIMIZER_STATE, Tier.DEVICE) > 18e9  # nobody asked to take it off the device
+    assert weights.get(Category.GRADIENT, Tier.HOST) == 0
     assert optimizer.total(Tier.PINNED_HOST) == sizes.optimizer_buffer_bytes
     assert weights.total(Tier.PINNED_HOST) == sizes.param_buffer_bytes
 

@@ -149,3 +149,10 @@ def test_partial_offload_of_parameters() -> None:
 def test_no_parameters() -> None:
     with pytest.raises(ValueError, match="no parameter"):
         infinity_sizes([[], []])
+
+
+def test_buffer_for_writing_weights_has_room_for_whole_ones() -> None:
+    """`reserve_partitioned_swap_space` is given `ds_numel`; a rank of four writes a quarter of them."""
+    one, four = (infinity_sizes([[2**24] * 4], world_size=world_size) for world_size in (1, 4))
+    assert one.write_buffer_size == sum(one.sub_groups[:1])
+    assert four.write_buffer_size == 4 * four.largest_sub_group
