@@ -118,3 +118,38 @@ def whole_file(case: dict[str, Any]) -> dict[str, Any]:
     losses = Losses()
     build_trainer(case, losses, max_steps=2 * HALF).fit(build_module(), TokenData(), ckpt_path=str(path))
     return {"whole": whole, "first": first, "resumed": losses.values}
+
+
+class KeptForBackward(pl.Callback):
+    """Bytes that the first forward pass keeps for backward, parameters aside."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, int] = {}
+        self._hooks: Any = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        owned = {p.to_local().untyped_storage().data_ptr() for p in module.parameters()}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in owned and not isinstance(tensor, torch.nn.Parameter):
+                self.storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
+        self._hooks.__exit__(None, None, None)
+
+
+def kept(case: dict[str, Any]) -> dict[str, Any]:
+    """The bytes for a model of two layers and of three."""
+    found = []
+    for layers in (2, 3):
+        pl.seed_everything(0, verbose=False)
+        counter = KeptForBackward()
+        module = build_module(config={**case["module"]["config"], "n_layer": layers})
+        build_trainer(case, counter, max_steps=1).fit(module, TokenData())
+        found.append(sum(counter.storages.values()))
+    return {"bytes": found}

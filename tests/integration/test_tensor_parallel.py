@@ -6,6 +6,7 @@ Tolerances are absolute, on losses of about 4.5 in fp32: 2e-6, as sums over rank
 import pytest
 import torch
 
+from lightning_memfit.estimate.activations import layer_activation_bytes
 from tests.helpers.strategy_launch import launch
 from tests.helpers.strategy_runs import BATCH, CLIP, CONFIG, Tokens
 from tests.helpers.strategy_scenarios import evaluate_whole
@@ -24,6 +25,7 @@ LLAMA = {
 }
 QWEN2 = LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True}  # with biases on q, k and v alone
 DROPOUT = CONFIG | {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+HIDDEN = 256
 OPT = {"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "ffn_dim": 64}
 CALLBACKS = {
     "checkpointing": {
@@ -93,6 +95,8 @@ def results(folder):
         "scenario": f"{OURS}.dropout_with_other_seeds",
         "module": {"config": DROPOUT},
     }
+    config = CONFIG | {"activation_function": "gelu", "n_embd": HIDDEN}
+    cases["kept"] = {**together(), "precision": "bf16-true", "scenario": f"{OURS}.kept", "module": {"config": config}}
     return launch(folder, cases)
 
 
@@ -174,6 +178,13 @@ def test_every_matrix_is_divided(results):
         divided = is_matrix or name.endswith("c_fc.bias")
         assert own == (whole // 2 if divided else whole), name
         assert results["pieces"]["states"][name] == own
+
+
+def test_activations_are_divided_as_the_closed_form_says(results):
+    two, three = results["kept"]["bytes"]
+    expected = layer_activation_bytes(BATCH, 32, HIDDEN, 2, "selective", tensor_parallel_size=2)
+    masks = 2 * BATCH * 32 * HIDDEN  # of dropout, which is off
+    assert three - two == pytest.approx(expected - masks, rel=0.01)
 
 
 def test_dropout_is_the_same_on_ranks_that_compute_together(results):

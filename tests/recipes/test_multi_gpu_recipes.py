@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from cli.recipe_files import available, resolve
+from lightning_memfit.estimate.architectures import ARCHITECTURES
 from tests.helpers.aio import needs_aio
 
 pytest.importorskip("deepspeed")
@@ -16,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 GPT2 = ("gpt2xl_ddp", "gpt2xl_fsdp2", "gpt2xl_zero2", "gpt2xl_zero3_offload", "multi_node")
 RECIPES = (*GPT2, "blenderbot_zero2")
 FROM_DISK = "gpt2xl_zero_infinity"
+TOGETHER = "gpt2large_tensor_parallel"
+FOR = {"blenderbot_zero2": "# Blenderbot 400M", TOGETHER: "# GPT-2 Large"}
 RUN_ALL = """
 import sys
 from cli.main import main
@@ -55,10 +58,23 @@ def test_the_recipe_from_disk_takes_its_folder_from_the_environment(tmp_path):
     assert list(drive.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [*RECIPES, FROM_DISK])
+@pytest.mark.slow
+def test_two_processes_compute_together(tmp_path):
+    command = [sys.executable, "-m", "lightning_memfit.cli", "fit", "--config", TOGETHER, "--config", "quick/gpt2xl"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    arguments = [*command, "--trainer.devices=2"]
+    run = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "2 blocks like GPT-2's among 2 ranks each" in run.stderr
+    (folder,) = (tmp_path / "runs" / TOGETHER).rglob("*.ckpt")
+    assert (folder / "meta.pt").is_file()
+    assert "summary/measured_peak_gib" in next(folder.parents[1].glob("metrics.csv")).read_text()
+
+
+@pytest.mark.parametrize("name", [*RECIPES, FROM_DISK, TOGETHER])
 def test_every_recipe_says_what_it_is_for(name):
     first = available()[name].read_text().splitlines()[0]
-    assert first.startswith("# Blenderbot 400M" if name == "blenderbot_zero2" else "# GPT-2 XL")
+    assert first.startswith(FOR.get(name, "# GPT-2 XL"))
     assert read(name)["trainer"]["logger"]["init_args"]["name"] == name
 
 
@@ -80,6 +96,15 @@ def test_the_seq2seq_recipe_is_the_published_configuration():
     assert all(strategy["config"]["zero_optimization"].values())
     assert strategy["config"]["fp16"]["initial_scale_power"] == 15
     assert (recipe["trainer"]["devices"], recipe["trainer"]["precision"]) == (2, "16-mixed")
+
+
+def test_the_heads_can_be_divided():
+    recipe = read(TOGETHER)
+    assert recipe["model"]["init_args"]["pretrained"] == "openai-community/gpt2-large"
+    heads, together = ARCHITECTURES["gpt2-large"].config["n_head"], recipe["trainer"]["strategy"]["init_args"]
+    assert (
+        heads % together["tensor_parallel_size"] == recipe["trainer"]["devices"] % together["tensor_parallel_size"] == 0
+    )
 
 
 def test_two_machines_shard_within_each():
