@@ -131,11 +131,20 @@ class Task:
 
     @cached_property
     def loader(self) -> DataLoader[Any]:
-        """Micro-batches in the order in which Lightning's run takes them."""
+        """Micro-batches in the order in which Lightning's run takes them.
+
+        Raises:
+            ValueError: If an epoch ends within an optimizer step, which every tool treats differently.
+        """
         data = _instantiate("data", self.settings["data"])
         data.prepare_data()
         data.setup("fit")
         loader: DataLoader[Any] = data.train_dataloader()
+        if self.max_steps * self.accumulate > len(loader) and len(loader) % self.accumulate:
+            raise ValueError(
+                f"`data`: the {len(loader)} micro-batches of an epoch are no multiple of "
+                f"`trainer.accumulate_grad_batches={self.accumulate}`. Give more or fewer samples."
+            )
         return loader
 
     def batches(self) -> Iterator[Any]:
