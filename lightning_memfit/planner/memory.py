@@ -7,24 +7,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-import numpy as np
-
 from lightning_memfit.checkpointing.knapsack import BlockOption, CheckpointingProblem, PlanFrontier
 from lightning_memfit.checkpointing.policies import Choice
-from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures
-from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_peak_bytes, predict_total_bytes
+from lightning_memfit.estimate.block_figures import BudgetError
+from lightning_memfit.estimate.estimate import CUDA_ROUNDING
 from lightning_memfit.estimate.variants import trained
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.planner.cost import RECOMPUTED_OPERATOR, PassWork, Rates, pass_seconds
+from lightning_memfit.planner.passes import Passes
 from lightning_memfit.planner.placement import Placement, torch_placement
-from lightning_memfit.planner.standing import Standing, later_phases
-from lightning_memfit.planner.traces import CHOICES, Laboratory
-from lightning_memfit.profile.events import CATEGORIES, EventList
+from lightning_memfit.planner.standing import Standing
+from lightning_memfit.planner.traces import Laboratory
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.setting import Setting
 
-_TEMPORARY = CATEGORIES.index(Category.TEMPORARY)
-_INPUT = CATEGORIES.index(Category.INPUT)
 _FREES_GRADIENTS = frozenset({"gradient_release", "host_master_weights"})
 _PAGED = frozenset({"paged_optimizer", "paged_optimizer_8bit"})
 
@@ -36,8 +32,9 @@ class MemoryModel:
     other master weights keep is a constant, which is added; the peak of the step comes from a trace of steps alone.
 
     Args:
-        laboratory: Makes the traces.
+        laboratory: Makes the traces of steps.
         setting: Techniques; its sizes and its checkpointing don't matter.
+        passes: Traces of the setting's forward and backward.
         dtype: Of matrix products.
         placement: What DeepSpeed keeps where, if it is the strategy: it replaces what a trace keeps.
 
@@ -46,7 +43,12 @@ class MemoryModel:
     """
 
     def __init__(
-        self, laboratory: Laboratory, setting: Setting, dtype: str, placement: Placement | None = None
+        self,
+        laboratory: Laboratory,
+        setting: Setting,
+        passes: Passes,
+        dtype: str,
+        placement: Placement | None = None,
     ) -> None:
         self._laboratory = laboratory
         self._setting = setting
@@ -55,20 +57,17 @@ class MemoryModel:
         self._names = {choice.name for choice in setting.without("strategy").chosen}
         self._cuda = laboratory.workload.target.kind == "cuda"
         self._rounding = CUDA_ROUNDING if self._cuda else 1
-        self._profiles: dict[Choice, ModelProfile] = {"none": laboratory.passes(setting, "none")}
-        if self.none.num_blocks > 1:
-            self._profiles |= {choice: laboratory.passes(setting, choice) for choice in CHOICES if choice != "none"}
-        self._figures: dict[tuple[Choice, int], BlockFigures] = {}
+        self._passes = passes
 
     @property
     def none(self) -> ModelProfile:
         """Profile without checkpointing."""
-        return self._profiles["none"]
+        return self._passes.none
 
     @property
     def knows_every_size(self) -> bool:
         """Whether another micro-batch than the traced one can be had by arithmetic."""
-        return all(profile.knows_every_size for profile in self._profiles.values())
+        return self._passes.knows_every_size
 
     # --- what is alive all the time ---------------------------------------------------------------------------------
 
@@ -87,7 +86,7 @@ class MemoryModel:
     def _on_one_device(self) -> Standing:
         """Of the setting's techniques where one device holds everything."""
         if not self._needs_stepping:
-            return Standing.of(self.none, self._rounding)
+            return self._passes.standing
         if self._cuda and "host_master_weights" in self._names:
             return self._beside_host()
         own = self._laboratory.stepping(self._setting, self._rounding)
@@ -108,14 +107,14 @@ class MemoryModel:
         parameters = [replace(p, itemsize=2) for p in self.none.parameters if not p.shared_with]
         weights = sum(_rounded(p.numel * p.itemsize, self._rounding) for p in parameters)
         largest = max((p.numel * p.itemsize for p in trained(parameters)), default=0)
-        in_half = Standing.of(self.none, self._rounding).state_bytes  # they follow the weights' dtype in the trace
-        buffers = Standing.of(self.none, self._rounding).buffer_bytes
+        in_half = self._passes.standing.state_bytes  # they follow the weights' dtype in the trace
+        buffers = self._passes.standing.buffer_bytes
         return Standing(weights, weights + 2 * largest, weights, 2 * in_half, weights, buffers)
 
     @cached_property
     def _shift(self) -> int:
         """What the setting keeps alive in forward and backward beyond the traces with the module's own optimizer."""
-        plain = Standing.of(self.none, self._rounding)
+        plain = self._passes.standing
         shift = self._standing.kept_bytes - plain.kept_bytes
         if self._names & _FREES_GRADIENTS:
             shift += max(0, self._standing.backward_bytes - self._standing.kept_bytes)
@@ -141,13 +140,13 @@ class MemoryModel:
 
     def frontier(self, size: int, rates: Rates) -> PlanFrontier | None:
         """Every checkpointing plan worth having at a micro-batch; None where there are no blocks to choose among."""
-        if len(self._profiles) == 1:
+        if len(self._passes.profiles) == 1:
             return None
         try:
-            figures = {choice: self._figures_at(choice, size) for choice in self._profiles}
+            figures = {choice: self._passes.figures(choice, size) for choice in self._passes.profiles}
         except BudgetError:
             return None
-        seconds = {choice: self._recompute_seconds(choice, size, rates) for choice in self._profiles}
+        seconds = {choice: self._recompute_seconds(choice, size, rates) for choice in self._passes.profiles}
         plain, shift = figures["none"], self._shift
         blocks = tuple(
             tuple(
@@ -163,17 +162,15 @@ class MemoryModel:
 
     def peak_bytes(self, size: int) -> int:
         """Peak of live tensors without checkpointing."""
-        events = self.none.events_at(size)
-        live = events.live_bytes(self._rounding)
-        passes = max(int(live[a:b].max()) for name in ("forward", "backward") for a, b in later_phases(events, name))
-        return max(passes + self._shift, self._step_bytes(size))
+        return max(self._passes.peak_bytes(size) + self._shift, self._step_bytes(size))
 
     def fragmentation_bytes(self, choices: Collection[Choice], size: int) -> int:
         """What the caching allocator reserves beyond the live tensors, at most over uniform plans of these choices."""
         if not self._cuda:
             return 0
-        used = [choice for choice in self._profiles if choice in choices] or list[Choice](("none",))
-        return max(self._fragmentation(choice, size) for choice in used)
+        used = [choice for choice in self._passes.profiles if choice in choices] or list[Choice](("none",))
+        other_steps = self._needs_stepping or self._setting.sharding is not None
+        return max(self._passes.fragmentation_bytes(choice, size, other_steps) for choice in used)
 
     def breakdown(self, peak_bytes: int, size: int) -> MemoryBreakdown:
         """Bytes on the device by category at a peak: what is always there, and activations for the rest."""
@@ -184,7 +181,7 @@ class MemoryModel:
             Category.GRADIENT: 0 if self._names & _FREES_GRADIENTS else standing.gradient_bytes,
             Category.OPTIMIZER_STATE: 0 if self._has_moved_states else standing.state_bytes,
             Category.COMMUNICATION: standing.communication_bytes,
-            Category.INPUT: _input_bytes(self.none, size),
+            Category.INPUT: self._passes.input_bytes(size),
         }
         rest = max(0, peak_bytes - sum(fixed.values()))
         return MemoryBreakdown.device({**fixed, Category.ACTIVATION: rest})
@@ -207,14 +204,8 @@ class MemoryModel:
 
     def _step_bytes(self, size: int) -> int:
         traced = self.none.micro_batch_size
-        more = _input_bytes(self.none, size) - _input_bytes(self.none, traced)
+        more = self._passes.input_bytes(size) - self._passes.input_bytes(traced)
         return self._standing.step_bytes + max(0, more)
-
-    def _figures_at(self, choice: Choice, size: int) -> BlockFigures:
-        key = (choice, size)
-        if key not in self._figures:
-            self._figures[key] = block_figures(_at(self._profiles[choice], size), self._rounding)
-        return self._figures[key]
 
     def _recompute_seconds(self, choice: Choice, size: int, rates: Rates) -> float:
         plain = PassWork.of(self.none, size)
@@ -225,39 +216,11 @@ class MemoryModel:
     def _recomputed(self, choice: Choice, size: int) -> PassWork:
         """What a pass does beyond the plain one when every block follows a choice."""
         weight = RECOMPUTED_OPERATOR.get(choice, 1.0)
-        return PassWork.of(self.none, size).recomputing(PassWork.of(self._profiles[choice], size), weight)
-
-    def _fragmentation(self, choice: Choice, size: int) -> int:
-        profile = _at(self._profiles[choice], size)
-        if self._needs_stepping or self._setting.sharding is not None:
-            profile = replace(profile, events=_without_scratch(profile.events))
-        return max(0, predict_total_bytes(profile, size) - predict_peak_bytes(profile, size))
+        return PassWork.of(self.none, size).recomputing(PassWork.of(self._passes.profiles[choice], size), weight)
 
 
 _LEAVES_STATES = frozenset({"bf16_mixed", "fp16_mixed", "bf16_true", "chunked_loss", "tf32"})
 """Techniques beside which the optimizer steps as the module made it, which `Laboratory.passes` traces already."""
-
-
-def _at(profile: ModelProfile, size: int) -> ModelProfile:
-    return replace(profile, events=profile.events_at(size), micro_batch_size=size, slopes=None, larger=None)
-
-
-def _without_scratch(events: EventList) -> EventList:
-    """Events without the scratch memory of optimizer steps, whose cached blocks another optimizer doesn't leave."""
-    allocations = np.flatnonzero(events.events > 0)
-    made_in_step = np.zeros(len(events.sizes), dtype=bool)
-    starts = [*(at for at, _ in events.phases), len(events)]
-    for (first, name), stop in zip(events.phases, starts[1:], strict=True):
-        if name == "step":
-            made = allocations[(allocations >= first) & (allocations < stop)]
-            made_in_step[events.storages[made]] = True
-    scratch = made_in_step & (events.categories == _TEMPORARY)
-    return replace(events, sizes=np.where(scratch, 0, events.sizes))
-
-
-def _input_bytes(profile: ModelProfile, size: int) -> int:
-    events = profile.events_at(size)
-    return int(events.sizes[events.categories == _INPUT].sum())
 
 
 def _rounded(size_bytes: int, rounding: int) -> int:

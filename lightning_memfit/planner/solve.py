@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 from lightning_memfit.checkpointing.knapsack import PlanFrontier
 from lightning_memfit.checkpointing.policies import Choice
+from lightning_memfit.estimate.estimate import CUDA_ROUNDING
 from lightning_memfit.memory import Category, MemoryBreakdown
 from lightning_memfit.planner.bounds import Bounds, alone
 from lightning_memfit.planner.candidates import Rejected, conflict_of_sizes
 from lightning_memfit.planner.cost import StepTime, step_seconds
 from lightning_memfit.planner.memory import MemoryModel
-from lightning_memfit.planner.traces import Laboratory
+from lightning_memfit.planner.passes import Passes
+from lightning_memfit.planner.traces import Laboratory, passes_of
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.facts import Run
@@ -58,6 +60,7 @@ class Solver:
         self.plain: ModelProfile = laboratory.plain()
         self.bounds = Bounds(self.workload, self.plain)
         self._models: dict[Setting, MemoryModel] = {}
+        self._passes: dict[Setting, Passes] = {}
 
     def solve(self, setting: Setting) -> Solution | Rejected:
         """The fastest micro-batch and checkpointing plan of a combination of techniques.
@@ -147,8 +150,16 @@ class Solver:
             dtype = self.bounds.dtype(techniques, self.bounds.cost(techniques))
             sharding = techniques.sharding
             placement = self.bounds.placement(techniques) if sharding is not None and sharding.deepspeed else None
-            self._models[techniques] = MemoryModel(self.laboratory, techniques, dtype, placement)
+            passes = self._passes_of(techniques)
+            self._models[techniques] = MemoryModel(self.laboratory, techniques, passes, dtype, placement)
         return self._models[techniques]
+
+    def _passes_of(self, techniques: Setting) -> Passes:
+        pure = passes_of(techniques)
+        if pure not in self._passes:
+            rounding = CUDA_ROUNDING if self.bounds.is_cuda else 1
+            self._passes[pure] = Passes(self.laboratory, techniques, rounding)
+        return self._passes[pure]
 
     def _least_needed(self, model: MemoryModel, frontier: PlanFrontier, size: int) -> int:
         plan = frontier.plan_for(frontier.minimum_bytes)
