@@ -110,10 +110,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; the first of each stage is compared over the ranks that compute together."""
         assert self.lightning_module is not None
-        stage = str(self.lightning_module.trainer.state.stage)
-        if self.tensor_parallel_size > 1 and stage not in self._compared:
+        stage = self.lightning_module.trainer.state.stage
+        if self.tensor_parallel_size > 1 and stage is not None and stage not in self._compared:
             self._compared.add(stage)
-            check_same_batch(batch, self._together, self.root_device, stage)
+            check_same_batch(batch, self._together, self.root_device, stage.value)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @property

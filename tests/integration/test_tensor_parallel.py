@@ -73,7 +73,7 @@ REFUSED = {
         {**together(), "callbacks": [{"class_path": "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"}]},
         "is sharded (DTensor, FSDP2), which bitsandbytes cannot step",
     ),
-    "batches": ({**together(), "scenario": f"{OURS}.other_batches"}, "were given different batches in"),
+    "batches": ({**together(), "scenario": f"{OURS}.other_batches"}, "were given different batches in train. "),
 }
 
 
