@@ -205,8 +205,8 @@ def _setup(run: ZeroRun) -> MemoryBreakdown:
 def _passes(run: ZeroRun) -> MemoryBreakdown:
     """Backward's start, when activations are there, or reducing the largest gradient at its end.
 
-    Both need that gradient; where the parameter is tied, two of them and their sum. Gradients that go to the host have
-    their norm taken first, in fp64 (`_constant_buffered_norm2`).
+    Both need that gradient; where the parameter is tied, which a partitioned module doesn't tell, two of them and their
+    sum. Gradients that go to the host have their norm taken first, in fp64 (`_constant_buffered_norm2`).
     """
     gradient = run.largest * run.itemsize
     norm = min(run.largest, _NORM_CHUNK) * _FP64 if run.offload_optimizer != "none" else 0
@@ -216,9 +216,8 @@ def _passes(run: ZeroRun) -> MemoryBreakdown:
         widest = buckets + max(gradient + run.activation_bytes, reduced + gradient, reduced + norm)
         return MemoryBreakdown.device({Category.TEMPORARY: widest})
     copied = gradient if run.world_size > 1 or run.offload_parameters == "nvme" else 0  # `reduce_scatter_coalesced`
-    tied = any(p.shared_with for p in run.parameters)
     start = _gathered(run) + gradient + run.activation_bytes
-    widest = max(start, (2 + tied) * gradient, copied + norm // run.world_size)
+    widest = max(start, 3 * gradient, copied + norm // run.world_size)
     held = _held(run, [numel for numel in run.shares if numel < max(run.shares)])
     return MemoryBreakdown.device({Category.TEMPORARY: widest}) + held
 

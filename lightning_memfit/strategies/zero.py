@@ -27,6 +27,7 @@ from lightning_memfit.strategies.deepspeed_internals import (
     disable_shared_memory_collectives,
     loading_universal,
 )
+from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.huggingface_build import partitioned_builds
 from lightning_memfit.strategies.offloaded_optimizer import prefer_fused
 from lightning_memfit.strategies.universal import SavedRun, convert
@@ -196,6 +197,8 @@ class ZeroStrategy(DeepSpeedStrategy):
             self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         if optimizer is not None and (offloaded or self._on_cpu) and prefer_fused(optimizer):
             rank_zero_info(f"{type(self).__name__}: {type(optimizer).__name__} steps on the CPU with fused=True.")
+        zero, itemsize = self.config["zero_optimization"], 2 if "16" in self.precision_plugin.precision else 4
+        require_host_memory(model, optimizer, zero, itemsize, self.world_size, self.num_processes, self._on_cpu)
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:

@@ -89,7 +89,7 @@ def test_parameters_alone_on_disk_leave_the_optimizer_on_the_device() -> None:
 def test_activations_come_on_top_of_passes_on_the_device() -> None:
     plain, more = (run_of(stage=3, on_cpu=False, activation_bytes=size) for size in (0, 99 * MIB))
     assert zero_moments(more)["passes"].total() - zero_moments(plain)["passes"].total() == pytest.approx(
-        99 * MIB, abs=2 * MIB
+        99 * MIB, abs=3 * MIB
     )
     assert host_peak_bytes(zero_moments(more), on_cpu=False) == host_peak_bytes(zero_moments(plain), on_cpu=False)
 

@@ -1,0 +1,78 @@
+"""Whether a run under ZeRO that offloads to host memory, or runs on the CPU, will find it: asked before its engine."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memfit.device.probe import probe_host
+from lightning_memfit.estimate.zero_moments import Place, ZeroRun, zero_moments
+from lightning_memfit.offload.checks import check_host_memory
+from lightning_memfit.offload.peaks import host_peak, host_peak_bytes, host_tiers, largest_parts
+from lightning_memfit.offload.preflight import sentence
+from lightning_memfit.strategies.model_shape import ModelShape
+
+_FIX = "use more machines, a smaller `bucket_size`, keep states on disk (`memfit_zero_infinity`), or end other programs"
+
+
+def require_host_memory(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    zero: dict[str, Any],
+    itemsize: int,
+    world_size: int,
+    ranks: int,
+    on_cpu: bool,
+) -> None:
+    """Refuse a run that would swap or be killed when its optimizer first steps.
+
+    Only with torch's Adam and AdamW, whose states are known.
+
+    Args:
+        model: Built, and not yet DeepSpeed's; what it holds now is part of what it needs.
+        optimizer: That will step.
+        zero: The `zero_optimization` section, with all sizes.
+        itemsize: Bytes per element of the weights while training.
+        world_size: Ranks that divide the states.
+        ranks: Of them, those on this machine.
+        on_cpu: Whether the CPU is the device.
+
+    Raises:
+        RuntimeError: With what is needed, what is free, and the fix.
+    """
+    places: list[Place] = [_place(zero, name) for name in ("offload_optimizer", "offload_param")]
+    known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    if not known or "nvme" in places or not (on_cpu or "cpu" in places):
+        return
+    run = ZeroRun(
+        ModelShape.of_built(model).parameters,
+        zero["stage"],
+        world_size,
+        itemsize,
+        offload_optimizer=places[0],
+        offload_parameters=places[1],
+        bucket_size=int(zero["reduce_bucket_size"]),
+        sub_group_size=int(zero.get("sub_group_size", 0)),
+        live_parameters=int(zero.get("stage3_max_live_parameters", 0)),
+        pin_memory=any(zero.get(name, {}).get("pin_memory") for name in ("offload_optimizer", "offload_param")),
+        on_cpu=on_cpu,
+    )
+    moments = {name: moment for name, moment in zero_moments(run).items() if name != "build"}
+    moment, peak = host_peak(moments, on_cpu)
+    parts = largest_parts(peak, host_tiers(on_cpu))
+    free = probe_host().available_bytes + ranks * _held(model)
+    finding = check_host_memory(ranks * host_peak_bytes(moments, on_cpu), free, ranks, moment, parts, _FIX)
+    if finding.level != "ok":
+        raise RuntimeError(f"This run would not fit in host memory: {sentence(finding)}")
+
+
+def _place(zero: dict[str, Any], section: str) -> Place:
+    found: Place = zero.get(section, {}).get("device", "none")
+    return found
+
+
+def _held(model: nn.Module) -> int:
+    """Bytes of host memory that weights take now: whole ones, or with stage 3 this rank's shares."""
+    tensors = [getattr(parameter, "ds_tensor", parameter) for parameter in model.parameters()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device.type == "cpu")
