@@ -56,7 +56,7 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
                 print(f"memfit: cannot tell: {error} On the command line that is `--measure`.", file=sys.stderr)
                 return None
             profile = _measure(run)
-    notes = (*run.notes, *((_NO_DEVICE,) if target.capacity_bytes is None else ()))
+    notes = (*run.strategy_notes, *run.notes, *((_NO_DEVICE,) if target.capacity_bytes is None else ()))
     return build_report(profile, target, arguments.micro_batch_size, notes)
 
 

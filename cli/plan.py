@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ examples:
   memfit plan --config gpt2xl --device "RTX 3060" --out plan.yaml
   memfit fit --config gpt2xl --config plan.yaml
   memfit plan --config mine.yaml --device 24GiB --allow exact,bf16 --json
+  memfit plan --config mine.yaml --device "2x RTX 3090" --host-memory 64GiB
+  memfit plan --config mine.yaml --device 8GiB --disk 500GiB --disk-writes-per-day 1TiB
   memfit plan --config mine.yaml --device 24GiB --lock plan.lock --dry-run     (in CI)
 
 exit codes: 0 something fits, 1 nothing fits, 2 cannot tell (or a mistake, which is explained)
@@ -67,7 +70,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", "-c", action="append", metavar="RECIPE", help="file or name, as for `memfit fit`")
     parser.add_argument(
-        "--device", metavar="NAME", help="GPU by name, a size such as 12GiB, or cpu (default: this one)"
+        "--device",
+        metavar="NAME",
+        help="GPU by name, a size such as 12GiB, several such as '8x A100 80GB', or cpu (default: what is here)",
     )
     parser.add_argument(
         "--allow",
@@ -77,6 +82,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--host-memory", metavar="SIZE", help="RAM that offloading may use (default: what is free here)"
+    )
+    parser.add_argument("--disk", metavar="SIZE", help="disk that offloading may use on each machine (default: none)")
+    parser.add_argument(
+        "--nvme-path",
+        metavar="FOLDER",
+        default=os.environ.get("MEMFIT_NVME_PATH"),
+        help="folder on a local drive to offload to; speed and free space are measured (default: $MEMFIT_NVME_PATH)",
+    )
+    parser.add_argument(
+        "--disk-writes-per-day", metavar="SIZE", help="what training may write to disk in a day (default: no limit)"
     )
     parser.add_argument("--out", metavar="FILE.yaml", help="write what `fit --config RECIPE --config FILE` trains with")
     parser.add_argument(
@@ -110,12 +125,14 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
     from lightning_memfit.profile.cache import default_cache_folder
 
     recipes = [Path(resolve(name)) for name in arguments.config]
-    limits = {"allow": arguments.allow, "host_memory": arguments.host_memory, "verify": arguments.verify}
+    names = ("allow", "host_memory", "disk", "nvme_path", "disk_writes_per_day", "verify")
+    limits = {name: getattr(arguments, name) for name in names}
     key = plan_key(recipes, overrides, arguments.device or "", limits)
     lock = None
     if arguments.lock is not None:
         lock = PlanLock(Path(arguments.lock))
-    elif arguments.device not in (None, "cpu") and not arguments.no_cache:  # what is free here changes by the minute
+    elif not (arguments.device in (None, "cpu") or arguments.nvme_path or arguments.no_cache):
+        # What is free here, on devices and on disk, changes by the minute.
         lock = PlanLock(default_cache_folder() / "plans" / f"{key.digest}.json")
     if lock is not None:
         known, changed = lock.load(key)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_memfit.device.probe import probe_host
+from lightning_memfit.device.runtime import safety_margin_bytes
+from lightning_memfit.device.storage import measure_storage
 from lightning_memfit.estimate.target import Target
-from lightning_memfit.memory import parse_bytes
+from lightning_memfit.memory import GIB, MIB, format_bytes, parse_bytes
 from lightning_memfit.planner.calibration import calibrated
+from lightning_memfit.planner.cost import Rates
 from lightning_memfit.planner.lock import paths_in
+from lightning_memfit.planner.machine import counted, devices_for
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.overlay import overlay_of, technique_classes
-from lightning_memfit.planner.rates import rates_of
+from lightning_memfit.planner.plan import Plan
+from lightning_memfit.planner.rates import DISK_BYTES_PER_S, NETWORK_BYTES_PER_S, rates_of
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload, check_allow, check_trainable, facts_of
 from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.cache import ProfileCache
@@ -25,6 +33,11 @@ from .errors import user_mistake
 from .estimate_recipe import quiet, target_of
 from .recipe_run import RecipeRun, load_recipe
 
+_DISK_RESERVE = GIB
+"""What ZeRO-Infinity leaves free on a drive."""
+
+_SAMPLE_BYTES = 64 * MIB
+
 
 def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[dict[str, Any], list[Path]] | None:
     """Plan for a recipe; None where its step can't be traced, after saying why.
@@ -34,7 +47,8 @@ def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[di
     """
     with quiet():
         run = load_recipe(overrides)
-        workload = workload_of(run, target_of(arguments.device, run), arguments)
+        named, device = (None, None) if arguments.device is None else counted(arguments.device)
+        workload = workload_of(run, target_of(device, run), arguments, named)
         try:
             cache = None if arguments.no_cache else ProfileCache()
             plan = make_plan(workload, cache, overlap=True, verify=arguments.verify)
@@ -45,13 +59,24 @@ def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[di
             print(f"memfit: cannot tell: {error}", file=sys.stderr)
             return None
     data = plan.to_dict()
-    data["overlay"] = overlay_of(plan, run.callback_specs, run.takes_batch_size) if plan.fits else None
-    data["notes"] += list(run.notes)
+    overlay = None
+    if plan.fits:
+        overlay = overlay_of(plan, run.callback_specs, run.takes_batch_size, arguments.nvme_path)
+    data["overlay"] = overlay
+    data["notes"] += [*_assumed(workload, plan, arguments), *run.notes]
     return data, paths_in(run.config)
 
 
-def workload_of(run: RecipeRun, target: Target, arguments: argparse.Namespace) -> Workload:
+def workload_of(
+    run: RecipeRun, target: Target, arguments: argparse.Namespace, named_devices: int | None = None
+) -> Workload:
     """What a recipe trains, on a target, within the limits that were named.
+
+    Args:
+        run: The recipe.
+        target: One device.
+        arguments: Of the command.
+        named_devices: How many of them the user said there are.
 
     Raises:
         ValueError: If the module can't be planned for, or a limit makes no sense.
@@ -60,6 +85,11 @@ def workload_of(run: RecipeRun, target: Target, arguments: argparse.Namespace) -
     allow = DEFAULT_ALLOW if arguments.allow is None else check_allow(arguments.allow.split(","))
     named = arguments.host_memory
     host = parse_bytes(named, "--host-memory") if named is not None else probe_host().available_bytes
+    if named is not None and target.kind == "cpu":
+        target = replace(target, capacity_bytes=host, margin_bytes=safety_margin_bytes(host), source="--host-memory")
+    here = run.devices or named_devices or _number_here(arguments.device, target)
+    devices = devices_for(named_devices, here, run.num_nodes, target.kind == "cpu")
+    rates, disk_bytes = _disk(arguments, calibrated(rates_of(target)))
     known = technique_classes()
     fixed = tuple(
         callback
@@ -71,11 +101,66 @@ def workload_of(run: RecipeRun, target: Target, arguments: argparse.Namespace) -
         module=run.module,
         batch=run.batch,
         options=run.options,
-        share=batch_size(run.batch) * run.options.accumulate_grad_batches,
+        share=batch_size(run.batch) * run.options.accumulate_grad_batches * here * run.num_nodes,
         target=target,
-        rates=calibrated(rates_of(target)),
+        rates=rates,
         facts=facts_of(run.module, target, run.options),
-        limits=Limits(host_bytes=host if target.kind == "cuda" else None),
+        limits=Limits(
+            host_bytes=host if target.kind == "cuda" else None,
+            disk_bytes=disk_bytes,
+            disk_writes_per_day=_optional_bytes(arguments.disk_writes_per_day, "--disk-writes-per-day"),
+        ),
         allow=allow,
         fixed=fixed,
+        devices=devices,
+        strategies=run.takes_batch_size,
     )
+
+
+def _number_here(name: str | None, target: Target) -> int:
+    """Devices that `trainer.devices: auto` finds."""
+    if name is not None or target.kind != "cuda":
+        return 1
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _optional_bytes(text: str | None, option: str) -> int | None:
+    return None if text is None else parse_bytes(text, option)
+
+
+def _disk(arguments: argparse.Namespace, rates: Rates) -> tuple[Rates, int]:
+    """Bytes of disk that may be used, and rates with the speed that a named folder has.
+
+    Raises:
+        ValueError: If the folder can't be written to, or has no room.
+    """
+    offered = _optional_bytes(arguments.disk, "--disk")
+    if arguments.nvme_path is None:
+        return rates, offered or 0
+    folder = Path(arguments.nvme_path)
+    if not folder.is_dir():
+        raise ValueError(f"`--nvme-path {folder}`: there is no such folder. Make it, or name another.")
+    free = shutil.disk_usage(folder).free - _DISK_RESERVE
+    if free <= 0:
+        raise ValueError(f"`--nvme-path {folder}`: the drive is full. Free some of it, or leave the option out.")
+    speed = measure_storage(folder, _SAMPLE_BYTES)
+    both = 2 / (1 / speed.read_bytes_per_s + 1 / speed.write_bytes_per_s)
+    return replace(rates, disk_bytes_per_s=both), free if offered is None else min(free, offered)
+
+
+def _assumed(workload: Workload, plan: Plan, arguments: argparse.Namespace) -> Iterator[str]:
+    """What the plan rests on that nobody measured."""
+    if not workload.strategies:
+        yield (
+            "The data module has no `batch_size` to set, which strategies need: only one device is planned for, and "
+            "nothing goes to disk."
+        )
+    if plan.written_bytes:
+        if arguments.nvme_path is None:
+            rate = format_bytes(round(DISK_BYTES_PER_S))
+            yield f"The disk is taken to read and write {rate} per second. Name its folder (`--nvme-path`) to measure."
+        yield f"A day of training writes about {format_bytes(plan.written_per_day)} to disk on each machine."
+    if plan.setting is not None and plan.setting.world_size > workload.devices.per_machine:
+        yield f"The network is taken to carry {format_bytes(round(NETWORK_BYTES_PER_S))} per second and machine."

@@ -39,7 +39,8 @@ def _headline(plan: Mapping[str, Any]) -> Text:
     parts = [f"{plan['model']}: {plan['num_parameters']:,} parameters"]
     size = f"{plan['batch_size']} samples per step"
     parts.append(f"{size} x {plan['sequence_length']} tokens" if plan["sequence_length"] else size)
-    return Text(" | ".join([*parts, f"{plan['device']}, {format_bytes(plan['usable_bytes'])} usable"]))
+    count = f"{plan['devices']} x " if plan["devices"] > 1 else ""
+    return Text(" | ".join([*parts, f"{count}{plan['device']}, {format_bytes(plan['usable_bytes'])} usable"]))
 
 
 def _figures(plan: Mapping[str, Any]) -> list[str]:
@@ -68,13 +69,16 @@ def _figures(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _memory(plan: Mapping[str, Any]) -> Table:
-    table = Table(title="Memory at the peak", box=box.SIMPLE_HEAD, title_justify="left")
+    title = "Memory at the peak" + (", per device" if plan["setting"]["world_size"] > 1 else "")
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("where")
     table.add_column("what")
     table.add_column("GiB", justify="right")
     for tier, entries in plan["breakdown"].items():
         for category, size in entries.items():
             table.add_row(_TIERS[tier], category.replace("_", " "), f"{size / GIB:.3f}")
+        if len(plan["breakdown"]) > 1:
+            table.add_row(f"[bold]{_TIERS[tier]}[/bold]", "[bold]in all[/bold]", f"{sum(entries.values()) / GIB:.3f}")
     return table
 
 

@@ -47,7 +47,12 @@ class RecipeRun:
     callbacks: tuple[pl.Callback, ...]
     accelerator: str
     notes: tuple[str, ...]
-    """What of the recipe the estimate leaves out."""
+    """What of the recipe the figures leave out."""
+    strategy_notes: tuple[str, ...]
+    """What its strategy and its devices would change, where figures are of one device."""
+    devices: int | None
+    """On each machine; None where the recipe takes all there are."""
+    num_nodes: int
     dump: Callable[[], str]
     """Gives everything the recipe says as YAML."""
 
@@ -107,9 +112,21 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
         batch = _first_batch(cli, processes)
     cli.model.trainer = trainer  # whose data module the training step may ask
     callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
-    notes = tuple(_left_out(recipe, processes, callbacks))
+    notes, strategy_notes = tuple(_left_out(callbacks)), tuple(_of_strategy(recipe, processes))
     dump = partial(cli.parser.dump, cli.as_written, skip_link_targets=False)
-    return RecipeRun(cli.model, batch, options, callbacks, str(recipe["accelerator"]), notes, dump)
+    devices = None if str(recipe["devices"]) in ("auto", "-1") else _num_processes(recipe["devices"])
+    return RecipeRun(
+        cli.model,
+        batch,
+        options,
+        callbacks,
+        str(recipe["accelerator"]),
+        notes,
+        strategy_notes,
+        devices,
+        recipe["num_nodes"],
+        dump,
+    )
 
 
 def _precision(value: Any) -> Precision:
@@ -128,7 +145,7 @@ def _num_processes(devices: Any) -> int:
     return max(1, int(text)) if text.lstrip("-").isdecimal() else 1
 
 
-def _left_out(recipe: dict[str, Any], processes: int, callbacks: tuple[pl.Callback, ...]) -> Iterator[str]:
+def _of_strategy(recipe: dict[str, Any], processes: int) -> Iterator[str]:
     strategy = recipe["strategy"]
     if strategy != "auto":
         name = strategy if isinstance(strategy, str) else strategy.get("class_path", "").rpartition(".")[2]
@@ -138,6 +155,9 @@ def _left_out(recipe: dict[str, Any], processes: int, callbacks: tuple[pl.Callba
             f"Figures are per device; the buckets of DDP over {processes} devices (up to one more copy of the "
             "gradients) are not in them."
         )
+
+
+def _left_out(callbacks: tuple[pl.Callback, ...]) -> Iterator[str]:
     for callback in callbacks:
         kind = type(callback)
         if kind.__name__ in _COPIES_OF_WEIGHTS or not kind.__module__.startswith(("lightning", "pytorch_lightning")):

@@ -158,10 +158,13 @@ class Bounds:
             )
         return None
 
+    def written_bytes(self, setting: Setting) -> int:
+        """To the drive of a machine in every optimizer step."""
+        return round(self.per_machine(setting) * self.cost(setting).step.disk_written_bytes)
+
     def refuse_writes(self, setting: Setting, time: StepTime) -> str | None:
         """Why a plan writes too much to disk; None where it doesn't."""
-        limit = self.workload.limits.disk_writes_per_day
-        written = self.per_machine(setting) * self.cost(setting).step.disk_written_bytes
+        limit, written = self.workload.limits.disk_writes_per_day, self.written_bytes(setting)
         if limit is None or not written:
             return None
         per_day = round(written * _DAY / time.total)

@@ -53,6 +53,8 @@ class Rejected:
     reason: str
     needed_bytes: int | None = None
     """Of the device, where that is the reason."""
+    is_limit: bool = False
+    """Whether a limit of the machine is the reason: host memory, disk, or what may be written to it."""
 
 
 def candidates(workload: Workload) -> tuple[list[Setting], list[Rejected]]:

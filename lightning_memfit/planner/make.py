@@ -57,6 +57,7 @@ def make_plan(
         batch_size=workload.share,
         sequence_length=sequence_length(workload.batch),
         device=workload.target.name,
+        devices=workload.devices.total,
         usable_bytes=search.bounds.usable_bytes,
         setting=None,
         alternatives=tuple(_alternatives(outcome)),
@@ -72,6 +73,7 @@ def make_plan(
         peak_bytes=best.peak_bytes,
         needed_bytes=best.needed_bytes,
         breakdown=best.breakdown,
+        written_bytes=search.bounds.written_bytes(best.setting),
         seconds=dict(best.time.seconds),
         verified_bytes=verified,
         uncorrected=uncorrected(best.time.seconds, workload.rates),
@@ -94,7 +96,7 @@ def _verified(search: Search) -> tuple[Outcome, int | None]:
 
 def largest_micro_batch(search: Search, setting: Setting) -> int:
     """Largest micro-batch that would still fit with the same techniques, checkpointing as needed."""
-    alone = Setting(chosen=setting.chosen).without("checkpointing")
+    alone = replace(setting, accumulate_grad_batches=1).without("checkpointing")
     assert setting.micro_batch_size is not None
     if not search.model(alone).knows_every_size:
         return setting.micro_batch_size
@@ -120,6 +122,8 @@ def _bought(search: Search, best: Solution) -> Iterator[Bought]:
     for choice in setting.chosen:
         kind = choice.technique.kind
         without = setting.without(kind)
+        if kind == "strategy":
+            without = replace(without, world_size=1)  # one device that holds everything
         if kind == "checkpointing":
             saved = model.peak_bytes(size) - best.peak_bytes
             frontier = model.frontier(size, rates)
@@ -154,7 +158,7 @@ def _alternatives(outcome: Outcome) -> Iterator[Alternative]:
             yield Alternative(label(rejected.setting), rejected.reason)
             shown += 1
     reasons: set[str] = set()
-    for rejected in outcome.rejected:
+    for rejected in sorted(outcome.rejected, key=lambda r: not r.is_limit):  # what a larger machine would change
         if rejected.needed_bytes is None and rejected.reason not in reasons and len(reasons) < _NUM_ALTERNATIVES // 2:
             reasons.add(rejected.reason)
             yield Alternative(label(rejected.setting), rejected.reason)
@@ -177,8 +181,12 @@ def _advice(search: Search, outcome: Outcome) -> Iterator[str]:
     if length is not None and length > 1 and least is not None:
         yield f"Shorter sequences than {length} tokens need less for activations."
     host = search.workload.limits.host_bytes
-    if host is not None and any("host memory" in r.reason for r in outcome.rejected):
+    limited = [r.reason for r in outcome.rejected if r.is_limit]
+    if host is not None and any("of host memory" in reason for reason in limited):
         yield f"More host memory than {format_bytes(host)} would allow offloading."
+    on_disk = next((reason for reason in limited if "disk" in reason), None)
+    if on_disk is not None:
+        yield f"From disk it {on_disk}."
 
 
 def _needs(rejected: list[Rejected]) -> list[tuple[int, Setting]]:

@@ -14,7 +14,9 @@ FEEDBACK = "lightning_memfit.planner.feedback.PlanFeedback"
 BATCHING = "lightning_memfit.fitting.callback.MicroBatching"
 
 
-def overlay_of(plan: Plan, callbacks: Sequence[dict[str, Any]], batch_size_in_data: bool) -> dict[str, Any]:
+def overlay_of(
+    plan: Plan, callbacks: Sequence[dict[str, Any]], batch_size_in_data: bool, nvme_path: str | None = None
+) -> dict[str, Any]:
     """What the plan says, in the recipe's words.
 
     Every callback of the recipe that isn't a technique stays; lists replace each other in YAML, so they are repeated.
@@ -24,6 +26,7 @@ def overlay_of(plan: Plan, callbacks: Sequence[dict[str, Any]], batch_size_in_da
         plan: That fits.
         callbacks: Of the recipe, each with `class_path` and maybe `init_args`.
         batch_size_in_data: Whether `data` has an argument `batch_size`.
+        nvme_path: Folder for what goes to disk; by default the strategy asks the environment.
 
     Raises:
         ValueError: If the plan doesn't fit.
@@ -31,11 +34,14 @@ def overlay_of(plan: Plan, callbacks: Sequence[dict[str, Any]], batch_size_in_da
     if plan.setting is None:
         raise ValueError("Nothing fits, so there is no plan to write.")
     setting = plan.setting
-    alone = replace(setting, accumulate_grad_batches=1, micro_batch_size=None)
-    laid = alone.overlay().get("trainer", {})
+    whole = replace(setting, accumulate_grad_batches=1, micro_batch_size=None)
+    laid = whole.overlay().get("trainer", {})
     chosen = laid.pop("callbacks+", [])
     kept = [spec for spec in callbacks if not is_technique(spec["class_path"])]
-    trainer: dict[str, Any] = {"precision": setting.precision, **laid}
+    alone = {"strategy": "auto", "devices": 1, "num_nodes": 1}  # where the recipe says otherwise
+    trainer: dict[str, Any] = {"precision": setting.precision, **alone, **laid}
+    if setting.sharding is not None and setting.sharding.on_disk:
+        trainer["strategy"]["init_args"] = {**trainer["strategy"]["init_args"], "nvme_path": nvme_path}
     if batch_size_in_data:
         trainer["accumulate_grad_batches"] = setting.accumulate_grad_batches
     elif setting.accumulate_grad_batches > 1:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.techniques.setting import Setting
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,24 @@ class Plan:
     model: str
     num_parameters: int
     batch_size: int
-    """Samples per optimizer step on each device."""
+    """Samples per optimizer step, over all devices."""
     sequence_length: int | None
     device: str
+    """Of one device."""
     usable_bytes: int
+    """Of one device."""
     setting: Setting | None
     """None where nothing fits."""
+    devices: int = 1
+    """That there are; the plan takes `setting.world_size` of them."""
     peak_bytes: int = 0
     """Of live tensors (`torch.cuda.max_memory_allocated`)."""
     needed_bytes: int = 0
     """With fragmentation and the runtime context: what the device must have."""
     breakdown: MemoryBreakdown = field(default_factory=MemoryBreakdown)
-    """At the peak, by tier."""
+    """At the peak, by tier, per device: what lies in host memory and on disk, too."""
+    written_bytes: int = 0
+    """To disk in every optimizer step, by all devices of a machine."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Of an optimizer step by component."""
     uncorrected: Mapping[str, float] = field(default_factory=dict)
@@ -90,13 +96,18 @@ class Plan:
 
     @property
     def samples_per_s(self) -> float:
-        """Predicted samples per second on each device; 0 where nothing fits."""
+        """Predicted samples per second, over all devices; 0 where nothing fits."""
         return self.batch_size / self.seconds_per_step if self.seconds else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
         """Predicted tokens per second; None for batches without sequences."""
         return None if self.sequence_length is None else self.samples_per_s * self.sequence_length
+
+    @property
+    def written_per_day(self) -> int:
+        """Bytes to disk that a day of training writes."""
+        return round(self.written_bytes * 86400 / self.seconds_per_step) if self.written_bytes else 0
 
     @property
     def longest_sequence(self) -> int | None:
@@ -120,6 +131,7 @@ class Plan:
             "seconds_per_step": self.seconds_per_step,
             "samples_per_s": self.samples_per_s,
             "tokens_per_s": self.tokens_per_s,
+            "written_per_day": self.written_per_day,
             "bought": [asdict(item) for item in self.bought],
             "alternatives": [asdict(item) for item in self.alternatives],
             "longest_sequence": self.longest_sequence,
@@ -154,10 +166,17 @@ class Plan:
     def summary(self) -> str:
         """One sentence."""
         if self.setting is None:
-            return f"Nothing fits {self.device}: {self.advice[0] if self.advice else 'see the alternatives'}"
+            where = f"{self.devices} x {self.device}" if self.devices > 1 else self.device
+            return f"Nothing fits {where}: {self.advice[0] if self.advice else 'see the alternatives'}"
         speed = f"{self.tokens_per_s:.0f} tokens/s" if self.tokens_per_s else f"{self.samples_per_s:.1f} samples/s"
         host = self.breakdown.total(Tier.HOST) + self.breakdown.total(Tier.PINNED_HOST)
-        beside = f", {format_bytes(host)} of host memory" if host else ""
+        disk = self.breakdown.total(Tier.DISK)
+        each = " per device" if self.setting.world_size > 1 else ""
+        beside = "".join(
+            f", {format_bytes(size)} of {where}{each}"
+            for size, where in ((host, "host memory"), (disk, "disk"))
+            if size
+        )
         return (
             f"{label(self.setting)}: needs {format_bytes(self.needed_bytes)} of {format_bytes(self.usable_bytes)} "
             f"usable{beside}, about {speed}"
@@ -170,11 +189,13 @@ _PLAIN = (
     "batch_size",
     "sequence_length",
     "device",
+    "devices",
     "usable_bytes",
     "peak_bytes",
     "needed_bytes",
     "verified_bytes",
     "largest_micro_batch",
+    "written_bytes",
     "rates",
 )
 
@@ -182,8 +203,9 @@ _PLAIN = (
 def label(setting: Setting) -> str:
     """A setting in a few words."""
     names = [choice.name for choice in setting.chosen]
+    on = f"{setting.world_size} devices, " if setting.world_size > 1 else ""
     if not any(choice.technique.kind == "precision" for choice in setting.chosen):
         names.insert(0, "32-true")
     if setting.micro_batch_size is None:
-        return " + ".join(names)
-    return f"{' + '.join(names)}, micro-batch {setting.micro_batch_size} x {setting.accumulate_grad_batches}"
+        return " + ".join(names) + (f", {on}".removesuffix(", ") if on else "")
+    return f"{' + '.join(names)}, {on}micro-batch {setting.micro_batch_size} x {setting.accumulate_grad_batches}"

@@ -70,7 +70,7 @@ class Search(Solver):
                 reason = self.bounds.over(least, "weights, gradients and states alone need")
                 outcome.rejected.append(Rejected(setting, reason, least))
             elif refusal is not None:
-                outcome.rejected.append(Rejected(setting, refusal))
+                outcome.rejected.append(Rejected(setting, refusal, is_limit=True))
             else:
                 kept.append(setting)
         return kept

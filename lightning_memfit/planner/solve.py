@@ -70,7 +70,7 @@ class Solver:
         """
         refusal = self.bounds.refuse_elsewhere(setting, self.model(setting).off_device())
         if refusal is not None:
-            return Rejected(setting, refusal)
+            return Rejected(setting, refusal, is_limit=True)
         best: Solution | None = None
         least: int | None = None
         reason, writes = "", ""
@@ -92,7 +92,7 @@ class Solver:
         if best is not None:
             return best
         if writes:
-            return Rejected(setting, writes)
+            return Rejected(setting, writes, is_limit=True)
         if least is not None:
             return Rejected(setting, self.bounds.over(least, "needs"), least)
         return Rejected(setting, reason)
