@@ -1,0 +1,1 @@
+"""Host memory that ZeRO takes on the CPU and from disk, predicted and measured."""

@@ -1,0 +1,92 @@
+"""Host memory under ZeRO on the CPU and from disk: `python -m benchmarks.offload_host_memory.run --drive FOLDER`.
+
+Every case runs in processes of its own; the first rank's peak resident memory, beyond what it had when a preflight
+looks, is what a prediction is held against. Needs 5 GiB of memory, 10 GB on FOLDER's drive and half an hour; writes
+`benchmarks/results/offload_host_memory.json`. The largest case runs once more with glibc's defaults.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpt2xl_two_steps.run import hardware
+from benchmarks.offload_host_memory.cases import LARGEST, cases
+from benchmarks.offload_host_memory.predict import activation_bytes
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "offload_host_memory.json"
+PACKAGES = ("lightning-memfit", "torch", "lightning", "transformers", "deepspeed")
+MOMENTS = ("build", "setup", "passes", "update")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--drive", required=True, help="folder on the drive to offload to")
+    drive = Path(parser.parse_args().drive).resolve()
+    rows = []
+    for case in cases():
+        rows.append(row_of(case, measure(case, drive)))
+        print(json.dumps(rows[-1]), flush=True)
+    write(rows, row_of(LARGEST, measure(LARGEST, drive, "kept")))
+
+
+def measure(case: tuple[str, str, int, str], drive: Path, freed: str = "returned") -> list[dict[str, Any]]:
+    """Marks of the first rank of a case's run, with freed memory `returned` to the system, or `kept`."""
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "marks.json"
+        worker = [sys.executable, "-m", "benchmarks.offload_host_memory.worker"]
+        command = [*worker, *map(str, case), str(drive), str(result), freed]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        marks: list[dict[str, Any]] = json.loads(result.read_text(encoding="utf-8"))
+    return marks
+
+
+def row_of(case: tuple[str, str, int, str], marks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Growth of resident memory since the start: its peak in each moment, and what stays after the last step."""
+    start, *later = marks
+    before = start["resident_bytes"]
+    kind, size, ranks, precision = case
+    peaks = {name: max(mark["peak_bytes"] for mark in later if mark["moment"] == name) - before for name in MOMENTS}
+    return {
+        "kind": kind,
+        "size": size,
+        "ranks": ranks,
+        "precision": precision,
+        "activation_bytes": activation_bytes(size, precision),
+        "before_bytes": before,
+        "peak_bytes": max(peaks.values()),
+        "peak_by_moment": peaks,
+        "kept_bytes": later[-1]["resident_bytes"] - before,
+        "tensor_bytes": later[-1]["tensor_bytes"],
+        "locked_bytes": later[-1]["locked_bytes"],
+    }
+
+
+def write(rows: list[dict[str, Any]], largest_kept: dict[str, Any]) -> None:
+    """Write the results.
+
+    Args:
+        rows: Of every case, in their order.
+        largest_kept: Of the largest, where freed memory was kept.
+    """
+    document = {
+        "command": "python -m benchmarks.offload_host_memory.run --drive FOLDER",
+        "rows": rows,
+        "largest_with_freed_memory_kept": largest_kept,
+        "hardware": hardware(),
+        "versions": {package: version(package) for package in PACKAGES} | {"python": platform.python_version()},
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+    }
+    RESULTS.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

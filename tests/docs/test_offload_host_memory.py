@@ -1,0 +1,32 @@
+"""Host memory as predicted, beside what runs took; the predictions are made anew each time."""
+
+import json
+
+import pytest
+
+from benchmarks.marks import insert
+from benchmarks.offload_host_memory import table
+from benchmarks.offload_host_memory.cases import cases
+from benchmarks.offload_host_memory.predict import predict
+from lightning_memfit.memory import MIB, Tier
+
+DOCUMENT = json.loads(table.RESULTS.read_text())
+
+
+def test_page_shows_the_predictions_of_the_model_as_it_is() -> None:
+    page = table.PAGE.read_text()
+    made = insert(page, table.MARK, table.render(DOCUMENT))
+    assert made == page, "run `python -m benchmarks.offload_host_memory.table`"
+
+
+def test_every_case_was_measured() -> None:
+    assert [(row["kind"], row["size"], row["ranks"], row["precision"]) for row in DOCUMENT["rows"]] == cases()
+
+
+@pytest.mark.parametrize("row", DOCUMENT["rows"], ids=lambda row: f"{row['kind']}-{row['size']}-{row['ranks']}")
+def test_prediction_keeps_its_bar(row: dict) -> None:
+    """A run that takes more than was asked for swaps, or is killed; one that takes much less was refused in vain."""
+    assert -0.03 <= table.error(row) <= 0.10
+    kept = predict(row)["kept"]
+    pinned = kept.total(Tier.PINNED_HOST) if row["kind"].startswith("disk") else 0
+    assert row["locked_bytes"] == pytest.approx(pinned, abs=2 * MIB)
