@@ -34,6 +34,8 @@ def page(file: Path) -> str:
         lines.append(
             "Columns `x first` compare with the first row of the same machine; absolute figures don't compare."
         )
+    if first.notes:
+        lines += ["", *(f"- {note}" for note in first.notes)]
     return "\n".join(lines) + "\n" + "".join(map(_section, variants))
 
 

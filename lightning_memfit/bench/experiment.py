@@ -2,6 +2,7 @@
 
     title: What is compared
     source: {name: ..., hardware: ..., note: ...}       # of the reference figures; may be absent
+    notes: [...]                                        # what explains the figures; may be absent
     measure: {warmup_steps: 3, timed_steps: 20, timeout_s: 1800}
     base: {model: ..., data: ..., trainer: ...}         # as for `memfit fit`
     overlays: {1x4: {...}}                              # named pieces of configuration, for this file
@@ -32,7 +33,7 @@ from lightning_memfit.bench.peers.registry import PEERS
 ReadRecipe = Callable[[str], Mapping[str, Any]]
 """Gives the configuration behind the name of a recipe or file; raises `ValueError` for an unknown one."""
 
-_KEYS = ("title", "source", "measure", "base", "overlays", "scales", "rows")
+_KEYS = ("title", "source", "notes", "measure", "base", "overlays", "scales", "rows")
 _ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
 
 # What a measured run leaves out: nothing but training steps takes time or memory.
@@ -105,6 +106,8 @@ class Experiment:
     rows: tuple[Row, ...]
     source: dict[str, str] = field(default_factory=dict)
     """`name`, `hardware` and `note` of the reference figures."""
+    notes: tuple[str, ...] = ()
+    """What explains the figures, one sentence or more each; without figures of its own."""
 
     @property
     def folder_name(self) -> str:
@@ -150,7 +153,8 @@ def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe
         settings = overlay(settings, {"trainer": {"max_steps": measurement.warmup_steps + measurement.timed_steps}})
         rows.append(_row(name, entry, settings, measurement))
     source = document.get("source") or {}
-    return Experiment(path.stem, document["title"], scale, device, tuple(rows), source)
+    notes = tuple(document.get("notes") or ())
+    return Experiment(path.stem, document["title"], scale, device, tuple(rows), source, notes)
 
 
 def _row(name: str, entry: Mapping[str, Any], settings: Settings, measurement: Measurement) -> Row:
