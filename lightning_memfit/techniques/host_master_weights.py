@@ -16,6 +16,7 @@ from lightning_memfit.techniques.base import TechniqueCallback
 from lightning_memfit.techniques.cost import Cost, Work
 from lightning_memfit.techniques.facts import Run
 from lightning_memfit.techniques.read_facts import run_of
+from lightning_memfit.techniques.sharding import HOST_STEP_BYTES
 from lightning_memfit.techniques.step_cost import CPU_SECONDS, FOREACH_PASSES, num_trained
 from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.wrapping import wrap_method
@@ -178,6 +179,7 @@ def _cost(profile: ModelProfile, options: Options) -> Cost:
         device_bytes=-4.0 * FOREACH_PASSES * count,
         host_link_bytes=2.0 * count,
         host_seconds=CPU_SECONDS["adamw_fused"] * count,
+        host_bytes=HOST_STEP_BYTES * count,
     )
     return Cost(Work(host_link_bytes=2.0 * count), step, overlap=False)
 

@@ -86,3 +86,50 @@ def test_factors_correct_their_component() -> None:
 def test_disk_traffic_needs_a_rate() -> None:
     with pytest.raises(ValueError, match="doctor"):
         step(Cost(step=Work(disk_bytes=1.0)))
+
+
+JOINED = replace(RATES, interconnect_bytes_per_s=10e9, network_bytes_per_s=1e9, disk_bytes_per_s=2e9, num_cores=8)
+
+
+def exchanging(cost: Cost, rates=JOINED) -> dict[str, float]:
+    """A second of products per micro-batch, two of them."""
+    return dict(step_seconds(PassWork(10e12, 0.0, 0.0), cost, plain(), rates, "float32", 2).seconds)
+
+
+def test_gradients_are_exchanged_beside_the_backward_pass() -> None:
+    hidden = exchanging(Cost(Work(interconnect_bytes=6e9)))
+    assert hidden["interconnect"] == 0
+    longer = exchanging(Cost(Work(interconnect_bytes=10e9)))
+    assert longer["interconnect"] == pytest.approx(2 * (1 - 2 / 3))
+    at_the_end = exchanging(Cost(last_micro_batch=Work(interconnect_bytes=10e9)))
+    assert at_the_end["interconnect"] == pytest.approx(1 - 2 / 3)
+
+
+def test_what_is_exchanged_after_the_step_and_disks_hide_behind_nothing() -> None:
+    seconds = exchanging(Cost(Work(disk_bytes=1e9), Work(interconnect_bytes=5e9, disk_bytes=2e9)))
+    assert seconds["interconnect"] == pytest.approx(0.5)
+    assert seconds["disk"] == pytest.approx(2 * 0.5 + 1.0)
+
+
+def test_copies_around_an_exchange_take_the_memory_of_the_device() -> None:
+    copied = exchanging(Cost(Work(staged_bytes=50e9), last_micro_batch=Work(staged_bytes=50e9)))
+    assert copied["memory"] == pytest.approx(0.3)
+
+
+def test_devices_that_cannot_talk_are_refused() -> None:
+    with pytest.raises(ValueError, match="Plan for one device"):
+        exchanging(Cost(Work(interconnect_bytes=1.0)), RATES)
+
+
+def test_devices_share_their_machine_and_machines_the_network() -> None:
+    one = JOINED.shared(4)
+    assert (one.num_cores, one.disk_bytes_per_s, one.interconnect_bytes_per_s) == (2, 0.5e9, 10e9)
+    assert JOINED.shared(4, 2).interconnect_bytes_per_s == 1e9
+    assert JOINED.shared(1, 2).interconnect_bytes_per_s == 1e9
+
+
+def test_a_step_on_the_host_is_bound_by_its_memory_too() -> None:
+    work = Work(host_seconds=8.0, host_bytes=80e9)
+    slow = replace(JOINED, host_bytes_per_s=20e9)
+    faster = exchanging(Cost(step=work))["optimizer"]
+    assert exchanging(Cost(step=work), slow)["optimizer"] - faster == pytest.approx(4.0 - 1.0)

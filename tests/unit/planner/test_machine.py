@@ -1,0 +1,34 @@
+import pytest
+
+from lightning_memfit.planner.machine import counted, devices_for
+from lightning_memfit.planner.workload import Devices
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("8x A100 80GB", (8, "A100 80GB")),
+        ("2x24GiB", (2, "24GiB")),
+        ("2 X RTX 3090", (2, "RTX 3090")),
+        ("RTX 3060", (None, "RTX 3060")),
+        ("12GiB", (None, "12GiB")),
+    ],
+)
+def test_a_name_may_say_how_many(name: str, found: tuple[int | None, str]) -> None:
+    assert counted(name) == found
+
+
+def test_none_is_no_number_of_devices() -> None:
+    with pytest.raises(ValueError, match="at least one device"):
+        counted("0x 24GiB")
+
+
+def test_named_devices_are_on_one_machine_and_the_recipe_may_have_several() -> None:
+    assert devices_for(2, 8, 4, on_cpu=False) == Devices(2, 1)
+    assert devices_for(None, 8, 4, on_cpu=False).total == 32
+    assert devices_for(None, 1, 1, on_cpu=True) == Devices()
+
+
+def test_processes_on_a_cpu_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"2 processes .*`--trainer.devices 1`"):
+        devices_for(None, 2, 1, on_cpu=True)
