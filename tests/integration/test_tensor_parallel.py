@@ -182,9 +182,9 @@ def test_every_matrix_is_divided(results):
 
 def test_activations_are_divided_as_the_closed_form_says(results):
     two, three = results["kept"]["bytes"]
-    expected = layer_activation_bytes(BATCH, 32, HIDDEN, 2, "selective", tensor_parallel_size=2)
+    layer = layer_activation_bytes(BATCH, 32, HIDDEN, 2, "selective", tensor_parallel_size=2)
     masks = 2 * BATCH * 32 * HIDDEN  # of dropout, which is off
-    assert three - two == pytest.approx(expected - masks, rel=0.01)
+    assert three - two == pytest.approx(layer - masks, rel=0.005)  # statistics of norms and softmax come on top
 
 
 def test_dropout_is_the_same_on_ranks_that_compute_together(results):
@@ -209,7 +209,11 @@ def on_four(tmp_path_factory):
         case = {**layout, "devices": 4, "folder": str(folder / name)}
         for scenario in ("save", "resume"):
             cases[f"{name}/{scenario}"] = case | {"scenario": f"{SCENARIOS}.{scenario}"}
-    cases["llama"] = {**together(), "devices": 4, "clip": CLIP, "module": {"config": LLAMA}}
+    (folder / "llama").mkdir()
+    odd = {**together(), "devices": 4, "module": {"config": LLAMA | {"intermediate_size": 90}}}  # 45 = 23 + 22 features
+    cases["llama"] = odd | {"clip": CLIP}
+    for scenario in ("save", "validate"):
+        cases[f"llama/{scenario}"] = {**odd, "folder": str(folder / "llama"), "scenario": f"{SCENARIOS}.{scenario}"}
     cases["sampler"] = {**together(), "devices": 4, "scenario": f"{OURS}.lightnings_sampler"}
     cases["data"] = {
         **together(),
@@ -232,6 +236,12 @@ def test_two_by_two_ranks_resume(on_four, name):
     assert found[f"{name}/save"]["first"] == close(found[f"{name}/save"]["whole"][:2])
     assert found[f"{name}/resume"]["losses"] == close(found["sharded/resume"]["losses"])
     assert evaluate_whole(str(folder / name / "half.ckpt"), ranks=2) == close(found[f"{name}/save"]["val_loss"])
+
+
+def test_uneven_parts_are_saved_and_loaded(on_four):
+    found, folder = on_four
+    assert found["llama/validate"]["val_loss"] == close(found["llama/save"]["val_loss"])
+    assert evaluate_whole(str(folder / "llama" / "half.ckpt"), ranks=2) == close(found["llama/save"]["val_loss"])
 
 
 @pytest.mark.parametrize("name", ["sampler", "data"])
