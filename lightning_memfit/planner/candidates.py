@@ -159,7 +159,9 @@ def _choices(workload: Workload, base: Setting) -> tuple[list[list[Chosen | None
     reason = conflict(base, workload)
     if reason is not None:
         return [[]], [Rejected(base, reason)]
-    own = workload.options.precision
+    # DeepSpeed computes in half precision what Lightning's mixed precision leaves in fp32: another thing of that name.
+    is_deepspeed = base.sharding is not None and base.sharding.deepspeed
+    own = None if is_deepspeed and workload.options.precision.endswith("-mixed") else workload.options.precision
     choices: list[list[Chosen | None]] = []
     dropped: list[Rejected] = []
     for kind in SEARCHED:

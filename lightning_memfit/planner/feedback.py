@@ -24,8 +24,9 @@ _TOLERANCE = 0.05
 class PlanFeedback(pl.Callback):
     """Measure the first optimizer steps of a run, keep them as an observation for later plans, and say what is off.
 
-    Where the device is not the one that the plan was made for, nothing is kept, and that is said. Steps are timed from
-    the end of one to the end of the next, validation in between left out.
+    Where the device is not the one that the plan was made for, nothing is kept, and that is said; of several processes
+    the first one keeps and says it. Steps are timed from the end of one to the end of the next, validation in between
+    left out.
 
     Args:
         seconds: Of an optimizer step by component, as the plan predicted them without corrections.
@@ -74,7 +75,8 @@ class PlanFeedback(pl.Callback):
         self._last = now
         if len(self._durations) == _SKIPPED_STEPS + self.num_steps:
             self.measured_seconds = statistics.median(self._durations[_SKIPPED_STEPS:])
-            self._tell(trainer.strategy.root_device)
+            if trainer.is_global_zero:
+                self._tell(trainer.strategy.root_device)
 
     def _tell(self, device: torch.device) -> None:
         assert self.measured_seconds is not None

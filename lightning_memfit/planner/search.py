@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lightning_memfit.estimate.estimate import predict_peak_bytes, predict_total_bytes
 from lightning_memfit.planner.candidates import Rejected, candidates
 from lightning_memfit.planner.cost import PassWork, step_seconds
-from lightning_memfit.planner.solve import Solution, Solver, is_better, key_of
+from lightning_memfit.planner.solve import Solution, Solver, complexity_of, is_better, key_of
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.setting import Setting
 
@@ -23,6 +23,10 @@ class Outcome:
     rejected: list[Rejected] = field(default_factory=list)
     num_candidates: int = 0
     num_traces: int = 0
+
+
+_UNSURE = 0.05
+"""What the times of several devices may be wrong against each other: they rest on data sheets, not on measurements."""
 
 
 class Search(Solver):
@@ -47,7 +51,7 @@ class Search(Solver):
         heapq.heapify(waiting)
         while waiting:
             bound, key, traced, setting = heapq.heappop(waiting)
-            if outcome.best is not None and bound > outcome.best.time.total:
+            if outcome.best is not None and bound > outcome.best.time.total * (1 + self._unsure):
                 break
             try:
                 if not traced:
@@ -57,8 +61,19 @@ class Search(Solver):
             except TraceError as error:
                 outcome.rejected.append(Rejected(setting, str(error)))
         outcome.solutions.sort(key=lambda solution: (solution.time.total, key_of(solution.setting)))
+        if self._unsure and outcome.solutions:
+            within = outcome.solutions[0].time.total * (1 + self._unsure)
+            outcome.best = min(
+                (solution for solution in outcome.solutions if solution.time.total <= within),
+                key=lambda solution: (complexity_of(solution.setting), solution.time.total),
+            )
         outcome.num_traces = self.laboratory.num_traces
         return outcome
+
+    @property
+    def _unsure(self) -> float:
+        """Share of each other's time within which strategies are alike, so that the simplest one is taken."""
+        return _UNSURE if self.workload.devices.total > 1 else 0.0
 
     def _within(self, settings: list[Setting], outcome: Outcome) -> list[Setting]:
         """Settings whose weights, gradients and states may fit where they belong; the others are rejected."""

@@ -226,9 +226,13 @@ def is_better(one: Solution, other: Solution) -> bool:
 
 def _rank(solution: Solution) -> tuple[int, int, int, float, tuple[str, ...]]:
     setting = solution.setting
-    strategy = setting.sharding.complexity if setting.sharding is not None else -1
     checkpointed = sum(choice != "none" for choice in solution.choices)
-    return len(setting.chosen), strategy, checkpointed, solution.time.total, key_of(setting)
+    return len(setting.chosen), complexity_of(setting), checkpointed, solution.time.total, key_of(setting)
+
+
+def complexity_of(setting: Setting) -> int:
+    """How much has to work together for a setting's strategy; least of all on one device that holds everything."""
+    return setting.sharding.complexity if setting.sharding is not None else -1
 
 
 def key_of(setting: Setting) -> tuple[str, ...]:

@@ -137,12 +137,17 @@ class Setting:
         return strategy.technique.sharding if strategy is not None else None
 
     def cost(self, profile: Any) -> Cost:
-        """What all techniques together add to the plain step of a profile."""
-        more = {"strategy": {"precision": self.precision}}  # decides how large what a strategy moves is
-        return sum(
-            (c.technique.cost(profile, {**c.options, **more.get(c.technique.kind, {})}) for c in self._complete()),
-            Cost(),
-        )
+        """What all techniques together add to the plain step of a profile, on each device."""
+        total = Cost()
+        for choice in self._complete():
+            technique, options = choice.technique, dict(choice.options)
+            if technique.kind == "strategy":
+                options["precision"] = self.precision  # decides how large what is moved is
+            cost = technique.cost(profile, options)
+            if technique.kind == "optimizer" and self.sharding is not None and self.sharding.stage:
+                cost = replace(cost, step=cost.step * (1 / self.world_size))  # a share is stepped
+            total += cost
+        return total
 
     # --- applying ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,9 @@
 
 import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,30 @@ def test_from_the_plan_to_the_run(
 
 
 @pytest.mark.slow
+def test_a_plan_that_offloads_trains_with_deepspeed(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("deepspeed")
+    capsys.readouterr()  # which greets on stdout
+    out = str(tmp_path / "plan.yaml")
+    larger = ["--config", recipe, "--model.config.n_embd=512", "--model.config.n_layer=12"]
+    code, made = plan(capsys, *larger, "--device", "950MiB", "--host-memory", "8GiB", "--allow", "exact", "--out", out)
+    assert code == 0, made["summary"]
+    strategy = yaml.safe_load(Path(out).read_text())["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_memfit.strategies.ZeroStrategy"
+    assert strategy["init_args"]["offload_optimizer"]
+    assert sum(made["breakdown"]["pinned_host"].values()) > 8 * made["num_parameters"]
+    finished = subprocess.run(
+        [sys.executable, "-m", "lightning_memfit.cli", "fit", *larger, "--config", out],
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+
+
+@pytest.mark.slow
 def test_a_recipe_on_auto_plans_tries_and_trains(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +154,10 @@ def test_nothing_fits_a_device_of_one_mebibyte_and_a_lock_remembers_it(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--device", "3x 900MiB", "--trainer.devices=1"], "4 samples per optimizer step"),
+        (["--device", "0x 900MiB"], "at least one device"),
+        (["--device", "cpu", "--trainer.devices=2"], "are not planned for"),
+        (["--device", "900MiB", "--nvme-path", "nowhere"], "no such folder"),
         (["--device", "900MiB", "--allow", "exact,fp7"], "fp7 is none of"),
         (["--device", "900MiB", "--allow", ""], "allow"),
         (["--device", "900MiB", "--host-memory", "0GB"], "--host-memory"),
