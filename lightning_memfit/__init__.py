@@ -39,6 +39,7 @@ _PUBLIC = {
     "TF32": "lightning_memfit.techniques.tf32",
     "TextData": "lightning_memfit.data",
     "TorchCompile": "lightning_memfit.techniques.torch_compile",
+    "ZeroGradAfterStep": "lightning_memfit.techniques.zero_grad_after_step",
     "ZeroStrategy": "lightning_memfit.strategies",
     "estimate_step": "lightning_memfit.estimate.estimate",
     "find_device": "lightning_memfit.device.catalogue",

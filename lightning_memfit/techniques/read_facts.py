@@ -21,6 +21,7 @@ _HOOKS = (
     "on_after_backward",
     "on_before_optimizer_step",
     "optimizer_step",
+    "optimizer_zero_grad",
 )
 """Hooks that techniques may leave without what they look for."""
 

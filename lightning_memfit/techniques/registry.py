@@ -18,6 +18,7 @@ from lightning_memfit.techniques import (
     strategies,
     tf32,
     torch_compile,
+    zero_grad_after_step,
 )
 from lightning_memfit.techniques.technique import Technique
 
@@ -42,6 +43,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     bf16_stochastic_rounding.KAHAN_SUMMATION,
     host_master_weights.TECHNIQUE,
     gradient_release.TECHNIQUE,
+    zero_grad_after_step.TECHNIQUE,
     chunked_loss.TECHNIQUE,
     checkpointing.TECHNIQUE,
     attention.TECHNIQUE,

@@ -20,6 +20,7 @@ Kind = Literal[
     "optimizer",
     "precision",
     "gradient",
+    "zero_grad",
     "loss",
     "attention",
     "checkpointing",

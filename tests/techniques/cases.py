@@ -156,6 +156,20 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
         Case(using("gradient_release", "optimizer_8bit"), 1e-2),
     ),
+    "zero_grad_after_step": (
+        Case(
+            using("zero_grad_after_step"),
+            0.0,
+            (
+                (MANUAL, "manual optimization"),
+                (replace(CPU, strategy="DeepSpeedStrategy"), "DeepSpeed keeps gradients"),
+                (replace(CPU, callbacks=("GradientRelease",)), "GradientRelease frees gradients earlier"),
+                (replace(CPU, facts=Facts(overridden=frozenset({"optimizer_zero_grad"}))), "`optimizer_zero_grad`"),
+            ),
+            trainer={"gradient_clip_val": 1.0},
+        ),
+        Case(using("zero_grad_after_step", "optimizer_8bit", "activation_checkpointing"), 1e-2),
+    ),
     "chunked_loss": (
         Case(using("chunked_loss", num_chunks=7), EXACT, ((Run(Facts(causal_lm=False)), "causal language model"),)),
     ),

@@ -1,0 +1,68 @@
+"""`ZeroGradAfterStep`: free gradients right after the update, not after the next forward pass."""
+
+import lightning.pytorch as pl
+from torch.optim import Optimizer
+
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.cost import Cost
+from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.read_facts import run_of
+from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
+
+
+class ZeroGradAfterStep(TechniqueCallback):
+    """Set gradients to None as soon as the optimizer has used them. Numbers are bitwise those of the plain run.
+
+    Lightning's automatic optimization frees them between forward and backward, so that where one backward pass makes a
+    step, the last gradients and the next activations are alive together. With several passes a step that is so anyway,
+    and this changes nothing. `on_before_zero_grad` and hooks after the step find no gradients; those before find them.
+    """
+
+    def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse what cannot work, before anything is loaded."""
+        reason = unsupported(run_of(trainer, pl_module))
+        if reason is not None:
+            raise ValueError(f"ZeroGradAfterStep: {reason}")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Hook the optimizers: now they have their final form."""
+        for optimizer in trainer.optimizers:
+            self.on_restore(optimizer.register_step_post_hook(_free).remove)
+        if trainer.accumulate_grad_batches == 1:
+            self.announce("gradients are freed right after each step")
+        else:
+            self.announce(f"no memory is saved with accumulate_grad_batches={trainer.accumulate_grad_batches}")
+
+
+def _free(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    optimizer.zero_grad(set_to_none=True)
+
+
+def unsupported(run: Run, options: Options | None = None) -> str | None:
+    """Reason and fix, or None where gradients can be freed after the step."""
+    if not run.facts.automatic_optimization:
+        return "with manual optimization gradients are the module's own business. Call `zero_grad` after `step` there."
+    if run.strategy.startswith("DeepSpeed"):
+        return "DeepSpeed keeps gradients in buffers of its own. Leave it out."
+    for name in ("GradientRelease", "HostMasterWeights"):
+        if run.has(name):
+            return f"{name} frees gradients earlier. Leave one of the two out."
+    if "optimizer_zero_grad" in run.facts.overridden:
+        return "the module's own `optimizer_zero_grad` decides when gradients go. Remove it, or leave this out."
+    return None
+
+
+def _cost(profile: ModelProfile, options: Options) -> Cost:
+    return Cost()
+
+
+TECHNIQUE = Technique(
+    name="zero_grad_after_step",
+    kind="zero_grad",
+    summary="frees gradients right after the update, where one backward pass makes a step",
+    numerics=frozenset({"exact"}),
+    callbacks=(CallbackSpec("lightning_memfit.techniques.zero_grad_after_step.ZeroGradAfterStep"),),
+    unsupported=unsupported,
+    cost=_cost,
+)
