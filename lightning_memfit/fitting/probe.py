@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import logging
 import warnings
 from collections.abc import Iterator
@@ -46,48 +47,59 @@ def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: 
     assert setting.micro_batch_size is not None
     samples = resize_batch(batch, batch_size(batch), setting.micro_batch_size)
     limits = [MemoryLimit(c.limit_bytes, c.caching) for c in trainer.callbacks if isinstance(c, MemoryLimit)]  # type: ignore[attr-defined]
-    count = min(2, setting.accumulate_grad_batches)
     device = trainer.strategy.root_device
-    owner = getattr(module, "_trainer", None)
-    clone = copy.deepcopy(module, {id(owner): None} if owner is not None else {})
-    clone._trainer = None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with isolate_rng(), _quiet():
-        probing = pl.Trainer(
-            accelerator=device.type if device.type == "cpu" else "gpu",
-            devices=1 if device.index is None else [device.index],
-            precision=setting.precision,
-            max_steps=2,
-            accumulate_grad_batches=count,
-            gradient_clip_val=trainer.gradient_clip_val,
-            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            limit_val_batches=0,
-            use_distributed_sampler=False,
-            callbacks=[*limits, *Setting(chosen=setting.chosen).callbacks()],
-        )
-        try:
-            loader: DataLoader[Any] = DataLoader([samples] * (2 * count), batch_size=None)  # type: ignore[arg-type]
-            probing.fit(clone, loader)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return Probed(False, None)
-        finally:
-            clone._trainer = None
-    return Probed(True, _peak_bytes(device, limits))
+        fits = _two_steps(trainer, module, samples, setting, limits)
+    # Trainer, loops and copy refer to one another: without this their tensors would stay beside those of the run.
+    gc.collect()
+    peak_bytes = _peak_bytes(device, limits) if fits else None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Probed(fits, peak_bytes)
+
+
+def _two_steps(
+    trainer: pl.Trainer, module: pl.LightningModule, samples: Any, setting: Setting, limits: list[MemoryLimit]
+) -> bool:
+    """Whether a copy trains for two steps without running out of memory."""
+    count, device = min(2, setting.accumulate_grad_batches), trainer.strategy.root_device
+    owner = getattr(module, "_trainer", None)
+    clone = copy.deepcopy(module, {id(owner): None} if owner is not None else {})
+    clone._trainer = None
+    probing = pl.Trainer(
+        accelerator=device.type if device.type == "cpu" else "gpu",
+        devices=1 if device.index is None else [device.index],
+        precision=setting.precision,
+        max_steps=2,
+        accumulate_grad_batches=count,
+        gradient_clip_val=trainer.gradient_clip_val,
+        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+        callbacks=[*limits, *Setting(chosen=setting.chosen).callbacks()],
+    )
+    try:
+        loader: DataLoader[Any] = DataLoader([samples] * (2 * count), batch_size=None)  # type: ignore[arg-type]
+        probing.fit(clone, loader)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        clone._trainer = None
+    return True
 
 
 def _peak_bytes(device: torch.device, limits: list[MemoryLimit]) -> int | None:
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.empty_cache()
-        return int(peak)
+        return int(torch.cuda.max_memory_allocated(device))
     peaks = [limit.ledger.peak_bytes for limit in limits if limit.ledger is not None]
     return max(peaks, default=None)
 

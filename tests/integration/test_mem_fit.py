@@ -1,6 +1,8 @@
 """`MemFit` under a simulated limit: plan, probe, train, and leave nothing behind."""
 
+import gc
 import warnings
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from lightning_memfit.fitting import auto
 from lightning_memfit.fitting.auto import MemFit
 from lightning_memfit.fitting.probe import Probed
 from lightning_memfit.techniques.gradient_release import GradientRelease
+from lightning_memfit.techniques.setting import Setting
 
 WIDTH, LAYERS, SAMPLES = 128, 8, 64
 LIMIT = 6 << 20
@@ -98,6 +101,26 @@ def test_a_probe_that_fails_leads_to_another_plan(monkeypatch: pytest.MonkeyPatc
     assert len(automatic.attempts) == 2
     assert "ran out of memory" in automatic.attempts[0][1]
     assert automatic.attempts[0][0] != automatic.attempts[1][0]
+
+
+@pytest.mark.parametrize("limit", [LIMIT, 2 << 20], ids=["fits", "runs out"])
+def test_a_probe_leaves_no_tensors(limit: int) -> None:
+    seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    class Seen(Perceptron):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen.add(self)
+            return super().training_step(batch, batch_idx)
+
+    x = torch.randn(64, WIDTH)
+    setting = Setting(micro_batch_size=64, accumulate_grad_batches=1)
+    gc.disable()
+    try:
+        found = auto.probe(trainer(MemoryLimit(limit)), Seen(), (x, x.mean(1, keepdim=True)), setting)
+    finally:
+        gc.enable()
+    assert found.fits == (limit == LIMIT)
+    assert not seen
 
 
 def test_precision_is_the_plans_during_the_run_and_the_users_afterwards() -> None:
