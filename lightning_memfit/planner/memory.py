@@ -87,7 +87,7 @@ class MemoryModel:
         """Of the setting's techniques where one device holds everything."""
         if not self._needs_stepping:
             return self._passes.standing
-        if self._cuda and "host_master_weights" in self._names:
+        if "host_master_weights" in self._names:
             return self._beside_host()
         own = self._laboratory.stepping(self._setting, self._rounding)
         if not self._cuda:
@@ -109,7 +109,19 @@ class MemoryModel:
         largest = max((p.numel * p.itemsize for p in trained(parameters)), default=0)
         in_half = self._passes.standing.state_bytes  # they follow the weights' dtype in the trace
         buffers = self._passes.standing.buffer_bytes
-        return Standing(weights, weights + 2 * largest, weights, 2 * in_half, weights, buffers)
+        beside = Standing(weights, weights + 2 * largest, weights, 2 * in_half, weights, buffers)
+        if self._cuda:
+            return beside
+        masters = 4 * sum(p.numel for p in trained(self.none.parameters))  # and gradients, on the same host
+        here = 2 * masters + beside.state_bytes
+        return replace(
+            beside,
+            kept_bytes=beside.kept_bytes + here,
+            backward_bytes=beside.backward_bytes + here,
+            step_bytes=beside.step_bytes + here,
+            parameter_bytes=beside.parameter_bytes + masters,
+            gradient_bytes=masters,
+        )
 
     @cached_property
     def _shift(self) -> int:
@@ -178,7 +190,7 @@ class MemoryModel:
         fixed = {
             Category.PARAMETER: standing.parameter_bytes,
             Category.BUFFER: standing.buffer_bytes,
-            Category.GRADIENT: 0 if self._names & _FREES_GRADIENTS else standing.gradient_bytes,
+            Category.GRADIENT: 0 if self._cuda and self._names & _FREES_GRADIENTS else standing.gradient_bytes,
             Category.OPTIMIZER_STATE: 0 if self._has_moved_states else standing.state_bytes,
             Category.COMMUNICATION: standing.communication_bytes,
             Category.INPUT: self._passes.input_bytes(size),

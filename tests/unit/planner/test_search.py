@@ -117,6 +117,15 @@ def test_host_masters_leave_half_precision_weights_on_the_device() -> None:
     assert model.off_device().total(Tier.PINNED_HOST) == 2 * count
 
 
+def test_on_the_cpu_host_masters_lie_beside_the_weights() -> None:
+    workload = made_workload(40_000)
+    on_cpu = replace(workload, target=replace(workload.target, kind="cpu", runtime=None))
+    found = Search(MadeLaboratory(on_cpu))  # type: ignore[arg-type]
+    model = found.model(Setting().choose("host_master_weights"))
+    assert not model.off_device().entries
+    assert model.peak_bytes(1) >= (2 + 4 + 4 + 8) * NUM_PARAMETERS
+
+
 def test_state_bytes_by_closed_form() -> None:
     profile = MadeLaboratory(made_workload(1000)).plain()
     count = NUM_PARAMETERS
