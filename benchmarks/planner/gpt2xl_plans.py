@@ -12,19 +12,21 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.memory import GIB
 from lightning_memfit.models import CausalLM
+from lightning_memfit.planner.machine import counted
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.rates import rates_of
-from lightning_memfit.planner.workload import Limits, Workload, check_allow, facts_of
+from lightning_memfit.planner.workload import Devices, Limits, Workload, check_allow, facts_of
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.step import StepOptions
 
@@ -34,19 +36,38 @@ RESULTS = ROOT / "benchmarks" / "results" / "planner_gpt2xl.json"
 CONFIG = {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024, "vocab_size": 50257}
 
 DEFAULT = ("exact", "tf32", "bf16", "stochastic", "8bit")
-CASES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
-    ("12GiB", 64, DEFAULT),
-    ("16GiB", 64, DEFAULT),
-    ("24GiB", 64, DEFAULT),
-    ("40GiB", 64, DEFAULT),
-    ("80GiB", 64, DEFAULT),
-    ("12GiB", 16, DEFAULT),
-    ("8GiB", 64, DEFAULT),
-    ("8GiB", 16, DEFAULT),
-    ("12GiB", 64, ("exact",)),
-    ("40GiB", 64, ("exact",)),
+
+
+@dataclass(frozen=True)
+class Case:
+    """One machine, and what may change."""
+
+    device: str
+    """One, several such as `2x24GiB`, or `cpu`."""
+    host_gib: int = 64
+    """Of host memory; on the CPU all there is."""
+    allow: tuple[str, ...] = DEFAULT
+    disk_gib: int = 0
+
+
+CASES = (
+    Case("12GiB"),
+    Case("16GiB"),
+    Case("24GiB"),
+    Case("40GiB"),
+    Case("80GiB"),
+    Case("2x24GiB"),
+    Case("8x A100 80GB", 512),
+    Case("12GiB", 16),
+    Case("8GiB"),
+    Case("8GiB", 16),
+    Case("8GiB", 16, disk_gib=500),
+    Case("6GiB"),
+    Case("12GiB", 64, ("exact",)),
+    Case("40GiB", 64, ("exact",)),
+    Case("cpu", 64),
+    Case("cpu", 16),
 )
-"""Device, GiB of host memory, what may change."""
 
 
 def workload() -> Workload:
@@ -59,28 +80,36 @@ def workload() -> Workload:
     return Workload(module, batch, options, 64, target, rates_of(target), facts_of(module, target, options))
 
 
+def on_machine(plain: Workload, case: Case) -> Workload:
+    """The workload on a case's devices; a CPU has the host memory that the case gives it."""
+    count, name = counted(case.device)
+    target, host = named_target(name), case.host_gib * GIB
+    if target.kind == "cpu":
+        target = replace(target, name="CPU", capacity_bytes=host, margin_bytes=safety_margin_bytes(host))
+    return replace(
+        plain,
+        target=target,
+        rates=rates_of(target),
+        facts=replace(plain.facts, device=target.kind, capability=target.capability if target.kind == "cuda" else None),
+        limits=Limits(host if target.kind == "cuda" else None, case.disk_gib * GIB),
+        allow=check_allow(case.allow),
+        devices=Devices(count or 1),
+        strategies=True,
+    )
+
+
 def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     plain, rows = workload(), []
     with tempfile.TemporaryDirectory() as folder:
-        for device, host_gib, allow in CASES:
-            target = named_target(device)
+        for case in CASES:
             started = time.perf_counter()
-            plan = make_plan(
-                replace(
-                    plain,
-                    target=target,
-                    rates=rates_of(target),
-                    limits=Limits(host_bytes=host_gib * GIB),
-                    allow=check_allow(allow),
-                ),
-                ProfileCache(Path(folder)),
-                overlap=True,
-            )
+            plan = make_plan(on_machine(plain, case), ProfileCache(Path(folder)), overlap=True)
             seconds = round(time.perf_counter() - started, 1)
-            rows.append({"host_gib": host_gib, "allow": sorted(allow), "planned_s": seconds, "plan": plan.to_dict()})
-            print(f"{device}, {host_gib} GiB host, {','.join(allow)}: {plan.summary()} ({seconds} s)", flush=True)
+            asked = {"host_gib": case.host_gib, "disk_gib": case.disk_gib, "allow": sorted(case.allow)}
+            rows.append({**asked, "planned_s": seconds, "plan": plan.to_dict()})
+            print(f"{case}: {plan.summary()} ({seconds} s)", flush=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     document: dict[str, Any] = {
         "command": "python -m benchmarks.planner.gpt2xl_plans",

@@ -16,26 +16,32 @@ DEFAULT = ["8bit", "bf16", "exact", "stochastic", "tf32"]
 
 
 def render(document: dict[str, Any]) -> str:
-    """One row per device."""
+    """One row per machine: what there is, what the plan is, and what it needs of every tier on each device."""
     lines = [
-        "| device | host | allowed | plan | micro-batch | blocks | needs | tokens/s |",
-        "|---|---|---|---|---|---|---|---|",
+        "| device | host | disk | allowed | plan | micro-batch | blocks | device | host | disk | tokens/s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join([*lines, *(_row(row) for row in document["rows"])])
 
 
 def _row(row: dict[str, Any]) -> str:
     plan, allow = row["plan"], row["allow"]
-    start = f"| {plan['device'].removeprefix('device of ')} | {row['host_gib']} GiB | "
+    count = f"{plan['devices']} x " if plan["devices"] > 1 else ""
+    disk = f"{row['disk_gib']} GiB" if row["disk_gib"] else ""
+    start = f"| {count}{plan['device'].removeprefix('device of ')} | {row['host_gib']} GiB | {disk} | "
     start += "default" if allow == DEFAULT else ", ".join(allow)
     if not plan["fits"]:
-        return f"{start} | nothing fits: {plan['advice'][0]} | | | | |"
+        return f"{start} | nothing fits: {plan['advice'][0]} | | | | | | |"
     setting = plan["setting"]
     names = [name for name in setting["techniques"] if name != "activation_checkpointing"]
+    sizes = [format_bytes(plan["needed_bytes"])]
+    for tiers in (("pinned_host", "host"), ("disk",)):
+        size = sum(sum(plan["breakdown"].get(tier, {}).values()) for tier in tiers)
+        sizes.append(format_bytes(size) if size else "")
     return (
         f"{start} | {', '.join(names) or 'plain'} | {setting['micro_batch_size']} x "
         f"{setting['accumulate_grad_batches']} | {_blocks(setting['techniques'])} | "
-        f"{format_bytes(plan['needed_bytes'])} | {plan['tokens_per_s']:.0f} |"
+        f"{' | '.join(sizes)} | {plan['tokens_per_s']:.0f} |"
     )
 
 

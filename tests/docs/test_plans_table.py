@@ -13,5 +13,7 @@ def test_recorded_plans_keep_their_limits():
     for row in json.loads(RESULTS.read_text())["rows"]:
         plan = row["plan"]
         assert not plan["fits"] or plan["needed_bytes"] <= plan["usable_bytes"]
-        host = sum(sum(plan["breakdown"].get(tier, {}).values()) for tier in ("host", "pinned_host"))
-        assert host <= row["host_gib"] << 30
+        devices = plan["setting"]["world_size"] if plan["fits"] else 1
+        for limit, tiers in (("host_gib", ("host", "pinned_host")), ("disk_gib", ("disk",))):
+            each = sum(sum(plan["breakdown"].get(tier, {}).values()) for tier in tiers)
+            assert devices * each <= row[limit] << 30
