@@ -1,11 +1,10 @@
-"""What-if arithmetic across devices and tiers: ZeRO and FSDP stages, tensor parallelism, states on host or disk."""
+"""What-if arithmetic across devices and tiers: ZeRO and FSDP stages, states on host or disk."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from math import ceil
 from typing import Literal
 
 from lightning_memfit.estimate.states import check_placement
@@ -13,7 +12,8 @@ from lightning_memfit.estimate.variants import Variant
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.profile.record import ParameterInfo
 
-_IN_BLOCK = re.compile(r"(.+?\.\d+)\.")
+IN_BLOCK = re.compile(r"(.+?\.\d+)\.")
+"""Names of parameters of repeated blocks; the group is the block."""
 
 Stage = Literal[0, 1, 2, 3]
 
@@ -53,43 +53,6 @@ def with_sharding(
         return MemoryBreakdown(shared) + extra
 
     return _each(variant, share)
-
-
-def with_tensor_parallelism(variant: Variant, size: int) -> Variant:
-    """Blocks computed by several ranks together, as `FullyShardedStrategy(tensor_parallel_size=...)` divides them.
-
-    Divided are matrices with a dimension that `size` divides, with their gradients, optimizer states and the step's
-    scratch memory; norms and biases are whole on every rank. The largest matrix outside of the blocks (an embedding or
-    a head) is gathered to be used, with its gradient, as communication. Activations stay as they are, an upper bound:
-    of a transformer layer's, ranks keep what `layer_activation_bytes(..., tensor_parallel_size)` says. Apply
-    `with_sharding` with the data-parallel ranks afterwards.
-
-    Args:
-        variant: Of one device that holds everything.
-        size: Ranks that compute together.
-
-    Raises:
-        ValueError: If `size` is less than 1.
-    """
-    if size < 1:
-        raise ValueError(f"`size={size}` must be at least 1.")
-    if size == 1:
-        return variant
-    parts = tuple(_part(parameter, size) for parameter in variant.parameters)
-    changed = replace(variant, parameters=parts)
-    weights = _num_bytes(parts) / _num_bytes(variant.parameters)
-    trained = changed.trained_bytes() / (variant.trained_bytes() or 1)
-    factors = {Category.PARAMETER: weights, Category.GRADIENT: trained, Category.OPTIMIZER_STATE: trained}
-    outside = (p.numel * p.itemsize for p in variant.parameters if p.dims > 1 and not _IN_BLOCK.match(p.name))
-    gathered = MemoryBreakdown.device({Category.COMMUNICATION: 2 * max(outside, default=0)})
-
-    def divide(breakdown: MemoryBreakdown, of_phase: dict[Category, float]) -> MemoryBreakdown:
-        return MemoryBreakdown({(t, category): ceil(n * of_phase.get(category, 1)) for t, category, n in breakdown})
-
-    phases = {name: divide(breakdown, factors) + gathered for name, breakdown in variant.phases.items()}
-    if "step" in phases:
-        phases["step"] = divide(variant.phases["step"], factors | {Category.TEMPORARY: trained})
-    return replace(changed, phases=phases)
 
 
 def with_offload(
@@ -143,19 +106,10 @@ def largest_block_bytes(parameters: tuple[ParameterInfo, ...]) -> int:
     groups: dict[str, int] = {}
     for parameter in parameters:
         if not parameter.shared_with:
-            match = _IN_BLOCK.match(parameter.name)
+            match = IN_BLOCK.match(parameter.name)
             key = match[1] if match else parameter.name
             groups[key] = groups.get(key, 0) + parameter.numel * parameter.itemsize
     return max(groups.values(), default=0)
-
-
-def _part(parameter: ParameterInfo, size: int) -> ParameterInfo:
-    is_divided = parameter.dims > 1 and any(length % size == 0 for length in parameter.shape)
-    return replace(parameter, numel=parameter.numel // size) if is_divided else parameter
-
-
-def _num_bytes(parameters: tuple[ParameterInfo, ...]) -> int:
-    return sum(p.numel * p.itemsize for p in parameters if not p.shared_with)
 
 
 def _each(variant: Variant, change: Callable[[MemoryBreakdown], MemoryBreakdown]) -> Variant:

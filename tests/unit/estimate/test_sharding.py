@@ -1,13 +1,6 @@
-from dataclasses import replace
-
 import pytest
 
-from lightning_memfit.estimate.sharding import (
-    largest_block_bytes,
-    with_offload,
-    with_sharding,
-    with_tensor_parallelism,
-)
+from lightning_memfit.estimate.sharding import largest_block_bytes, with_offload, with_sharding
 from lightning_memfit.estimate.variants import steady_step
 from lightning_memfit.memory import Category, Tier
 from lightning_memfit.profile.record import ParameterInfo
@@ -40,41 +33,6 @@ def test_one_rank_is_the_plain_run():
 
 def test_buckets_are_counted():
     assert forward(with_sharding(steady_step(step_profile()), 2, 2, bucket_bytes=123))[Category.COMMUNICATION] == 123
-
-
-def test_ranks_that_compute_together_divide_matrices():
-    divided = with_tensor_parallelism(steady_step(step_profile()), 4)
-    assert forward(divided) == {
-        Category.PARAMETER: WEIGHT // 4,
-        Category.GRADIENT: GRADIENT // 4,
-        Category.OPTIMIZER_STATE: STATE // 4,
-        Category.ACTIVATION: 4 * SAMPLE,
-        Category.COMMUNICATION: 2 * WEIGHT,  # outside of all blocks: gathered to be used
-    }
-    assert divided.phases["step"].get(Category.TEMPORARY) == SCRATCH // 4
-    assert divided.parameters[0].numel == WEIGHT // 16
-
-
-def test_the_other_ranks_shard_what_is_left():
-    both = with_sharding(with_tensor_parallelism(steady_step(step_profile()), 4), 3, 2)
-    assert forward(both)[Category.PARAMETER] == WEIGHT // 8
-    assert forward(both)[Category.COMMUNICATION] == 2 * WEIGHT + 3 * WEIGHT // 4
-
-
-def test_norms_and_biases_stay_whole():
-    variant = steady_step(step_profile())
-    bias = ParameterInfo("layer.bias", WEIGHT // 4, 4, dims=1, shape=(WEIGHT // 4,))
-    odd = ParameterInfo("odd.weight", 15 * WEIGHT // 4, 4, dims=2, shape=(3, 5))
-    with_both = replace(variant, parameters=(*variant.parameters, bias, odd))
-    found = [p.numel for p in with_tensor_parallelism(with_both, 2).parameters]
-    assert found == [WEIGHT // 8, WEIGHT // 4, 15 * WEIGHT // 4]
-
-
-def test_alone_nothing_is_divided():
-    variant = steady_step(step_profile())
-    assert with_tensor_parallelism(variant, 1) == variant
-    with pytest.raises(ValueError, match="`size=0` must be at least 1"):
-        with_tensor_parallelism(variant, 0)
 
 
 def test_offload_moves_bytes_and_loses_none():
