@@ -79,7 +79,9 @@ class Solver:
             if conflict is not None:
                 reason = reason or conflict
                 continue
-            found = self.at_size(sized)
+            found = self.at_size(sized, best)
+            if found is None:
+                continue
             if isinstance(found, int):
                 least = found if least is None else min(least, found)
                 break  # larger micro-batches need more
@@ -97,8 +99,13 @@ class Solver:
             return Rejected(setting, self.bounds.over(least, "needs"), least)
         return Rejected(setting, reason)
 
-    def at_size(self, setting: Setting) -> Solution | int:
-        """The fastest plan of a setting at its micro-batch; what it needs at least where none fits."""
+    def at_size(self, setting: Setting, rival: Solution | None = None) -> Solution | int | None:
+        """The fastest plan of a setting at its micro-batch; what it needs at least where none fits.
+
+        Args:
+            setting: With its sizes.
+            rival: Where given, None is returned as soon as it is clear that no plan can be better.
+        """
         assert setting.micro_batch_size is not None
         size, model = setting.micro_batch_size, self.model(setting)
         overhead = self._overhead_at(size)
@@ -111,14 +118,17 @@ class Solver:
         smallest = frontier.minimum_bytes + overhead
         for _ in range(_CORRECTIONS):
             if budget < frontier.minimum_bytes:
-                return max(smallest, self._least_needed(model, frontier, size))
+                break
             plan = frontier.plan_for(budget)
+            # Replaying the allocator takes long, and what it takes of the budget never makes a plan faster.
+            if rival is not None and self._time(setting, plan.choices).total > rival.time.total * (1 + _TIE):
+                return None
             taken = model.fragmentation_bytes(plan.choices, size)
             needed = plan.peak_bytes + taken + overhead
             if needed <= self.bounds.usable_bytes:
                 return self._solution(setting, plan.choices, plan.peak_bytes, needed)
             budget = min(budget, plan.peak_bytes) - (needed - self.bounds.usable_bytes)
-        return self._least_needed(model, frontier, size)
+        return smallest if rival is not None else max(smallest, self._least_needed(model, frontier, size))
 
     def uniformly(self, setting: Setting) -> Solution:
         """What is predicted for a complete setting whose blocks are all checkpointed alike, whether it fits or not.
@@ -172,15 +182,6 @@ class Solver:
     def _solution(self, setting: Setting, choices: tuple[Choice, ...], peak_bytes: int, needed_bytes: int) -> Solution:
         model, size = self.model(setting), setting.micro_batch_size
         assert size is not None
-        cost = self.bounds.cost(setting)
-        time = step_seconds(
-            model.work(size, choices),
-            cost,
-            self.plain,
-            self.bounds.rates(setting),
-            self.bounds.dtype(setting, cost),
-            setting.accumulate_grad_batches,
-        )
         runtime = self.workload.target.runtime
         workspace = runtime.allocated_bytes if runtime is not None else 0
         context = runtime.context_bytes if runtime is not None else 0
@@ -193,11 +194,23 @@ class Solver:
         }
         return Solution(
             _with_checkpointing(setting, choices),
-            time,
+            self._time(setting, choices),
             peak_bytes + workspace + waiting,
             needed_bytes,
             model.breakdown(peak_bytes, size) + model.off_device() + MemoryBreakdown.device(around),
             choices,
+        )
+
+    def _time(self, setting: Setting, choices: tuple[Choice, ...]) -> StepTime:
+        assert setting.micro_batch_size is not None
+        cost = self.bounds.cost(setting)
+        return step_seconds(
+            self.model(setting).work(setting.micro_batch_size, choices),
+            cost,
+            self.plain,
+            self.bounds.rates(setting),
+            self.bounds.dtype(setting, cost),
+            setting.accumulate_grad_batches,
         )
 
     def _sized(self, setting: Setting) -> Iterator[Setting]:
