@@ -1,10 +1,12 @@
 """How good plans are: 20 pairs of a small model and a memory limit on the simulated device (CPU, one thread).
 
 `python -m benchmarks.planner.pairs` writes `benchmarks/results/planner_pairs.json`. For every model a grid of settings
-(numerics x checkpointing x micro-batch) is measured without a limit: peak of live bytes and time of an optimizer step.
-For each of four limits the plan is made from that model's grid's calibration and run under `MemoryLimit`. The plan's
-time is held against the best of all measured settings whose measured peak is within the limit, and the model's
-predicted times against the measured ones by Spearman's rank correlation. Times are processor time of the process.
+(optimizer x checkpointing x micro-batch, gradient release where a step is one pass) is measured without a limit: peak
+of live bytes and time of an optimizer step. Six runs of the grid calibrate the cost model, as the first steps of
+earlier runs would have. For each of four limits a plan is made and run under `MemoryLimit`, at once and only once. Its
+time is held against the best of the grid that stays within the limit: the plan and the three fastest of those are
+measured again in turns, so that what else the machine does meanwhile slows all alike. Predicted times are held against
+measured ones by Spearman's rank correlation. Times are processor time of the process.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -54,6 +57,7 @@ LIMITS = (0.35, 0.5, 0.7, 1.05)
 """Shares of the plain setting's measured peak."""
 _UNLIMITED = 1 << 34
 _STEPS, _SKIPPED = 8, 2
+_FINALISTS, _ROUNDS = 3, 3
 
 
 class _Clock(pl.Callback):
@@ -70,8 +74,20 @@ class _Clock(pl.Callback):
             self._last = (trainer.global_step, now)
 
 
-def run(name: str, setting: Setting, limit: int | None) -> tuple[float | None, int | None]:
-    """Seconds per step without a limit; with one, the peak of two steps, or None where memory ran out."""
+def seconds_of(name: str, setting: Setting) -> list[float]:
+    """Of the optimizer steps of a run without a limit, the first ones left out."""
+    seconds, _ = run(name, setting, None)
+    return seconds
+
+
+def peak_of(name: str, setting: Setting, limit: int = _UNLIMITED) -> int | None:
+    """Peak of live bytes in two steps; None where they run out of memory."""
+    _, peak = run(name, setting, limit)
+    return peak
+
+
+def run(name: str, setting: Setting, limit: int | None) -> tuple[list[float], int | None]:
+    """Seconds of steps without a limit; with one, the peak of two steps, or None where memory ran out."""
     torch.manual_seed(0)
     module, whole = MODELS[name]()
     assert setting.micro_batch_size is not None
@@ -94,11 +110,11 @@ def run(name: str, setting: Setting, limit: int | None) -> tuple[float | None, i
     try:
         trainer.fit(module, loader)
     except torch.OutOfMemoryError:
-        return None, None
+        return [], None
     if guard:
         assert guard[0].ledger is not None
-        return None, guard[0].ledger.peak_bytes
-    return statistics.median(clock.seconds[_SKIPPED:]), None
+        return [], guard[0].ledger.peak_bytes
+    return clock.seconds[_SKIPPED:], None
 
 
 def grid() -> Iterator[Setting]:
@@ -113,6 +129,14 @@ def grid() -> Iterator[Setting]:
                 elif checkpointing == "selective":
                     setting = setting.choose("activation_checkpointing", mode="selective", keep=["matmul", "attention"])
                 yield setting
+                if size == SHARE:
+                    yield setting.choose("gradient_release")
+
+
+def calibrates(setting: Setting) -> bool:
+    """Whether a measured step of this setting is known to the planner: six of them, without another optimizer."""
+    others = [choice for choice in setting.chosen if choice.technique.kind != "checkpointing"]
+    return not others and setting.micro_batch_size in (SIZES[0], SIZES[-1])
 
 
 def workload(name: str, rates: Rates, limit: int | None) -> Workload:
@@ -133,49 +157,72 @@ def model_rows(name: str, rates: Rates, cache: ProfileCache) -> dict[str, Any]:
     search = Search(Laboratory(workload(name, rates, None), cache))
     rows = []
     for setting in grid():
-        seconds, _ = run(name, setting, None)
-        _, peak = run(name, setting, _UNLIMITED)
-        predicted = predict(search, setting)
-        rows.append({"setting": setting, "seconds": seconds, "peak": peak, "parts": dict(predicted.time.seconds)})
-    factors = fit_factors([Observation(uncorrected(r["parts"], rates), r["seconds"]) for r in rows])
-    corrected = replace(rates, factors=factors)
+        seconds, peak = statistics.median(seconds_of(name, setting)), peak_of(name, setting)
+        parts = dict(predict(search, setting).time.seconds)
+        rows.append({"setting": setting, "seconds": seconds, "peak": peak, "parts": parts})
+    known = [r for r in rows if calibrates(r["setting"])]
+    factors = fit_factors([Observation(uncorrected(r["parts"], rates), r["seconds"]) for r in known])
     predicted_seconds = [sum(r["parts"][c] * factors[c] for c in r["parts"]) for r in rows]
     plain = next(r["peak"] for r in rows if not r["setting"].chosen and r["setting"].micro_batch_size == SHARE)
-    pairs = [_pair(name, corrected, cache, rows, int(share * plain)) for share in LIMITS]
     measured = [r["seconds"] for r in rows]
+    corrected = replace(rates, factors=factors)
     return {
         "model": name,
         "factors": factors,
+        "num_calibrating": len(known),
         "rank_correlation_by_data": spearman([sum(r["parts"].values()) for r in rows], measured),
         "rank_correlation": spearman(predicted_seconds, measured),
-        "pairs": pairs,
+        "pairs": [_pair(name, corrected, cache, rows, int(share * plain)) for share in LIMITS],
         "grid": [
-            {"setting": label(r["setting"]), "seconds": r["seconds"], "predicted_s": p, "peak_bytes": r["peak"]}
+            {"setting": _words(r["setting"]), "seconds": r["seconds"], "predicted_s": p, "peak_bytes": r["peak"]}
             for r, p in zip(rows, predicted_seconds, strict=True)
         ],
     }
 
 
 def _pair(name: str, rates: Rates, cache: ProfileCache, rows: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    best = min((r["seconds"] for r in rows if r["peak"] <= limit), default=None)
+    fitting = sorted((r for r in rows if r["peak"] <= limit), key=lambda r: r["seconds"])
     plan = make_plan(workload(name, rates, limit), cache)
-    row: dict[str, Any] = {"limit_bytes": limit, "best_s": best, "plan": plan.summary(), "fits": None, "died": False}
+    row: dict[str, Any] = {"limit_bytes": limit, "num_fitting": len(fitting), "plan": plan.summary()}
     if plan.setting is not None:
-        _, peak = run(name, plan.setting, limit)
-        seconds, _ = run(name, plan.setting, None)
-        assert seconds is not None
+        peak = peak_of(name, plan.setting, limit)
+        finalists = {_words(r["setting"]): r["setting"] for r in fitting[:_FINALISTS]}
+        times = in_turns(name, {"plan": plan.setting, **finalists})
+        best = min(finalists, key=lambda words: times[words], default=None)
         row |= {
-            "label": label(plan.setting),
+            "setting": _words(plan.setting),
             "fits": peak is not None,
-            "died": peak is None,
             "predicted_peak_bytes": plan.peak_bytes,
             "peak_bytes": peak,
             "predicted_s": plan.seconds_per_step,
-            "seconds": seconds,
-            "slower_than_best": None if best is None else seconds / best - 1,
+            "seconds": times["plan"],
+            "best": best,
+            "best_s": None if best is None else times[best],
+            "slower_than_best": None if best is None else times["plan"] / times[best] - 1,
         }
     print(f"{name} {limit >> 20} MiB: {row}", flush=True)
     return row
+
+
+def in_turns(name: str, settings: dict[str, Setting]) -> dict[str, float]:
+    """Median seconds per step of settings that are measured one after the other, again and again."""
+    taken: dict[str, list[float]] = {words: [] for words in settings}
+    for _ in range(_ROUNDS):
+        for words, setting in settings.items():
+            taken[words] += seconds_of(name, setting)
+    return {words: statistics.median(values) for words, values in taken.items()}
+
+
+def _words(setting: Setting) -> str:
+    """A setting with its checkpointing told apart."""
+    choice = setting.of_kind("checkpointing")
+    if choice is None:
+        return label(setting)
+    mode = choice.options.get("mode", "full")
+    if "choices" in choice.options:
+        counts = Counter(choice.options["choices"])
+        mode = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    return label(setting).replace(choice.name, f"{choice.name} ({mode})")
 
 
 def spearman(first: list[float], second: list[float]) -> float:
