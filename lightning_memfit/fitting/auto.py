@@ -48,7 +48,8 @@ class MemFit(pl.Callback):
     The planner chooses precision, optimizer, loss, checkpointing and micro-batch. Two optimizer steps of a copy prove
     that the plan fits; where they run out of memory, or need more than the device has to give, it is planned again
     with that much less. Effective batch, learning rate and schedule stay what they are. Late out-of-memory errors
-    lower the micro-batch (`MicroBatching`); the first steps are measured for later plans (`PlanFeedback`).
+    lower the micro-batch, then recompute more blocks (`MicroBatching`); the first steps are measured for later plans
+    (`PlanFeedback`).
 
     For one device. Works on any Trainer and module; list it before callbacks that measure.
 
@@ -201,7 +202,8 @@ class MemFit(pl.Callback):
         whole = setting.micro_batch_size == loader_batch
         run = Setting(chosen=setting.chosen).run(read_facts(trainer.lightning_module))
         if not whole or MICRO_BATCHING.unsupported(run, {}) is None:  # which recovers, too, where it can
-            added.append(MicroBatching(micro_batch_size=setting.micro_batch_size or loader_batch))
+            size = setting.micro_batch_size or loader_batch
+            added.append(MicroBatching(micro_batch_size=size, checkpoint_blocks=True))
         added.append(PlanFeedback(dict(plan.uncorrected), plan.rates, plan.peak_bytes))
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         place = callbacks.index(self) + 1

@@ -45,6 +45,8 @@ class MicroBatching(Callback):
         max_sequence_length: Longest sequence the data can give, for the trial steps. Not needed where the data set has
             `lengths` or a column `length`.
         recover: False lets an out-of-memory error end the run.
+        checkpoint_blocks: When not even one sample fits any more, recompute the activations of all repeated blocks from
+            then on (`ActivationCheckpointing`, gradients stay what they are) instead of ending the run.
         predictor: From a micro-batch size to the predicted peak in bytes. By default the memory model, from a trace of
             the training step; where that can't be traced, two small trials take its place.
         limit_bytes: Memory that may be used. By default what the device tells.
@@ -68,6 +70,7 @@ class MicroBatching(Callback):
         allow_batch_statistics: bool = False,
         max_sequence_length: int | None = None,
         recover: bool = True,
+        checkpoint_blocks: bool = False,
         predictor: PeakPredictor | None = None,
         limit_bytes: int | None = None,
         loss_weight: LossWeight | None = None,
@@ -86,6 +89,7 @@ class MicroBatching(Callback):
             allow_batch_statistics=allow_batch_statistics,
             max_sequence_length=max_sequence_length,
             recover=recover,
+            checkpoint_blocks=checkpoint_blocks,
             predictor=predictor,
             limit_bytes=limit_bytes,
             advise=advise,

@@ -18,6 +18,7 @@ from lightning_memfit.fitting.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.metrics import StepMetrics
 from lightning_memfit.fitting.postmortem import explain
 from lightning_memfit.fitting.reduce import GradientReducer
+from lightning_memfit.fitting.relief import CheckpointingRelief
 from lightning_memfit.fitting.rewind import Rewind, RewindPoint
 from lightning_memfit.fitting.search import Found, PeakPredictor
 from lightning_memfit.fitting.sizes import MicroBatchSize, prefer
@@ -40,6 +41,7 @@ class Options:
     allow_batch_statistics: bool
     max_sequence_length: int | None
     recover: bool
+    checkpoint_blocks: bool
     predictor: PeakPredictor | None
     limit_bytes: int | None
     advise: Callable[[], str] | None
@@ -86,6 +88,7 @@ class FitSession:
         if self._is_ddp:
             # DistributedDataParallel would broadcast buffers in the first forward; we do it after each step.
             trainer.strategy.model.require_forward_param_sync = False  # type: ignore[union-attr]
+        self._relief = CheckpointingRelief(module) if options.checkpoint_blocks else None
         self._expected: int | None = None
         self._retries = 0
         self._num_steps = 0
@@ -100,8 +103,10 @@ class FitSession:
             check_global_batch(self._loop.trainer, self._options.global_batch_size, self._expected)
 
     def close(self) -> None:
-        """Give up what ranks share."""
+        """Give up what ranks share, and have blocks keep their activations again."""
         self._agreement.close()
+        if self._relief is not None:
+            self._relief.remove()
 
     def kept(self) -> dict[str, Any]:
         """What a later run needs to reuse the size."""
@@ -191,6 +196,7 @@ class FitSession:
             metrics=metrics,
             weigh=self._weigh,
             explain=self._explain,
+            relieve=self._relief.apply if self._relief is not None else _no_relief,
             on_change=self._note,
             recover=self._options.recover and (is_alone or self._is_ddp),
             averages_ranks=not is_alone and not self._is_ddp,
@@ -225,3 +231,7 @@ class FitSession:
                 f"MicroBatching: memory is so tight that the allocator is thrashing; micro-batch {size} now."
             )
             self._note(size, f"{self._retries - before} allocation retries in {_STEPS_BETWEEN_CHECKS} steps")
+
+
+def _no_relief() -> None:
+    """Nothing makes one sample need less."""

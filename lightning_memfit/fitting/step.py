@@ -58,6 +58,7 @@ class StepParts:
     Attributes:
         weigh: From a batch to its share, on this rank.
         explain: Text for the error when even a micro-batch of one sample does not fit.
+        relieve: Makes one sample need less, and says how; None where it can't.
         on_change: Called with the new micro-batch size and the reason.
         recover: Whether a failed attempt is repeated.
     """
@@ -71,6 +72,7 @@ class StepParts:
     metrics: StepMetrics
     weigh: Callable[[Any], tuple[int, SampleWeights]]
     explain: Callable[[StepRequest, Any], str]
+    relieve: Callable[[], str | None]
     on_change: Callable[[int, str], None]
     recover: bool
     averages_ranks: bool
@@ -258,9 +260,14 @@ class EffectiveStep:
         size = self._failed_size
         smaller = parts.sizes.shrink(size)
         if not smaller:
-            raise torch.OutOfMemoryError(
-                f"A micro-batch of one sample does not fit. {message}\n{parts.explain(request, point)}"
-            ) from error
+            relief = parts.relieve()
+            if relief is None:
+                raise torch.OutOfMemoryError(
+                    f"A micro-batch of one sample does not fit. {message}\n{parts.explain(request, point)}"
+                ) from error
+            rank_zero_warn(f"Memory ran out with one sample: the effective batch is repeated, and {relief}.")
+            parts.on_change(parts.sizes.current, relief)
+            return
         rank_zero_warn(f"Memory ran out with micro-batch {size}: the effective batch is repeated with {smaller}.")
         parts.on_change(smaller, message)
 
