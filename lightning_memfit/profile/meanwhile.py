@@ -22,8 +22,7 @@ def in_child(function: Callable[[], T]) -> Callable[[], T]:
     nothing but the child's time: it is a daemon and ends with this process.
 
     Args:
-        function: Its result or exception must be picklable. It must not run parallel operators of torch if this process
-            has done so before, for a forked child has none of their threads.
+        function: Its result or exception must be picklable. It runs with one thread.
     """
     if not _can_fork():
         return function
@@ -61,6 +60,9 @@ def _can_fork() -> bool:
 
 
 def _run(function: Callable[[], T], sending: "Connection") -> None:
+    # A forked child has none of the threads that this process may have started for parallel operators, and such an
+    # operator would wait for them for ever.
+    torch.set_num_threads(1)
     try:
         sending.send((function(), None))
     except Exception as error:

@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -57,3 +59,23 @@ def test_no_fork_where_it_is_not_safe(obstacle: str, monkeypatch: pytest.MonkeyP
     else:
         monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     assert in_child(os.getpid)() == os.getpid()
+
+
+PARALLEL_IN_BOTH = """
+import torch
+from lightning_memfit.profile.meanwhile import in_child
+
+torch.set_num_threads(2)
+rows = torch.arange(1 << 20)
+
+def work():
+    return int(rows[torch.arange(1 << 20)].sum())
+
+here = work()  # starts the threads that a forked process lacks
+assert in_child(work)() == here
+assert torch.get_num_threads() == 2
+"""
+
+
+def test_parallel_operators_run_in_a_fork_of_a_process_that_ran_some() -> None:
+    subprocess.run([sys.executable, "-c", PARALLEL_IN_BOTH], check=True, timeout=60)
