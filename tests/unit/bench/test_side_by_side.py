@@ -50,3 +50,15 @@ def test_the_table_of_an_experiment_begins_with_its_groups() -> None:
     assert "- theirs: `optim=adafactor`" in text
     assert "nothing is predicted for them" in text
     assert "Peak of live tensors" not in markdown([result("a")])
+
+
+def test_speeds_of_a_busy_machine_say_nothing() -> None:
+    busy = {"hardware": {"device": "cpu", "cores": 2, "load": 7.5}}
+    rows = [of(""), of("torchao", 100, 200, 0.25, **busy)]
+    assert better_peers(rows) == ["Nowhere, beyond noise."]
+    text = side_by_side(rows)
+    speeds = text.split("**Samples a second**")[1].split("**Loss")[0]
+    assert cells(speeds, "all")["torchao"] == "busy"
+    assert "busy: other programs" in text
+    assert cells(text.split("\n\n**Added")[0], "all")["torchao"] == "100.0"
+    assert "busy" not in side_by_side([of(""), of("torchao")])
