@@ -2,10 +2,12 @@
 
     python -m benchmarks.micro_batching.overhead
 
-Two measurements: an empty loop (one parameter, a loss that computes nothing), in microseconds per step, and a step of
-GPT-2 with 124 million parameters on the CPU, in percent. Runs with and without alternate, so that both see the same
-machine. Beside the empty loop's median stands the 5 % quantile of the steps, which other processes disturbed least.
-The monitor follows no tensors here, as after its first three steps.
+Three measurements: an empty loop (one parameter, a loss that computes nothing), in microseconds per step; a step of
+GPT-2 with 124 million parameters on the CPU, in percent; and one of a GPT-2 of as many layers and tensors that are so
+narrow that computing them takes a few milliseconds, in which what the callbacks do per module and per tensor shows
+above the noise of a large step. Runs with and without alternate, so that both see the same machine. Beside the median
+stands the 5 % quantile of the steps, which other processes disturbed least. The monitor follows no tensors here, as
+after its first three steps.
 
 The process starts itself anew with a C library that keeps freed memory (pieces up to 32 MiB, its most). By default it
 returns GPT-2's 500 MB of gradients to the system in every step and takes them again, which costs up to half of a step,
@@ -14,11 +16,13 @@ more or less by the luck of what was allocated before: noise many times larger t
 
 import argparse
 import gc
+import json
 import logging
 import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from itertools import pairwise
@@ -53,12 +57,12 @@ class Empty(pl.LightningModule):
 
 
 class Gpt2(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, **sizes: int) -> None:
         super().__init__()
         import transformers
 
         torch.manual_seed(0)
-        self.net = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+        self.net = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.net(input_ids=batch, labels=batch, use_cache=False).loss
@@ -98,11 +102,23 @@ def seconds_of_steps(callbacks: list[pl.Callback], module: pl.LightningModule, d
 
 
 def empty_loop(rounds: int) -> dict[str, Any]:
+    """Seconds of a step in which nothing is computed."""
+    return in_turns(Empty, torch.zeros(1000, 1), rounds, skip=50)
+
+
+def narrow_steps(rounds: int) -> dict[str, Any]:
+    """Seconds of a step of 12 narrow layers: 148 tensors, as in the model of 124 million parameters."""
+    data = torch.randint(0, 64, (70, 8), generator=torch.Generator().manual_seed(0))
+    return in_turns(lambda: Gpt2(n_embd=24, vocab_size=64, n_positions=8), data, rounds, skip=10)
+
+
+def in_turns(make: Callable[[], pl.LightningModule], data: Tensor, rounds: int, skip: int) -> dict[str, Any]:
+    """Steps of runs without and with ours: the quantile that other programs disturb least, and the median."""
     plain: list[float] = []
     with_ours: list[float] = []
     for _ in range(rounds):
-        plain += seconds_of_steps([], Empty(), torch.zeros(1000, 1))[50:]
-        with_ours += seconds_of_steps(ours(), Empty(), torch.zeros(1000, 1))[50:]
+        plain += seconds_of_steps([], make(), data)[skip:]
+        with_ours += seconds_of_steps(ours(), make(), data)[skip:]
     figures: dict[str, Any] = {"steps": len(plain)}
     for name, quantile in (("undisturbed", 0.05), ("median", 0.5)):
         without, with_memfit = (sorted(steps)[int(quantile * len(steps))] for steps in (plain, with_ours))
@@ -143,6 +159,7 @@ def gpt2_steps(pairs: int, tokens: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--skip-gpt2", action="store_true")
+    parser.add_argument("--only-narrow", action="store_true", help="measure that part, and keep the record's others")
     parser.add_argument("--pairs", type=int, default=12, help="pairs of GPT-2 runs")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/micro_batching_overhead.json"))
     arguments = parser.parse_args()
@@ -151,9 +168,15 @@ def main() -> None:
         os.execve(sys.executable, here, os.environ | _KEEP_FREED_MEMORY)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    figures = {"callbacks": [type(callback).__name__ for callback in ours()], "empty_loop": empty_loop(rounds=12)}
+    figures: dict[str, Any] = {"callbacks": [type(callback).__name__ for callback in ours()]}
+    if arguments.only_narrow:
+        kept = json.loads(arguments.output.read_text(encoding="utf-8"))
+        figures |= {name: kept[name] for name in ("empty_loop", "gpt2_124m_cpu_1x64") if name in kept}
+    else:
+        figures["empty_loop"] = empty_loop(rounds=12)
+    figures["gpt2_narrow_cpu"] = narrow_steps(rounds=10)
     print(figures, flush=True)
-    if not arguments.skip_gpt2:
+    if not (arguments.skip_gpt2 or arguments.only_narrow):
         figures["gpt2_124m_cpu_1x64"] = gpt2_steps(arguments.pairs, tokens=64)
         print(figures, flush=True)
     write(arguments.output, figures)
