@@ -13,7 +13,7 @@ from lightning_memfit.models import CausalLM
 
 SHARE = 16
 """Samples per optimizer step."""
-_TOKENS = 64
+_TOKENS = 32
 
 
 def _language(**config: Any) -> tuple[pl.LightningModule, Any]:
@@ -80,8 +80,8 @@ class Encoder(pl.LightningModule):
 
 def perceptron() -> tuple[pl.LightningModule, Any]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SHARE * 32, 256, generator=generator)
-    x = x.reshape(SHARE, 32, 256)
+    x = torch.randn(SHARE * 16, 256, generator=generator)
+    x = x.reshape(SHARE, 16, 256)
     return Perceptron(), {"x": x, "y": x.mean(-1, keepdim=True)}
 
 

@@ -1,6 +1,7 @@
 """Write how good plans are into the plan guide: `python -m benchmarks.planner.pairs_table`."""
 
 import json
+import statistics
 from typing import Any
 
 from benchmarks.marks import insert
@@ -14,15 +15,18 @@ def render(document: dict[str, Any]) -> str:
     """A sentence with the totals, and one row per model and limit."""
     models = document["models"]
     pairs = [pair for model in models for pair in model["pairs"]]
-    fits = sum(bool(pair.get("fits")) for pair in pairs)
-    slower = [pair["slower_than_best"] for pair in pairs if pair.get("slower_than_best") is not None]
+    made = [pair for pair in pairs if "setting" in pair]
+    refused = [pair for pair in pairs if "setting" not in pair]
+    right = sum(not pair["num_fitting"] for pair in refused)
+    slower = [pair["slower_than_best"] for pair in made if pair["slower_than_best"] is not None]
     ranks = ", ".join(f"{model['model']} {model['rank_correlation']:.2f}" for model in models)
     settings, known = len(models[0]["grid"]), models[0]["num_calibrating"]
     lines = [
-        f"{fits} of {len(pairs)} plans fit at the first try. {sum(s <= 0.1 for s in slower)} of the {len(slower)} "
-        f"beside which something of the grid fits are within 10 % of its best, the slowest {max(slower):+.0%}, "
-        f"the median {sorted(slower)[len(slower) // 2]:+.0%}. Rank correlation of predicted with measured times: "
-        f"{ranks} ({settings} settings each, {known} of them known to the planner). "
+        f"{sum(pair['fits'] for pair in made)} of {len(made)} plans fit at the first try, none died; of {len(refused)} "
+        f"refused limits {right} hold nothing of the grid either. {sum(s <= 0.1 for s in slower)} of {len(slower)} are "
+        f"within 10 % of the grid's best, the slowest {max(slower):+.0%}, the median "
+        f"{statistics.median(slower):+.0%}; below zero, the plan is better than all of the grid. Rank correlation of "
+        f"predicted with measured times: {ranks} ({settings} settings each, {known} of them known to the planner). "
         f"torch {document['versions']['torch']}, one CPU thread, `{document['command']}`.",
         "",
         "| model | limit | plan | predicted peak | measured peak | step | best of the grid | step | plan against it |",
