@@ -80,6 +80,20 @@ def make_parser() -> argparse.ArgumentParser:
         help="numerics that may change, of exact, tf32, bf16, fp16, stochastic, 8bit, 4bit, optimizer, lora "
         "(default: exact,tf32,bf16,stochastic,8bit)",
     )
+    _add_limits(parser)
+    parser.add_argument("--out", metavar="FILE.yaml", help="write what `fit --config RECIPE --config FILE` trains with")
+    parser.add_argument(
+        "--lock", metavar="FILE", help="keep the plan here, and reuse it while nothing it rests on changes"
+    )
+    parser.add_argument("--verify", action="store_true", help="trace the plan itself, too: seconds more, a proof more")
+    parser.add_argument("--dry-run", action="store_true", help="write no file: only print, and exit 0 or 1")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--no-cache", action="store_true", help="neither read nor write cached plans and traces")
+    return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """What a run may use beside its devices."""
     parser.add_argument(
         "--host-memory", metavar="SIZE", help="RAM that offloading may use (default: what is free here)"
     )
@@ -93,15 +107,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--disk-writes-per-day", metavar="SIZE", help="what training may write to disk in a day (default: no limit)"
     )
-    parser.add_argument("--out", metavar="FILE.yaml", help="write what `fit --config RECIPE --config FILE` trains with")
-    parser.add_argument(
-        "--lock", metavar="FILE", help="keep the plan here, and reuse it while nothing it rests on changes"
-    )
-    parser.add_argument("--verify", action="store_true", help="trace the plan itself, too: seconds more, a proof more")
-    parser.add_argument("--dry-run", action="store_true", help="write no file: only print, and exit 0 or 1")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--no-cache", action="store_true", help="neither read nor write cached plans and traces")
-    return parser
 
 
 def write_overlay(path: Path, plan: dict[str, Any]) -> None:

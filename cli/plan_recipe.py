@@ -14,7 +14,8 @@ from lightning_memfit.device.probe import probe_host
 from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.device.storage import measure_storage
 from lightning_memfit.estimate.target import Target
-from lightning_memfit.memory import GIB, MIB, format_bytes, parse_bytes
+from lightning_memfit.memory import GIB, format_bytes, parse_bytes
+from lightning_memfit.offload.preflight import SAMPLE_BYTES
 from lightning_memfit.planner.calibration import calibrated
 from lightning_memfit.planner.cost import Rates
 from lightning_memfit.planner.lock import paths_in
@@ -35,8 +36,6 @@ from .recipe_run import RecipeRun, load_recipe
 
 _DISK_RESERVE = GIB
 """What ZeRO-Infinity leaves free on a drive."""
-
-_SAMPLE_BYTES = 64 * MIB
 
 
 def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[dict[str, Any], list[Path]] | None:
@@ -145,7 +144,7 @@ def _disk(arguments: argparse.Namespace, rates: Rates) -> tuple[Rates, int]:
     free = shutil.disk_usage(folder).free - _DISK_RESERVE
     if free <= 0:
         raise ValueError(f"`--nvme-path {folder}`: the drive is full. Free some of it, or leave the option out.")
-    speed = measure_storage(folder, _SAMPLE_BYTES)
+    speed = measure_storage(folder, SAMPLE_BYTES)
     both = 2 / (1 / speed.read_bytes_per_s + 1 / speed.write_bytes_per_s)
     return replace(rates, disk_bytes_per_s=both), free if offered is None else min(free, offered)
 

@@ -5,18 +5,15 @@ place of the recipe's techniques. Needs 16 GiB of free memory and half an hour; 
 """
 
 import json
-import platform
-import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
 from benchmarks.gpt2xl_live_bytes.run import MALLOC
-from benchmarks.gpt2xl_two_steps.run import PACKAGES, ROOT, hardware, read_metrics, run
+from benchmarks.gpt2xl_two_steps.run import ROOT, provenance, read_metrics, run
 
 HERE = Path(__file__).resolve().parent
 GIB = 1 << 30
@@ -59,9 +56,7 @@ def main() -> int:
         "peak_rss_bytes": peak_rss_bytes,
         "seconds_total": round(seconds, 1),
         "optimizer_steps": steps,
-        "hardware": hardware(),
-        "versions": {package: version(package) for package in PACKAGES} | {"python": platform.python_version()},
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        **provenance(),
     }
     (HERE / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=2))

@@ -8,18 +8,15 @@ bitsandbytes' CPU kernels included (not so before commit 00b5eed).
 
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.gpt2xl_two_steps.run import NEEDED_BYTES, PACKAGES, ROOT, hardware, read_metrics, run
+from benchmarks.gpt2xl_two_steps.run import NEEDED_BYTES, ROOT, provenance, read_metrics, run
 
 HERE = Path(__file__).resolve().parent
 GIB = 1 << 30
@@ -65,9 +62,7 @@ def write(row: dict[str, Any]) -> None:
         "command": "python -m benchmarks.gpt2xl_live_bytes.run",
         "tokens": "1 x 1024",
         "cases": cases,
-        "hardware": hardware(),
-        "versions": {package: version(package) for package in PACKAGES} | {"python": platform.python_version()},
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        **provenance(),
     }
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

@@ -14,6 +14,7 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -46,9 +47,7 @@ def main() -> int:
         "under_the_bar": peak_bytes < BAR_BYTES,
         "seconds_total": round(seconds, 1),
         "optimizer_steps": rows,
-        "hardware": hardware(),
-        "versions": {package: version(package) for package in PACKAGES} | {"python": platform.python_version()},
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        **provenance(),
     }
     (HERE / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=2))
@@ -71,6 +70,15 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
             values = {key: float(value) for key, value in row.items() if value}
             steps.setdefault(int(values["step"]), {}).update(values)
     return [steps[step] for step in sorted(steps)]
+
+
+def provenance() -> dict[str, Any]:
+    """What figures depend on: hardware, versions, commit."""
+    return {
+        "hardware": hardware(),
+        "versions": {package: version(package) for package in PACKAGES} | {"python": platform.python_version()},
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+    }
 
 
 def hardware() -> dict[str, str | int]:

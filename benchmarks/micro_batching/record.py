@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
+
+from lightning_memfit.bench.machine import versions
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:
@@ -18,11 +19,7 @@ def write(path: Path, figures: dict[str, Any]) -> None:
     module = getattr(sys.modules["__main__"], "__spec__", None)
     record = {
         "command": " ".join(["python -m", module.name if module else Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": {
-            "torch": torch.__version__,
-            "lightning": lightning.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "hardware": {
             "machine": platform.machine(),
             "cores": os.cpu_count(),

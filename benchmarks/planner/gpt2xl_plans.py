@@ -4,21 +4,17 @@
 devices through a cache of its own, so that the first plan takes longest.
 """
 
-import json
 import logging
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from benchmarks.micro_batching.record import write
 from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.memory import GIB
@@ -110,15 +106,7 @@ def main() -> int:
             asked = {"host_gib": case.host_gib, "disk_gib": case.disk_gib, "allow": sorted(case.allow)}
             rows.append({**asked, "planned_s": seconds, "plan": plan.to_dict()})
             print(f"{case}: {plan.summary()} ({seconds} s)", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    document: dict[str, Any] = {
-        "command": "python -m benchmarks.planner.gpt2xl_plans",
-        "commit": commit.stdout.strip(),
-        "versions": {name: version(name) for name in ("torch", "lightning", "transformers", "bitsandbytes")}
-        | {"python": platform.python_version()},
-        "rows": rows,
-    }
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write(RESULTS, {"rows": rows})
     return 0
 
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import statistics
-import subprocess
 import sys
 import time
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+from benchmarks.micro_batching.record import write
 from lightning_memfit.checkpointing.apply import apply_checkpointing
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import Choice
@@ -111,16 +109,9 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    document = {
-        "command": "python -m benchmarks.planner.operators",
-        "commit": commit.stdout.strip(),
-        "versions": {n: version(n) for n in ("torch", "lightning", "transformers")}
-        | {"python": platform.python_version()},
-        "models": [measure(name) for name in _CONFIG],
-    }
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document["models"], indent=1))
+    models = [measure(name) for name in _CONFIG]
+    write(RESULTS, {"models": models})
+    print(json.dumps(models, indent=1))
     return 0
 
 

@@ -11,12 +11,9 @@ measured ones by Spearman's rank correlation. Times are processor time of the pr
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +21,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +29,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.micro_batching.record import write
 from benchmarks.planner.models import MODELS, SHARE
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.target import host_target
@@ -41,7 +38,7 @@ from lightning_memfit.planner.cost import Rates
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.rates import cpu_rates
-from lightning_memfit.planner.search import Search, Solution
+from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.traces import Laboratory
 from lightning_memfit.planner.workload import Workload, check_allow, facts_of
 from lightning_memfit.profile.build import resize_batch
@@ -148,18 +145,13 @@ def workload(name: str, rates: Rates, limit: int | None) -> Workload:
     return Workload(module, batch, options, SHARE, target, rates, facts, allow=check_allow(ALLOW))
 
 
-def predict(search: Search, setting: Setting) -> Solution:
-    """Time of a setting of the grid, its checkpointing the same in all blocks."""
-    return search.uniformly(setting)
-
-
 def model_rows(name: str, rates: Rates, cache: ProfileCache) -> dict[str, Any]:
     """Measure a model's grid, calibrate, then plan and run for every limit."""
     search = Search(Laboratory(workload(name, rates, None), cache))
     rows = []
     for setting in grid():
         seconds, peak = statistics.median(seconds_of(name, setting)), peak_of(name, setting)
-        parts = dict(predict(search, setting).time.seconds)
+        parts = dict(search.uniformly(setting).time.seconds)
         rows.append({"setting": setting, "seconds": seconds, "peak": peak, "parts": parts})
     known = [r for r in rows if calibrates(r["setting"])]
     factors = fit_factors([Observation(uncorrected(r["parts"], rates), r["seconds"]) for r in known])
@@ -240,23 +232,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in sys.argv[1:] or MODELS:
             models.append(model_rows(name, rates, ProfileCache(Path(folder))))
-            write(models, round((time.perf_counter() - started) / 60, 1))  # what is known, should this end early
+            minutes = round((time.perf_counter() - started) / 60, 1)
+            load = round(os.getloadavg()[0], 2)
+            write(RESULTS, {"load": load, "minutes": minutes, "models": models})  # known, should this end early
     return 0
-
-
-def write(models: list[dict[str, Any]], minutes: float) -> None:
-    """Put results into their file."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    document = {
-        "command": "python -m benchmarks.planner.pairs",
-        "commit": commit.stdout.strip(),
-        "versions": {n: version(n) for n in ("torch", "lightning", "transformers", "bitsandbytes")}
-        | {"python": platform.python_version()},
-        "load": round(os.getloadavg()[0], 2),
-        "minutes": minutes,
-        "models": models,
-    }
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

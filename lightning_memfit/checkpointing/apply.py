@@ -109,14 +109,27 @@ def refuse_checkpointed(module: nn.Module) -> None:
     """Raise a `ValueError` if anything in a module checkpoints activations already."""
     for name, child in module.named_modules():
         where = f"{type(child).__name__}{f' ({name!r})' if name else ''}"
-        if getattr(child, "gradient_checkpointing", False) is True:
+        if _hugging_face_checkpoints(child):
             raise ValueError(
                 f"{where} has Hugging Face gradient checkpointing on already. Call "
                 "`model.gradient_checkpointing_disable()` "
                 "(and leave `gradient_checkpointing_enable` out), or leave this checkpointing out."
             )
-        if type(child).__name__ == "CheckpointWrapper" or isinstance(vars(child).get("forward"), ReplacedForward):
+        if _is_wrapped(child):
             raise ValueError(f"{where} is checkpointed already. Remove one of the two.")
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether anything in a module checkpoints activations already."""
+    return any(_hugging_face_checkpoints(child) or _is_wrapped(child) for child in module.modules())
+
+
+def _hugging_face_checkpoints(module: nn.Module) -> bool:
+    return getattr(module, "gradient_checkpointing", False) is True
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return type(module).__name__ == "CheckpointWrapper" or isinstance(vars(module).get("forward"), ReplacedForward)
 
 
 def disable_caches(module: nn.Module) -> Callable[[], None]:

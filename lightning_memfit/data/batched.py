@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_memfit.data.loader import EffectiveBatchSampler, ResumableLoader
 from lightning_memfit.data.tokenization import load_tokenizer
+from lightning_memfit.memory.replicas import num_replicas, ranks_together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,9 +118,8 @@ class BatchedText(pl.LightningDataModule):
         """Micro-batches of a step, number of processes that see samples of their own, rank of this one among them."""
         if self.trainer is None:
             return 1, 1, 0
-        together = getattr(self.trainer.strategy, "tensor_parallel_size", 1)  # neighbours that share their samples
-        processes, rank = self.trainer.world_size // together, self.trainer.global_rank // together
-        return self.trainer.accumulate_grad_batches, processes, rank
+        rank = self.trainer.global_rank // ranks_together(self.trainer)
+        return self.trainer.accumulate_grad_batches, num_replicas(self.trainer), rank
 
     def _check_global_batch_size(self) -> None:
         accumulation, processes, _ = self._placement()

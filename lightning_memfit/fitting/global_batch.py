@@ -6,6 +6,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_memfit.memory.replicas import num_replicas
+
 
 def share_of(trainer: Trainer, global_batch_size: int) -> int:
     """The batch size the loader of one device must have.
@@ -13,10 +15,10 @@ def share_of(trainer: Trainer, global_batch_size: int) -> int:
     Raises:
         MisconfigurationException: If the global batch can't be divided so.
     """
-    parts = _replicas(trainer) * trainer.accumulate_grad_batches
+    parts = num_replicas(trainer) * trainer.accumulate_grad_batches
     if global_batch_size % parts:
         raise MisconfigurationException(
-            f"`global_batch_size={global_batch_size}` can't be divided by {_replicas(trainer)} devices x "
+            f"`global_batch_size={global_batch_size}` can't be divided by {num_replicas(trainer)} devices x "
             f"`accumulate_grad_batches={trainer.accumulate_grad_batches}`. Take a multiple of {parts}."
         )
     return global_batch_size // parts
@@ -59,14 +61,9 @@ def check_global_batch(trainer: Trainer, global_batch_size: int, found: int) -> 
     """
     share = share_of(trainer, global_batch_size)
     if found != share:
-        accumulate, replicas = trainer.accumulate_grad_batches, _replicas(trainer)
+        accumulate, replicas = trainer.accumulate_grad_batches, num_replicas(trainer)
         raise MisconfigurationException(
             f"`global_batch_size={global_batch_size}`, but the training loader delivers {found} x {replicas} devices "
             f"x `accumulate_grad_batches={accumulate}` = {found * replicas * accumulate}. Set the loader's "
             f"`batch_size` to {share}; micro-batches are cut from it."
         )
-
-
-def _replicas(trainer: Trainer) -> int:
-    """Devices, or groups of devices that compute on one batch together."""
-    return trainer.world_size // int(getattr(trainer.strategy, "tensor_parallel_size", 1))

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting.oom import is_out_of_memory
 from lightning_memfit.profile.build import batch_size, resize_batch
-from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
+from lightning_memfit.profile.quiet import LIGHTNING, UNWATCHED, loggers_at
 from lightning_memfit.techniques.setting import Setting
 
 
@@ -77,13 +77,8 @@ def _two_steps(
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-        use_distributed_sampler=False,
         callbacks=[*limits, *Setting(chosen=setting.chosen).callbacks()],
+        **UNWATCHED,
     )
     try:
         loader: DataLoader[Any] = DataLoader([samples] * (2 * count), batch_size=None)  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ from lightning_memfit.checkpointing.apply import (
     CheckpointedForward,
     apply_checkpointing,
     disable_caches,
+    is_checkpointed,
 )
 from lightning_memfit.checkpointing.blocks import find_blocks
-from lightning_memfit.checkpointing.forward import ReplacedForward
 from lightning_memfit.checkpointing.policies import Choice
 
 
@@ -68,13 +68,10 @@ class CheckpointingRelief:
             forward = vars(block).get("forward")
             if isinstance(forward, CheckpointedForward) and forward.choice != "full":
                 partial.append(forward)
-            elif not any(_is_taken(child) for child in block.modules()):
+            elif not (is_checkpointed(block) or _is_compiled(block)):
                 plain.append(block)
         return plain, partial
 
 
-def _is_taken(module: nn.Module) -> bool:
-    replaced = isinstance(vars(module).get("forward"), ReplacedForward)
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    wrapped = type(module).__name__ == "CheckpointWrapper"
-    return replaced or compiled or wrapped or getattr(module, "gradient_checkpointing", False) is True
+def _is_compiled(block: nn.Module) -> bool:
+    return any(getattr(child, "_compiled_call_impl", None) is not None for child in block.modules())

@@ -11,6 +11,7 @@ from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.measure.report import RunReport
 from lightning_memfit.measure.utilization import FlopsMonitor
 from lightning_memfit.memory import GIB
+from lightning_memfit.memory.replicas import num_replicas
 
 _OVER_RANKS = ("measured_peak_bytes", "peak_reserved_bytes", "peak_rss_bytes")
 
@@ -32,8 +33,7 @@ class RunSummary(Callback):
         if monitor is None or monitor.report is None:
             rank_zero_warn("RunSummary: nothing to sum up. Put a `MemoryMonitor` before it in `trainer.callbacks`.")
             return
-        together = getattr(trainer.strategy, "tensor_parallel_size", 1)  # ranks that share their samples
-        figures = _figures(monitor.report, trainer.world_size // together)
+        figures = _figures(monitor.report, num_replicas(trainer))
         figures |= self._over_ranks(trainer, monitor.report)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, DataWaitMonitor):

@@ -29,7 +29,8 @@ from lightning_memfit.offload.sizing import InfinitySizes
 from lightning_memfit.offload.traffic import Traffic
 from lightning_memfit.offload.watermark import free_bytes
 
-_SAMPLE_BYTES = 64 * MIB
+SAMPLE_BYTES = 64 * MIB
+"""Written to a drive and read back, to know its speed."""
 _HANDLES_PER_RANK = 4  # two each of the parameters' and of the pipelined optimizer's swapper
 _HOST_FIX = "end other programs, raise the container's limit, or divide the states among more machines"
 _DEVICE_FIX = "cut its largest layer into tiles (`tiling_hints`), make the reduce bucket smaller, or use more ranks"
@@ -140,9 +141,9 @@ def _drive(folder: str | Path, needs: Needs) -> tuple[list[Finding], float | Non
     free = free_bytes(folder) + _reclaimed(runs)
     needed = needs.ranks * needs.states.total(Tier.DISK)
     findings.append(checks.check_disk_room(needed, free, needs.reserve_bytes))
-    if free_bytes(folder) < 2 * _SAMPLE_BYTES:
+    if free_bytes(folder) < 2 * SAMPLE_BYTES:
         return findings, None  # no room to try anything
-    speed = measure_storage(folder, _SAMPLE_BYTES)
+    speed = measure_storage(folder, SAMPLE_BYTES)
     findings.append(checks.needed(check_direct_io(str(folder), speed.direct_error)))
     findings.append(check_disk_speed(speed.write_bytes_per_s, speed.read_bytes_per_s))
     seconds = needs.traffic.seconds(speed.read_bytes_per_s, speed.write_bytes_per_s)
@@ -151,16 +152,29 @@ def _drive(folder: str | Path, needs: Needs) -> tuple[list[Finding], float | Non
     return findings, seconds
 
 
+def host_memory(moments: Moments, on_cpu: bool, ranks: int, available_bytes: int, fix: str) -> Finding:
+    """Whether all ranks of this machine find the host memory of their largest moment.
+
+    Args:
+        moments: Of one rank.
+        on_cpu: Whether the device's memory is the host's.
+        ranks: On this machine.
+        available_bytes: For all of them.
+        fix: What to do where it doesn't suffice.
+    """
+    moment, peak = host_peak(moments, on_cpu)
+    needed = ranks * host_peak_bytes(moments, on_cpu)
+    parts = largest_parts(peak, host_tiers(on_cpu))
+    return checks.check_host_memory(needed, available_bytes, ranks, moment, parts, fix)
+
+
 def _memory(needs: Needs) -> list[Finding]:
     host, moments = probe_host(), needs.moments or {"kept": needs.states}
     findings = []
     if needs.device_free_bytes is not None:
         device = device_peak_bytes(moments)
         findings.append(checks.check_memory("device memory", device, needs.device_free_bytes, _DEVICE_FIX))
-    moment, peak = host_peak(moments, needs.on_cpu)
-    parts = largest_parts(peak, host_tiers(needs.on_cpu))
-    needed = needs.ranks * host_peak_bytes(moments, needs.on_cpu)
-    findings.append(checks.check_host_memory(needed, host.available_bytes, needs.ranks, moment, parts, _HOST_FIX))
+    findings.append(host_memory(moments, needs.on_cpu, needs.ranks, host.available_bytes, _HOST_FIX))
     findings.append(checks.check_pinned(needs.states.total(Tier.PINNED_HOST), host.memlock_limit_bytes))
     used, limit = (int(Path(f"/proc/sys/fs/{name}").read_text()) for name in ("aio-nr", "aio-max-nr"))
     handles = needs.ranks * _HANDLES_PER_RANK

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property, lru_cache
 
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING
@@ -100,7 +99,7 @@ class Bounds:
 
     def cost(self, setting: Setting) -> Cost:
         """Of all techniques but checkpointing, per micro-batch of one sample where it grows with the batch."""
-        return alone(setting).without("checkpointing").cost(self.plain)
+        return setting.without_sizes().without("checkpointing").cost(self.plain)
 
     def dtype(self, setting: Setting, cost: Cost) -> str:
         """Of matrix products."""
@@ -174,8 +173,3 @@ class Bounds:
             f"writes {format_bytes(per_day)} per day to disk, {format_bytes(per_day - limit)} over the limit of "
             f"{format_bytes(limit)} (`--disk-writes-per-day`)"
         )
-
-
-def alone(setting: Setting) -> Setting:
-    """A setting's techniques without its sizes."""
-    return replace(setting, micro_batch_size=None, accumulate_grad_batches=1)

@@ -81,21 +81,21 @@ def arrangements(workload: Workload) -> list[Setting]:
 
     A part of the devices is not tried: what fits on fewer of them fits on all, and is faster there.
     """
-    alone = [Setting()]
+    found = [Setting()]
     if not workload.strategies:
-        return alone
+        return found
     total, nodes = workload.devices.total, workload.devices.machines
     for technique in STRATEGIES:
         if technique.sharding is not None and (total > 1 or technique.sharding.offloads):
             options = {"num_nodes": nodes} if nodes > 1 else {}
-            alone.append(Setting(world_size=total).choose(technique.name, **options))
-    return alone
+            found.append(Setting(world_size=total).choose(technique.name, **options))
+    return found
 
 
 def conflict(setting: Setting, workload: Workload) -> str | None:
     """Why techniques don't go together, or with the module; None where they do."""
     # Batches are cut by the loader, so that the rules of the micro-batch loop don't apply.
-    run = replace(setting, accumulate_grad_batches=1, micro_batch_size=None).run(workload.facts)
+    run = setting.without_sizes().run(workload.facts)
     for choice in setting.chosen:
         reason = choice.technique.missing() or choice.technique.unsupported(run, choice.options)
         if reason is not None:

@@ -186,13 +186,13 @@ def step_seconds(
     seconds = pass_seconds(work, rates, dtype)
     seconds["memory"] += _staging_seconds(cost.micro_batch, rates)
     device = sum(seconds.values())
-    link = _link_seconds(cost.micro_batch, rates) * rates.factor("link")
+    link = _link_seconds(cost.micro_batch, rates)
     seconds["link"] = max(0.0, link - device) if cost.overlap else link
     seconds["interconnect"] = max(0.0, _interconnect_seconds(cost.micro_batch, rates) - _BACKWARD * device)
     seconds["disk"] = _disk_seconds(cost.micro_batch, rates)
     seconds = {name: value * num_micro_batches for name, value in seconds.items()}
     seconds["memory"] += _staging_seconds(cost.last_micro_batch, rates)
-    seconds["link"] += _link_seconds(cost.step, rates) * rates.factor("link")
+    seconds["link"] += _link_seconds(cost.step, rates)
     seconds["interconnect"] += max(0.0, _interconnect_seconds(cost.last_micro_batch, rates) - _BACKWARD * device)
     seconds["interconnect"] += _interconnect_seconds(cost.step, rates)
     seconds["disk"] += _disk_seconds(cost.step, rates)
@@ -211,7 +211,8 @@ def _staging_seconds(work: Work, rates: Rates) -> float:
 
 
 def _link_seconds(work: Work, rates: Rates) -> float:
-    return work.host_link_bytes / rates.link_bytes_per_s if rates.link_bytes_per_s else 0.0
+    seconds = work.host_link_bytes / rates.link_bytes_per_s if rates.link_bytes_per_s else 0.0
+    return seconds * rates.factor("link")
 
 
 def _interconnect_seconds(work: Work, rates: Rates) -> float:

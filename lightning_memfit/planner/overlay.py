@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightning_memfit.planner.plan import Plan
@@ -34,8 +33,7 @@ def overlay_of(
     if plan.setting is None:
         raise ValueError("Nothing fits, so there is no plan to write.")
     setting = plan.setting
-    whole = replace(setting, accumulate_grad_batches=1, micro_batch_size=None)
-    laid = whole.overlay().get("trainer", {})
+    laid = setting.without_sizes().overlay().get("trainer", {})
     chosen = laid.pop("callbacks+", [])
     kept = [spec for spec in callbacks if not is_technique(spec["class_path"])]
     alone = {"strategy": "auto", "devices": 1, "num_nodes": 1}  # where the recipe says otherwise

@@ -9,7 +9,7 @@ from lightning_memfit.checkpointing.knapsack import PlanFrontier
 from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING
 from lightning_memfit.memory import Category, MemoryBreakdown
-from lightning_memfit.planner.bounds import Bounds, alone
+from lightning_memfit.planner.bounds import Bounds
 from lightning_memfit.planner.candidates import Rejected, conflict_of_sizes
 from lightning_memfit.planner.cost import StepTime, step_seconds
 from lightning_memfit.planner.memory import MemoryModel
@@ -155,7 +155,7 @@ class Solver:
 
     def model(self, setting: Setting) -> MemoryModel:
         """Memory of a setting's techniques, traced once."""
-        techniques = alone(setting).without("checkpointing")
+        techniques = setting.without_sizes().without("checkpointing")
         if techniques not in self._models:
             dtype = self.bounds.dtype(techniques, self.bounds.cost(techniques))
             sharding = techniques.sharding
@@ -224,7 +224,7 @@ class Solver:
             yield replace(setting, micro_batch_size=size, accumulate_grad_batches=share // size)
 
     def _run_of(self, setting: Setting) -> Run:
-        run = replace(setting, accumulate_grad_batches=1, micro_batch_size=None).run(self.workload.facts)
+        run = setting.without_sizes().run(self.workload.facts)
         return replace(run, accumulate_grad_batches=setting.accumulate_grad_batches)
 
 

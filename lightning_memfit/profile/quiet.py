@@ -3,6 +3,17 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+UNWATCHED: dict[str, Any] = {
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 0,
+    "use_distributed_sampler": False,
+}
+"""Options of a Trainer that trains a few steps for what they tell, and leaves nothing behind."""
 
 LIGHTNING = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric")
 

@@ -13,7 +13,7 @@ import torch
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.datamodule import has_datamodule
 from lightning_memfit.profile.fake import tensors_in
-from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
+from lightning_memfit.profile.quiet import LIGHTNING, UNWATCHED, loggers_at
 from lightning_memfit.profile.recorder import EventRecorder
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -136,13 +136,8 @@ def _run_lightning(
             gradient_clip_val=options.gradient_clip_val,
             gradient_clip_algorithm=options.gradient_clip_algorithm,
             logger=DummyLogger(),
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            limit_val_batches=0,
-            use_distributed_sampler=False,
             callbacks=[has_datamodule(datamodule), *callbacks, _phase_callback(recorder)],
+            **UNWATCHED,
         )
         with recorder:
             trainer.fit(module, _Repeated(batch, steps * count))

@@ -8,9 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_memfit.device.probe import probe_host
 from lightning_memfit.estimate.zero_moments import Place, ZeroRun, zero_moments
-from lightning_memfit.offload.checks import check_host_memory
-from lightning_memfit.offload.peaks import host_peak, host_peak_bytes, host_tiers, largest_parts
-from lightning_memfit.offload.preflight import sentence
+from lightning_memfit.offload.preflight import host_memory, sentence
 from lightning_memfit.strategies.model_shape import ModelShape
 
 _FIX = "use more machines, a smaller `bucket_size`, keep states on disk (`memfit_zero_infinity`), or end other programs"
@@ -59,10 +57,8 @@ def require_host_memory(
         on_cpu=on_cpu,
     )
     moments = {name: moment for name, moment in zero_moments(run).items() if name != "build"}
-    moment, peak = host_peak(moments, on_cpu)
-    parts = largest_parts(peak, host_tiers(on_cpu))
     free = probe_host().available_bytes + ranks * _held(model)
-    finding = check_host_memory(ranks * host_peak_bytes(moments, on_cpu), free, ranks, moment, parts, _FIX)
+    finding = host_memory(moments, on_cpu, ranks, free, _FIX)
     if finding.level != "ok":
         raise RuntimeError(f"This run would not fit in host memory: {sentence(finding)}")
 

@@ -98,6 +98,10 @@ class Setting:
         """This setting with nothing that decides this."""
         return replace(self, chosen=tuple(choice for choice in self.chosen if choice.technique.kind != kind))
 
+    def without_sizes(self) -> Setting:
+        """The techniques, for any micro-batch."""
+        return replace(self, micro_batch_size=None, accumulate_grad_batches=1)
+
     def has(self, name: str) -> bool:
         """Whether a technique is chosen."""
         return any(choice.name == name for choice in self._complete())

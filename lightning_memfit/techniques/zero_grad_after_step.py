@@ -3,9 +3,7 @@
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
-from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.base import TechniqueCallback
-from lightning_memfit.techniques.cost import Cost
 from lightning_memfit.techniques.facts import Run
 from lightning_memfit.techniques.read_facts import run_of
 from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
@@ -53,10 +51,6 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
     return None
 
 
-def _cost(profile: ModelProfile, options: Options) -> Cost:
-    return Cost()
-
-
 TECHNIQUE = Technique(
     name="zero_grad_after_step",
     kind="zero_grad",
@@ -64,5 +58,4 @@ TECHNIQUE = Technique(
     numerics=frozenset({"exact"}),
     callbacks=(CallbackSpec("lightning_memfit.techniques.zero_grad_after_step.ZeroGradAfterStep"),),
     unsupported=unsupported,
-    cost=_cost,
 )

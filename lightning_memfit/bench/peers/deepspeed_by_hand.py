@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from lightning_memfit.bench.peers.peer import Options, Peer
 from lightning_memfit.bench.peers.task import Task
@@ -24,7 +25,7 @@ def train(task: Task, options: Options, watch: Watch) -> None:
     """
     if task.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.update(_ONE_PROCESS | {"MASTER_PORT": str(_free_port())})
+    os.environ.update(_ONE_PROCESS | {"MASTER_PORT": str(find_free_network_port())})
     import deepspeed
 
     config = configuration(task, options)
@@ -76,14 +77,6 @@ def _offloads(config: dict[str, Any]) -> bool:
 
 def _adamw(network: torch.nn.Module, task: Task) -> torch.optim.Optimizer:
     return torch.optim.AdamW(network.parameters(), lr=task.learning_rate, weight_decay=0.0, fused=True)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 PEER = Peer(("deepspeed",), "lightning-memfit[deepspeed]", train)
