@@ -97,7 +97,7 @@ def show_progress(result: Result, measured_now: bool) -> None:
 
 def _command(arguments: argparse.Namespace, row: str) -> str:
     options = ["--experiment", arguments.experiment, "--device", arguments.device, "--scale", arguments.scale]
-    return shlex.join(["memfit", "bench", *options, "--only", row])
+    return shlex.join(["memfit", "bench", *options, "--folder", str(arguments.folder), "--only", row])
 
 
 def _show(experiment: Experiment, runner: Runner, results: list[Result], as_json: bool) -> None:

@@ -26,6 +26,7 @@ from lightning_memfit.bench.tracking import Tracker, Tracking
 from lightning_memfit.fitting.oom import is_out_of_memory
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory.process import peak_rss_bytes
+from lightning_memfit.memory.replicas import num_replicas
 
 from .lightning_cli import MemFitCLI
 
@@ -85,7 +86,7 @@ class _Run:
     def outcome(self) -> dict[str, Any]:
         """Everything that was found out, as plain data."""
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        speed = self.times.clock.speed(self.trainer.world_size if self.trainer else 1)
+        speed = self.times.clock.speed(num_replicas(self.trainer) if self.trainer else 1)
         first, last = self.times.clock.losses
         return {
             "no_prediction": self.prediction.reason,

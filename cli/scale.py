@@ -102,7 +102,8 @@ def _tracking(arguments: argparse.Namespace, sweep: Sweep, folder: Path) -> Trac
 
 
 def _command(arguments: argparse.Namespace, *more: str) -> str:
-    return shlex.join(["memfit", "scale", "--config", str(arguments.config), "--device", arguments.device, *more])
+    options = ["--config", str(arguments.config), "--device", arguments.device, "--folder", str(arguments.folder)]
+    return shlex.join(["memfit", "scale", *options, *more])
 
 
 def _report(arguments: argparse.Namespace, sweep: Sweep, runner: Runner, results: list[Result]) -> None:

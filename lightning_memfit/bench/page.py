@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lightning_memfit.bench.plots import as_svg
 from lightning_memfit.bench.record import Result
 from lightning_memfit.bench.scaling import pareto_front, points_of, unit_of
-from lightning_memfit.bench.table import remarks
+from lightning_memfit.bench.table import percent, remarks
 from lightning_memfit.memory import format_bytes
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _cells(result: Result, unit: str, on_front: bool) -> list[str]:
         f"{speed.step_seconds_median:.3g} ({speed.step_seconds_q05:.3g} to {speed.step_seconds_q95:.3g})",
         format_bytes(memory.allocated_bytes) if memory is not None and memory.allocated_bytes else "",
         _predicted(result),
-        "" if error is None else f"{round(100 * error, 2) + 0.0:+.2f} %",
+        percent(error),
         "yes" if on_front else "",
     ]
 

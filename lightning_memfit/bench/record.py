@@ -124,9 +124,17 @@ class Result:
     """What the peer was told beside the settings, in its own words."""
 
     @property
+    def had_cores(self) -> bool:
+        """Whether the row had the cores to itself; else its times say little, its memory and losses as much as ever."""
+        load, cores = self.hardware.get("load"), self.hardware.get("cores")
+        return self.device != "cpu" or load is None or cores is None or bool(load <= cores)
+
+    @property
     def prediction_error(self) -> float | None:
-        """Predicted over measured allocated bytes, less one."""
-        if self.predicted is None or self.measured is None or not self.measured.allocated_bytes:
+        """Predicted over measured allocated bytes, less one; None for a run that did not reach its peak."""
+        if self.status != "ok" or self.predicted is None or self.measured is None:
+            return None
+        if not self.measured.allocated_bytes:
             return None
         return self.predicted.allocated_bytes / self.measured.allocated_bytes - 1
 

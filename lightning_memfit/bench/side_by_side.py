@@ -32,7 +32,7 @@ def side_by_side(results: Sequence[Result]) -> str:
     groups = grouped(results)
     tools = [tool for tool in _TOOLS if any(tool in row for row in groups.values())]
     parts = [_table(measure, groups, tools) for measure in _measures(groups)]
-    if any(row.status == "ok" and not _is_quiet(row) for row in results):
+    if any(row.status == "ok" and not row.had_cores for row in results):
         parts.append("busy: other programs kept the cores busy, so that the row's speed says nothing.\n")
     parts.append("**Where another tool is better**\n\n" + "".join(f"- {line}\n" for line in better_peers(results)))
     parts.append("**What the tools were told** beside model, data, batch, steps and precision\n\n" + _told(groups))
@@ -69,7 +69,7 @@ def _better(groups: Groups) -> Iterator[str]:
                 mine, other = value(ours), value(theirs)
                 if mine and other and other < mine * (1 - tolerance):
                     yield f"{where} needs {1 - other / mine:.0%} less {what} than ours."
-            if not (_is_quiet(ours) and _is_quiet(theirs)):
+            if not (ours.had_cores and theirs.had_cores):
                 continue
             if ours.speed and theirs.speed and theirs.speed.step_seconds_q95 < ours.speed.step_seconds_q05:
                 ratio = ours.speed.step_seconds_median / theirs.speed.step_seconds_median
@@ -85,7 +85,7 @@ def _measures(groups: Groups) -> list[_Measure]:
     return [
         _Measure(f"{live}, {name}", lambda row: _in(unit, _live(row)), digits),
         _Measure(f"Added to the process's resident memory, {name}", lambda row: _in(unit, _resident(row)), digits),
-        _Measure("Samples a second", _speed, 2, _is_quiet),
+        _Measure("Samples a second", _speed, 2, lambda row: row.had_cores),
         _Measure("Loss of the last step", lambda row: row.loss_last, 3),
     ]
 
@@ -122,12 +122,6 @@ def _words(options: dict[str, object]) -> str:
     if not options:
         return "nothing"
     return ", ".join(f"`{name}={value}`" for name, value in options.items())
-
-
-def _is_quiet(row: Result) -> bool:
-    """Whether a row had the cores to itself: else its times say nothing. Memory and losses don't depend on that."""
-    load, cores = row.hardware.get("load"), row.hardware.get("cores")
-    return row.device != "cpu" or load is None or cores is None or load <= cores
 
 
 def _speed(row: Result) -> float | None:

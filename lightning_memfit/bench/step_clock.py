@@ -75,8 +75,12 @@ class StepClock:
         """Loss of the first and of the last optimizer step, mean over its micro-batches."""
         return _total(self._first), _total(self._final)
 
-    def speed(self, num_processes: int = 1) -> Speed | None:
-        """Median and quantiles; None before the first timed step."""
+    def speed(self, num_replicas: int = 1) -> Speed | None:
+        """Median and quantiles; None before the first timed step.
+
+        Args:
+            num_replicas: Processes, or groups of them that share a batch, each of which has as many samples.
+        """
         if not self.steps:
             return None
         seconds = torch.tensor([step.seconds for step in self.steps], dtype=torch.float64)
@@ -87,8 +91,8 @@ class StepClock:
             step_seconds_median=median,
             step_seconds_q05=low,
             step_seconds_q95=high,
-            samples_per_second=None if samples is None else samples * num_processes / median,
-            tokens_per_second=None if tokens is None else tokens * num_processes / median,
+            samples_per_second=None if samples is None else samples * num_replicas / median,
+            tokens_per_second=None if tokens is None else tokens * num_replicas / median,
             data_wait_fraction=sum(step.waited for step in self.steps) / float(seconds.sum()),
         )
 

@@ -39,7 +39,7 @@ def columns(results: Sequence[Result]) -> list[Column]:
         Column("step s (5 % to 95 %)", _step),
         Column(f"measured {name}", lambda row, first: _size(_bytes(row) or None, unit)),
         Column(f"predicted {name}", lambda row, first: _size(_predicted(row), unit)),
-        Column("error", lambda row, first: _percent(row.prediction_error)),
+        Column("error", lambda row, first: percent(row.prediction_error)),
         Column("speed x first", lambda row, first: _ratio(_samples(row), _samples(first))),
         Column("memory x first", lambda row, first: _ratio(_comparable(row), _comparable(first))),
         Column("loss", _loss),
@@ -100,6 +100,14 @@ def remarks(results: Sequence[Result]) -> list[str]:
             f"Speeds are medians of {_range(steps)} optimizer steps, data loading included. Half of the range from the "
             f"5 % to the 95 % quantile is {_range([round(100 * s) for s in sorted(spreads)])} % of the median: smaller "
             "differences between rows are noise."
+        )
+    busy = [row for row in results if row.speed is not None and not row.had_cores]
+    if busy:
+        whose = "All rows were" if len(busy) == len(results) else f"{len(busy)} of {len(results)} rows were"
+        titles = "" if len(busy) == len(results) else f": {', '.join(row.title for row in busy)}"
+        lines.append(
+            f"{whose} timed while other programs kept the cores busy, so that their speeds say little{titles}. Memory "
+            "and losses don't depend on that."
         )
     if any(row.device == "cpu" for row in results):
         lines.append(
@@ -189,8 +197,9 @@ def _size(value: int | None, unit: int, digits: int = 1) -> str:
     return "" if value is None else f"{value / unit:,.{digits if unit != GIB else 2}f}"
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:+.2f} %"
+def percent(value: float | None) -> str:
+    """A share with its sign, in percent; empty where there is none."""
+    return "" if value is None else f"{round(100 * value, 2) + 0.0:+.2f} %"  # no minus before a zero
 
 
 def _ratio(value: float | None, first: float | None) -> str:

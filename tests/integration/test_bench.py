@@ -55,6 +55,7 @@ def test_bench_writes_a_record_per_row_and_keeps_them(tmp_path, capsys):
     assert plain["loss_last"] is not None
     assert plain["hardware"]["threads"] == 1
     assert plain["hardware"]["notes"] == "a test"
+    assert f"--folder {tmp_path / 'out'}" in plain["command"]
     assert limited["status"] == "out_of_memory"
     assert "OutOfMemory" in limited["error"]["type"]
     assert limited["predicted"]["allocated_bytes"] > 100 * 1024
@@ -84,6 +85,7 @@ def test_scale_over_two_processes_tracked_offline_and_reported(tmp_path, capsys,
     assert none["predicted"]["by_category"]["communication"] == none["measured"]["by_category"]["communication"] > 0
     assert none["predicted"]["allocated_bytes"] == pytest.approx(none["measured"]["allocated_bytes"], rel=0.03)
     assert "report.html" in capsys.readouterr().out
+    assert f"--folder {tmp_path / 'out'} --report-only" in (folder / "report.html").read_text()
 
     [run] = [read_run(path) for path in (folder / "wandb").glob("offline-run-*")]
     assert (run["name"], run["group"]) == ("p2_none", "toys-cpu")

@@ -46,7 +46,7 @@ def fit(module: pl.LightningModule, *callbacks: pl.Callback, accumulate: int = 2
 def test_steps_after_the_warm_up_are_timed_and_losses_are_means_over_micro_batches():
     times = StepTimes(warmup_steps=2)
     fit(Bag(), times)
-    speed = times.clock.speed(num_processes=2)
+    speed = times.clock.speed(num_replicas=2)
     assert speed is not None
     assert speed.timed_steps == 3
     assert 0 < speed.step_seconds_q05 <= speed.step_seconds_median <= speed.step_seconds_q95

@@ -42,7 +42,7 @@ def test_out_of_memory_and_missing_figures_are_said():
     text = markdown([result("a"), out_of_memory("b"), result("c", None, no_prediction="no trace")])
     assert cells(text, "title of b")["step s (5 % to 95 %)"] == "out of memory"
     assert cells(text, "title of b")["samples/s"] == "-"
-    assert cells(text, "title of b")["error"] == "+0.00 %"
+    assert cells(text, "title of b")["error"] == "-", "a peak that was not reached is no measurement"
     assert "title of b: OutOfMemoryError: Tried to allocate 3 MiB" in text
     assert "title of c: no prediction, for no trace" in text
 
@@ -54,6 +54,20 @@ def test_noise_hardware_and_commit_are_stated():
     assert "cpu, 2 x86_64 cores, 1 used" in text
     assert "commit 0123456789ab." in text
     assert "quiet" in text
+
+
+def test_a_prediction_that_is_right_has_no_minus():
+    assert cells(markdown([result("a", 10**7 - 1, 10**7)]), "title of a")["error"] == "+0.00 %"
+
+
+def test_speeds_of_a_busy_machine_are_marked():
+    busy = result("a", hardware={"cores": 2, "load": 9.5})
+    quiet = result("b", hardware={"cores": 2, "load": 1.5})
+    text = markdown([busy, quiet])
+    assert "1 of 2 rows were timed while other programs kept the cores busy" in text
+    assert "say little: title of a." in text
+    assert "All rows were timed while" in markdown([busy])
+    assert "busy" not in markdown([quiet])
 
 
 def test_the_terminal_shows_the_same_rows(capsys):
