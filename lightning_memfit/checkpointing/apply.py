@@ -22,11 +22,17 @@ _BatchStatistics = (nn.modules.batchnorm._NormBase,)
 
 
 class CheckpointedForward(ReplacedForward):
-    """Stands in for the `forward` of one block that is recomputed."""
+    """Stands in for the `forward` of one block that is recomputed.
+
+    Attributes:
+        choice: What is kept.
+        inputs_on_host: Where the block's inputs wait in host memory; None keeps them on the device.
+    """
 
     def __init__(self, block: nn.Module, choice: Choice) -> None:
         super().__init__(block)
         self.choice = choice
+        self.inputs_on_host: OffloadPool | None = None
         self.has_statistics = any(isinstance(module, _BatchStatistics) for module in block.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +40,16 @@ class CheckpointedForward(ReplacedForward):
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         _refuse_caches(self.block, (*args, *kwargs.values()))
-        return checkpoint(self.inner, *args, use_reentrant=False, **self.options(), **kwargs)
+        return self.run(self.inner, *args, **kwargs)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function of the block so that it is recomputed in backward."""
+        if self.inputs_on_host is None:
+            return checkpoint(function, *args, use_reentrant=False, **self.options(), **kwargs)
+        # Autograd saves positional inputs only.
+        positional = partial(_with_keywords, function, tuple(kwargs))
+        with self.inputs_on_host.saving(self.block):
+            return checkpoint(positional, *args, *kwargs.values(), use_reentrant=False, **self.options())
 
     def options(self) -> dict[str, Any]:
         """Options of `torch.utils.checkpoint`: contexts of the forward pass and the recomputation, where needed."""
@@ -171,6 +186,12 @@ def _refuse_caches(block: nn.Module, values: tuple[Any, ...]) -> None:
                 f"{type(block).__name__} was called with a key/value cache ({type(value).__name__}) while gradients "
                 "are on; recomputing it would fill the cache twice. Call the model with `use_cache=False` in training."
             )
+
+
+def _with_keywords(function: Callable[..., Any], names: tuple[str, ...], *values: Any) -> Any:
+    """Call a function whose last values have names."""
+    first = len(values) - len(names)
+    return function(*values[:first], **dict(zip(names, values[first:], strict=True)))
 
 
 def _with_frozen_statistics(kept: frozenset[Any], block: nn.Module) -> tuple[Any, Any]:

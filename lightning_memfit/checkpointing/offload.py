@@ -3,11 +3,14 @@
 On CUDA copies run on a stream of their own. Leaving: a tensor's copy begins when autograd saves it, and its device
 memory is given up when the next offloaded block has run its forward pass; the last one's stay, as their backward comes
 next. Coming back: when the backward pass reaches an offloaded block, the tensors of the one before it are asked for. So
-little more than one block's tensors are on their way at a time. On the CPU the same code makes plain copies. On fake
-tensors, which a trace runs on, the host side takes no memory, as it takes none of a device's.
+little more than one block's tensors are on their way at a time. On the CPU the same code makes plain copies, which stand
+for host memory (`memory.host`). On fake tensors, which a trace runs on, the host side takes no memory, as it takes none
+of a device's.
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memfit.checkpointing.forward import ReplacedForward
+from lightning_memfit.memory import Category
+from lightning_memfit.memory.host import copy_to_host
 
 MIN_OFFLOAD_BYTES = 1 << 16
 """Smaller storages stay: a copy's latency would cost more than their memory is worth."""
@@ -38,12 +43,21 @@ class OffloadPool:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
-    def begin(self, block: nn.Module) -> "_BlockRun":
-        """Note that a block runs forward."""
+    @contextmanager
+    def saving(self, block: nn.Module) -> Iterator[None]:
+        """Have what autograd saves in a forward pass of a block go to the host.
+
+        Hooks that are set up inside go before: of a block that is recomputed these are all but its inputs.
+        """
+        if torch.compiler.is_compiling():
+            # The compiler leaves the block to eager execution; with fullgraph=True this reaches the user.
+            raise NotImplementedError(f"{type(block).__name__} is offloaded: not compiled.")
         previous = None if self._latest is None else self._latest()
         run = _BlockRun(self, block, previous)
         self._latest = weakref.ref(run)
-        return run
+        with torch.autograd.graph.saved_tensors_hooks(run.pack, _unpack):
+            yield
+        run.end_forward()
 
     def copy_of(self, tensor: torch.Tensor) -> "_HostCopy":
         """The copy of a tensor's storage, which several blocks may save (position embeddings, masks)."""
@@ -66,14 +80,8 @@ class OffloadedForward(ReplacedForward):
         """Run the block; with gradients on, through hooks that move what autograd saves."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            # The compiler leaves the block to eager execution; with fullgraph=True this reaches the user.
-            raise NotImplementedError(f"{type(self.block).__name__} is offloaded: not compiled.")
-        run = self.pool.begin(self.block)
-        with torch.autograd.graph.saved_tensors_hooks(run.pack, _unpack):
-            output = self.inner(*args, **kwargs)
-        run.end_forward()
-        return output
+        with self.pool.saving(self.block):
+            return self.inner(*args, **kwargs)
 
 
 class _BlockRun:
@@ -223,7 +231,7 @@ class _HostCopy:
 
     def _copy_out(self, flat: torch.Tensor) -> torch.Tensor:
         if self._stream is None:
-            return flat.clone()
+            return copy_to_host(flat, Category.ACTIVATION)
         host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

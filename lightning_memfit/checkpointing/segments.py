@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_memfit.checkpointing.apply import AppliedCheckpointing, CheckpointedForward, refuse_checkpointed
 from lightning_memfit.checkpointing.blocks import BlockGroup
@@ -30,8 +29,7 @@ class SegmentedForward(CheckpointedForward):
             return self.inner(value)
         children = list(self.block.children())
         for start in range(0, len(children), self.segment_size):
-            segment = partial(_run, children[start : start + self.segment_size])
-            value = checkpoint(segment, value, use_reentrant=False, **self.options())
+            value = self.run(partial(_run, children[start : start + self.segment_size]), value)
         return value
 
 

@@ -2,13 +2,16 @@
 
 Where a run's device is a GPU they lie elsewhere anyway. On the CPU, and in a trace on fake CPU tensors, only who made
 them knows what they stand for.
+
+`_disable_current_modes` is private torch API (there since 2.0): a simulated device is a dispatch mode, and a copy that
+lies on "the host" must not count there, not even while it is made.
 """
 
 import weakref
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from lightning_memfit.memory.breakdown import Category
 
@@ -30,6 +33,19 @@ def keep_on_host(tensor: torch.Tensor, category: Category, serves: torch.Tensor 
     for mode in _get_current_dispatch_mode_stack():
         if hasattr(mode, "move_to_host"):
             mode.move_to_host(tensor, category, serves)
+
+
+def copy_to_host(tensor: torch.Tensor, category: Category) -> torch.Tensor:
+    """A copy of a tensor in host memory, not pinned. Of one on the CPU it stands for host memory.
+
+    Args:
+        tensor: Dense and real.
+        category: What the bytes are for.
+    """
+    with _disable_current_modes(), torch.no_grad():
+        host = tensor.detach().to("cpu", copy=True)
+    keep_on_host(host, category)
+    return host
 
 
 def return_to_device(tensor: torch.Tensor) -> None:

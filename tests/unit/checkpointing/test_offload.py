@@ -11,6 +11,7 @@ from lightning_memfit.checkpointing import offload
 from lightning_memfit.checkpointing.apply import apply_checkpointing
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
+from lightning_memfit.checkpointing.segments import apply_segments
 from lightning_memfit.memory.ledger import StorageLedger
 from tests.unit.checkpointing.models import MODELS, gpt2, loss_of, make
 
@@ -201,6 +202,99 @@ def test_applies_only_in_forward_of_offloaded_blocks():
     assert wrapped == [False, True, True, False]
     pools = {id(block.forward.pool) for block in blocks_of(model)[1:3]}
     assert len(pools) == 1
+
+
+def recompute_all(model, pool):
+    blocks = blocks_of(model)
+    applied = apply_checkpointing(blocks, ["full"] * len(blocks))
+    for block in blocks:
+        block.forward.inputs_on_host = pool
+    return applied
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_of_recomputed_blocks_on_the_host_change_no_number(name, monkeypatch):
+    model, batch = make(name)
+    plain = gradients(copy.deepcopy(model), batch)
+    copies = counted(monkeypatch)
+    recompute_all(model, OffloadPool())
+    assert_equal(gradients(model, batch), plain)
+    assert len(copies) >= len(blocks_of(model))
+
+
+def test_segments_keep_their_inputs_on_the_host(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(Thin() for _ in range(9))))
+    x = torch.randn(16, 8)
+
+    def run(module):
+        module.zero_grad()
+        torch.manual_seed(1)
+        module(x).square().mean().backward()
+        return [p.grad.clone() for p in module.parameters()]
+
+    plain = run(copy.deepcopy(model))
+    copies = counted(monkeypatch)
+    apply_segments(model, find_blocks(model))
+    model[1].forward.inputs_on_host = OffloadPool()
+    assert all(torch.equal(a, b) for a, b in zip(run(model), plain, strict=True))
+    assert len(copies) == 3
+
+
+class Thin(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.linear(x).tanh(), 0.1)
+
+
+class WithKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x, *, scale):
+        return x + self.linear(x * scale).sin()
+
+
+def test_a_ledger_leaves_out_what_is_on_the_host():
+    """Eight inputs of a megabyte, and eight that come by keyword."""
+    peaks = {}
+    for name, pool in (("device", None), ("host", OffloadPool())):
+        blocks = [WithKeyword() for _ in range(8)]
+        applied = apply_checkpointing(blocks, ["full"] * 8)
+        for block in blocks:
+            block.forward.inputs_on_host = pool
+        with StorageLedger() as ledger:
+            x = torch.randn(4096, 64, requires_grad=True)
+            for index, block in enumerate(blocks):
+                x = block(x, scale=torch.full((4096, 64), index + 1.0))
+            peaks[name] = ledger.live_bytes >> 20
+            x.sum().backward()
+        applied.remove()
+    assert peaks["device"] >= 16
+    assert peaks["host"] <= 5  # those of the first, which the caller holds, and of the last block, and the output
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_cuda_inputs_of_recomputed_blocks_leave():
+    sizes = {"n_layer": 24, "n_embd": 512, "n_head": 8, "n_positions": 256}
+    ids = torch.randint(0, 64, (32, 256), device="cuda")
+    results, peaks = {}, {}
+    for name, pool in (("device", None), ("host", OffloadPool())):
+        torch.manual_seed(0)
+        model = gpt2(**sizes).cuda().train()
+        recompute_all(model, pool)
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            results[name] = gradients(model, {"input_ids": ids, "labels": ids})
+            peaks[name] = torch.cuda.max_memory_allocated()
+        del model
+    assert_equal(results["host"], results["device"])
+    assert peaks["host"] < peaks["device"] - 16 * ids.numel() * 512 * 4  # most of the 24 inputs
 
 
 @pytest.mark.gpu
