@@ -9,11 +9,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memfit.measure.report import RunReport, versions
 from lightning_memfit.measure.throughput import Throughput
-from lightning_memfit.memory import GIB, MemoryBreakdown
+from lightning_memfit.measure.usage import UsageSampler
+from lightning_memfit.memory import MemoryBreakdown
 from lightning_memfit.memory.attach import TrainerAttachment
 from lightning_memfit.memory.idle_hooks import hide_idle_hooks
 from lightning_memfit.memory.ledger import StorageLedger
-from lightning_memfit.memory.process import nvml_usage, peak_rss_bytes, rss_bytes
+from lightning_memfit.memory.process import peak_rss_bytes, rss_bytes
 
 
 class MemoryMonitor(Callback):
@@ -23,11 +24,17 @@ class MemoryMonitor(Callback):
       parameters, buffers, gradients, optimizer states, activations, temporaries, inputs. That makes those steps slower,
       and later ones not at all. A `MemoryLimit` on the CPU follows tensors anyway; its figures are used then, for the
       whole run. Compiled modules run uncompiled while they are followed: set `tracked_steps` to 0 for them.
-    - After the tracked steps, and then every `every_n_steps` optimizer steps, the figures go to every logger and to
-      `trainer.callback_metrics`: on CUDA `memory/allocated_peak_gib`, `memory/reserved_peak_gib`,
-      `memory/process_gib` and `memory/card_gib` (NVML), everywhere `memory/rss_gib`,
-      `throughput/tokens_per_second` (batches with `input_ids`), `throughput/samples_per_second` and
-      `throughput/seconds_per_step`. One figure stands in the progress bar: `mem_gib`.
+    - After the tracked steps, and every `every_n_steps` optimizer steps, figures go to every logger and to
+      `trainer.callback_metrics`, those of memory in GiB and named `memory/..._gib`:
+      `parameter`, `buffer`, `gradient` and `optimizer_state` as they lie on the device when a step has ended;
+      `host`, what module and optimizers hold in host memory instead; `rss`; `swap`, what the system swapped out;
+      `disk`, what the strategy keeps on a drive; while tensors are followed `live_peak` and its categories as
+      `..._peak`; on CUDA `allocated`, `allocated_peak`, `reserved`, `reserved_peak`, `process` and `card` (NVML) and
+      `pinned`; and `working_peak`, what a step's peak has beyond what lies there between steps.
+      Speed is `throughput/tokens_per_second` (batches with `input_ids`), `throughput/samples_per_second` and
+      `throughput/seconds_per_step`.
+    - One figure stands in the progress bar, `mem_gib`: the peak of allocated memory on CUDA, of live tensors under a
+      `MemoryLimit` on the CPU, and the resident set where there is neither.
     - At the end of fit the first process prints a table.
 
     Speed is measured after the tracked steps, waiting for data included, validation left out.
@@ -69,6 +76,7 @@ class MemoryMonitor(Callback):
     def _reset(self, device: torch.device) -> None:
         self._device = device
         self._throughput = Throughput(device)
+        self._usage = UsageSampler(device)
         self._ledger: StorageLedger | None = None
         self._measured: MemoryBreakdown | None = None
         self._measured_over = ""
@@ -76,8 +84,6 @@ class MemoryMonitor(Callback):
         self._num_steps = 0
         self._global_step = 0
         self._every = 1
-        self._process_bytes: int | None = None
-        self._card_bytes: int | None = None
         self._losses: tuple[str, float, float] | None = None
 
     # --- hooks ------------------------------------------------------------------------------------------------------
@@ -111,11 +117,13 @@ class MemoryMonitor(Callback):
         self._global_step = step
         self._num_steps += 1
         warmed_up = self._num_steps == max(1, self.tracked_steps)
+        ledger = self._ledger or (self._attachment.ledger if self._attachment is not None else None)
         if warmed_up:
             self._stop_following()
-            self._throughput.start()
         if warmed_up or self._num_steps % self._every == 0:
-            self._sample(trainer)
+            self._sample(trainer, ledger)
+        if warmed_up:
+            self._throughput.start()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock."""
@@ -130,7 +138,7 @@ class MemoryMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the last figures while the strategy still stands."""
         self._stop_following()
-        self._read_nvml()
+        self._usage.read_driver()
         if self._ledger is not None:
             self._measured = MemoryBreakdown.device(self._ledger.peak_by_category)
             self._measured_over = "the whole run"
@@ -173,32 +181,22 @@ class MemoryMonitor(Callback):
 
     # --- figures ----------------------------------------------------------------------------------------------------
 
-    def _sample(self, trainer: Trainer) -> None:
+    def _sample(self, trainer: Trainer, ledger: StorageLedger | None) -> None:
         self._throughput.synchronize()
-        self._read_nvml()
-        figures = {"memory/rss_gib": rss_bytes() / GIB}
+        figures = self._usage.read(trainer, ledger)
         in_bar = figures["memory/rss_gib"]
         if self._device.type == "cuda":
-            in_bar = torch.cuda.max_memory_allocated(self._device) / GIB
-            figures["memory/allocated_peak_gib"] = in_bar
-            figures["memory/reserved_peak_gib"] = torch.cuda.max_memory_reserved(self._device) / GIB
-        optional = {
-            "memory/process_gib": self._process_bytes and self._process_bytes / GIB,
-            "memory/card_gib": self._card_bytes and self._card_bytes / GIB,
+            in_bar = figures["memory/allocated_peak_gib"]
+        elif self._ledger is not None:
+            in_bar = figures["memory/live_peak_gib"]
+        speeds = {
             "throughput/tokens_per_second": self._throughput.tokens_per_second,
             "throughput/samples_per_second": self._throughput.samples_per_second,
             "throughput/seconds_per_step": self._throughput.seconds_per_step,
         }
-        figures.update({name: value for name, value in optional.items() if value is not None})
+        figures.update({name: value for name, value in speeds.items() if value is not None})
         if not trainer.barebones:
             _publish(trainer, figures, in_bar)
-
-    def _read_nvml(self) -> None:
-        if self._device.type != "cuda" or (usage := nvml_usage(self._device)) is None:
-            return
-        self._card_bytes = max(self._card_bytes or 0, usage.card_bytes)
-        if usage.process_bytes is not None:
-            self._process_bytes = max(self._process_bytes or 0, usage.process_bytes)
 
     def _keep_loss(self, trainer: Trainer) -> None:
         metrics = trainer.callback_metrics
@@ -225,8 +223,12 @@ class MemoryMonitor(Callback):
             limit_bytes=self._limit_bytes,
             peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if on_cuda else None,
             peak_reserved_bytes=torch.cuda.max_memory_reserved(self._device) if on_cuda else None,
-            process_bytes=self._process_bytes,
-            card_bytes=self._card_bytes,
+            process_bytes=self._usage.largest.get("process"),
+            card_bytes=self._usage.largest.get("card"),
+            host_bytes=self._usage.largest.get("host"),
+            pinned_bytes=self._usage.largest.get("pinned"),
+            swap_bytes=self._usage.largest.get("swap"),
+            disk_bytes=self._usage.largest.get("disk"),
             rss_bytes=rss_bytes(),
             peak_rss_bytes=max(peak_rss_bytes(), rss_bytes()),
             tokens_per_second=self._throughput.tokens_per_second,

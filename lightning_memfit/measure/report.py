@@ -39,6 +39,14 @@ class RunReport:
     """CUDA: what NVML says this process holds, largest sample."""
     card_bytes: int | None = None
     """CUDA: what NVML says is used on the card by everyone, largest sample."""
+    host_bytes: int | None = None
+    """What module and optimizers hold in host memory beside the device, largest sample."""
+    pinned_bytes: int | None = None
+    """CUDA: page-locked host memory that torch holds, largest sample."""
+    swap_bytes: int | None = None
+    """What the system swapped out of this process, largest sample; Linux only."""
+    disk_bytes: int | None = None
+    """What the strategy keeps on this machine's drive, largest sample."""
     rss_bytes: int | None = None
     """Resident set size of the process at the end."""
     peak_rss_bytes: int | None = None
@@ -75,7 +83,7 @@ class RunReport:
         return predicted / measured - 1 if predicted is not None and measured else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, bytes as integers."""
+        """Plain data for JSON, bytes as integers; every field stands in `docs/guides/monitors.md`."""
         data = asdict(self)
         for name in ("predicted", "measured"):
             breakdown = getattr(self, name)
@@ -142,6 +150,10 @@ class RunReport:
             ("peak reserved (CUDA)", _bytes(reserved), self.peak_reserved_bytes),
             ("process on the card (NVML)", "", self.process_bytes),
             ("whole card (NVML)", "", self.card_bytes),
+            ("module and optimizers on the host", "", self.host_bytes),
+            ("page-locked host memory", "", self.pinned_bytes or None),
+            ("on disk", "", self.disk_bytes),
+            ("swapped out by the system", "", self.swap_bytes or None),
             ("process RSS, peak", "", self.peak_rss_bytes),
             ("process RSS, at the end", "", self.rss_bytes),
         ]
@@ -166,7 +178,7 @@ class RunReport:
             parts.append(f"Categories measured over {self.measured_over}.")
         error = self.prediction_error
         if error is not None:
-            parts.append(f"The prediction is off by {error:+.1%}.")
+            parts.append(f"The prediction is off by {round(100 * error, 2) + 0.0:+.2f} %.")
             if abs(error) > TOLERANCE:
                 parts.append(f"That is more than {TOLERANCE:.0%}: please report it with this run's configuration.")
         if self.num_processes > 1:

@@ -26,6 +26,24 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # KiB everywhere but on macOS
 
 
+def swapped_out_bytes() -> int | None:
+    """Bytes of this process that the system moved to its swap space, now; None where it does not tell (not Linux)."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+            found = next((line for line in lines if line.startswith("VmSwap:")), None)
+    except OSError:
+        return None
+    return None if found is None else int(found.split()[1]) * 1024
+
+
+def pinned_bytes() -> int | None:
+    """Page-locked host memory that torch's allocator holds for CUDA, its cache included; None without CUDA."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    current = torch.cuda.host_memory_stats().get("allocated_bytes.current")
+    return None if current is None else int(current)
+
+
 class NvmlUsage(NamedTuple):
     """Bytes in use according to the driver."""
 

@@ -18,6 +18,7 @@ from lightning_memfit.offload.leftovers import (
     LOCK_FILE,
     RunState,
     find_runs,
+    folder_bytes,
     folder_name,
     is_locked,
     remove_leftovers,
@@ -102,6 +103,11 @@ class RunFolder:
                 raise RuntimeError(f"No living process has made {path}: one process per machine must create it first.")
             lock = _hold(path)
         return cls(path, run_id, False, lock, [])
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the run's swap files on this machine, now."""
+        return folder_bytes(self.path)
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Give up the lock; the owner waits for the run's other processes and removes the folder. Safe to call twice.

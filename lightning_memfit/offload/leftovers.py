@@ -47,7 +47,7 @@ def find_runs(parent: str | Path) -> list[RunState]:
     for path in sorted(Path(parent).glob(f"{FOLDER_PREFIX}*")):
         owner = None if path.is_symlink() or not path.is_dir() else Owner.read(path)
         if owner is not None and path.name == folder_name(owner.host, owner.run_id):
-            states.append(RunState(path, owner, _size_bytes(path), _reason_to_keep(path, owner)))
+            states.append(RunState(path, owner, folder_bytes(path), _reason_to_keep(path, owner)))
     return states
 
 
@@ -142,7 +142,8 @@ def _walk(folder: Path) -> Iterator[Path]:
             yield from _walk(path)
 
 
-def _size_bytes(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
+    """Bytes that the files below a folder take on the drive."""
     total = 0
     for path in _walk(folder):
         with suppress(FileNotFoundError):

@@ -270,6 +270,11 @@ class ZeroInfinityStrategy(ZeroStrategy):
             self._watermark.check()
         return result
 
+    @property
+    def swapped_bytes(self) -> int:
+        """Bytes that the run keeps on this machine's drive, now; monitors ask for them."""
+        return 0 if self.folder is None else self.folder.used_bytes
+
     def on_exception(self, exception: BaseException) -> None:
         """Leave nothing on the drive."""
         super().on_exception(exception)

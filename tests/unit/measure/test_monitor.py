@@ -1,5 +1,6 @@
 """The monitor on real fits: figures, logging, table, reuse of a limit's ledger, and what it costs."""
 
+import csv
 import json
 import re
 import time
@@ -99,6 +100,56 @@ def test_every_logger_gets_the_figures(tmp_path):
     logged = [float(value) for row in rows[1:] if (value := row.split(",")[column])]
     assert len(logged) == 3  # after the tracked steps, and two samples
     assert min(logged) > 0.05
+
+
+def test_memory_by_category_is_logged_over_time(tmp_path):
+    """What lies there between steps, all the time; the peak's categories while tensors are followed."""
+    rows = logged(tmp_path, MemoryMonitor(tracked_steps=3, every_n_steps=1))
+    held = [row for row in rows if row.get("memory/parameter_gib")]
+    assert [int(row["step"]) for row in held] == list(range(12))
+    for row in held:
+        assert float(row["memory/parameter_gib"]) * 2**30 == WEIGHTS
+        assert float(row["memory/gradient_gib"]) * 2**30 == WEIGHTS
+        assert float(row["memory/optimizer_state_gib"]) * 2**30 == 2 * WEIGHTS + 4
+    peaks = [row for row in rows if row.get("memory/activation_peak_gib")]
+    assert [int(row["step"]) for row in peaks] == [0, 1, 2]
+    for row in peaks:
+        live, working = (float(row[f"memory/{name}_gib"]) * 2**30 for name in ("live_peak", "working_peak"))
+        assert live == pytest.approx(sum(float(v) * 2**30 for k, v in row.items() if v and is_peak_of_category(k)))
+        assert working == pytest.approx(live - 4 * WEIGHTS - 4)
+
+
+def test_under_a_limit_peaks_are_logged_to_the_end(tmp_path):
+    rows = logged(tmp_path, MemoryMonitor(every_n_steps=1), MemoryLimit("8MiB"))
+    assert len([row for row in rows if row.get("memory/activation_peak_gib")]) == 12
+
+
+def test_what_a_strategy_keeps_on_disk_is_logged_and_reported(tmp_path, capsys, monkeypatch):
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    sizes = iter(range(2 << 30, 100 << 30, 1 << 30))
+    monkeypatch.setattr(SingleDeviceStrategy, "swapped_bytes", property(lambda self: next(sizes)), raising=False)
+    monitor = MemoryMonitor(every_n_steps=6)
+    rows = logged(tmp_path, monitor)
+    assert [float(row["memory/disk_gib"]) for row in rows if row.get("memory/disk_gib")] == [2, 3, 4]
+    assert monitor.report.disk_bytes == 4 << 30
+    assert "on disk" in capsys.readouterr().out
+
+
+def is_peak_of_category(name):
+    return any(name == f"memory/{category}_peak_gib" for category in Category)
+
+
+def logged(tmp_path, *callbacks):
+    fit(tmp_path, *callbacks, logger=CSVLogger(tmp_path, name="csv", version=0))
+    with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_under_a_limit_the_progress_bar_shows_live_tensors(tmp_path):
+    limit = MemoryLimit("8MiB")
+    trainer = fit(tmp_path, MemoryMonitor(), limit)
+    assert trainer.progress_bar_metrics["mem_gib"] == limit.ledger.peak_bytes / 2**30
 
 
 def test_figures_reach_callbacks_and_the_progress_bar(tmp_path):

@@ -45,7 +45,7 @@ def test_prediction_and_measurement_stand_side_by_side():
     assert "/a/b.ckpt" in text
     assert "first 3 optimizer steps" in text
     assert report.prediction_error == 0
-    assert "off by +0.0%" in text
+    assert "off by +0.00 %" in text
     assert "more than" not in text
 
 

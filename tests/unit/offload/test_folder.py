@@ -57,7 +57,9 @@ def write_swap(folder: Path, name: str = "zero_stage_3/bfloat16params/rank0/7_pa
 
 def test_folder_is_there_while_the_run_is_and_gone_afterwards(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, "run1") as folder:
+        before = folder.used_bytes
         write_swap(folder.path)
+        assert folder.used_bytes - before >= 4096
         owner = json.loads((folder.path / OWNER_FILE).read_text())
         assert (owner["run_id"], owner["pid"]) == ("run1", os.getpid())
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,5 @@
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +81,18 @@ def test_optimizers_that_can_not_be_swapped() -> None:
     with pytest.raises(Exception, match=r"Mine can't keep its states on disk.*`offload_optimizer: false`"):
         strategy._check_optimizer(Mine([weight]))
     ZeroInfinityStrategy("/somewhere", offload_optimizer=False)._check_optimizer(Mine([weight]))
+
+
+def test_monitors_are_told_what_lies_on_the_drive(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from lightning_memfit.offload.folder import RunFolder
+
+    swapped_bytes = ZeroInfinityStrategy.swapped_bytes.fget
+    assert swapped_bytes is not None
+    assert swapped_bytes(SimpleNamespace(folder=None)) == 0
+    with RunFolder.create(tmp_path, "run1") as folder:
+        swapped = folder.path / "zero_stage_3" / "7_param.tensor.swp"
+        swapped.parent.mkdir()
+        swapped.write_bytes(bytes(8192))
+        assert swapped_bytes(SimpleNamespace(folder=folder)) >= 8192

@@ -1,0 +1,73 @@
+"""What a module and its optimizers hold between steps, by category and by where it lies."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from lightning_memfit.memory import Category, MemoryBreakdown, Tier
+from lightning_memfit.memory.host import stands_for_host
+from lightning_memfit.memory.ledger import held_tensors
+
+
+class _Sum:
+    """Bytes by tier and category, every storage once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sizes: dict[tuple[Tier, Category], int] = defaultdict(int)
+        self._device = device
+        self._seen: set[int] = set()
+
+    def add(self, tensor: torch.Tensor, category: Category) -> None:
+        for part in held_tensors(tensor):
+            storage = part.untyped_storage()
+            if part.device.type != "meta" and storage._cdata not in self._seen:
+                self._seen.add(storage._cdata)
+                self.sizes[self._tier(part, storage), category] += storage.nbytes()
+
+    def _tier(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Tier:
+        if tensor.device.type == self._device.type:
+            return Tier.HOST if stands_for_host(storage) else Tier.DEVICE
+        return Tier.PINNED_HOST if self._device.type == "cuda" and tensor.is_pinned() else Tier.HOST
+
+
+def held_bytes(module: torch.nn.Module, optimizers: Iterable[Any], device: torch.device) -> MemoryBreakdown:
+    """Bytes of parameters, buffers, gradients and optimizer states, as they are now.
+
+    Parameters that an optimizer steps and the module does not know, such as the float32 copies that DeepSpeed keeps,
+    count as optimizer states. What lies on a disk has no bytes here.
+
+    Args:
+        module: Its own parameters and buffers, shards where it is sharded.
+        optimizers: Of the Trainer; wrappers as DeepSpeed's are looked into.
+        device: The run's; everything elsewhere is in host memory.
+    """
+    total = _Sum(device)
+    for parameter in module.parameters():
+        total.add(parameter, Category.PARAMETER)
+        shard = getattr(parameter, "ds_tensor", None)  # DeepSpeed's stage 3 empties the parameter itself
+        if isinstance(shard, torch.Tensor):
+            total.add(shard, Category.PARAMETER)
+    for buffer in module.buffers():
+        total.add(buffer, Category.BUFFER)
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            total.add(parameter.grad, Category.GRADIENT)
+    for optimizer in optimizers:
+        _add_optimizer(total, optimizer)
+    return MemoryBreakdown(total.sizes)
+
+
+def _add_optimizer(total: _Sum, optimizer: Any) -> None:
+    while not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            total.add(parameter, Category.OPTIMIZER_STATE)  # the module's own are counted already
+            if parameter.grad is not None:
+                total.add(parameter.grad, Category.GRADIENT)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                total.add(value, Category.OPTIMIZER_STATE)

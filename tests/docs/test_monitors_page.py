@@ -1,0 +1,50 @@
+"""The guide to monitors names everything that they log and write."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_memfit import MemoryLimit, MemoryMonitor
+from lightning_memfit.measure.report import RunReport
+from tests.unit.measure.test_monitor import fit
+
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "monitors.md").read_text()
+LOGGED, REPORT = PAGE.split("## The report's JSON")[0], PAGE.split("## The report's JSON")[1]
+
+
+def test_every_field_of_the_report_has_a_row() -> None:
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.*?) \|", REPORT, re.M))))
+    assert named == set(RunReport("cpu", 1).to_dict())
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_every_figure_that_is_logged_has_a_row(tmp_path: Path, limited: bool) -> None:
+    trainer = fit(tmp_path, MemoryMonitor(every_n_steps=1), *([MemoryLimit("8MiB")] if limited else []))
+    figures = {name for name in trainer.callback_metrics if name.startswith(("memory/", "throughput/"))}
+    assert "memory/activation_peak_gib" in figures
+    for name in figures:
+        category = re.fullmatch(r"memory/(buffer|gradient|optimizer_state)_gib", name)
+        peak = re.fullmatch(r"memory/\w+_peak_gib", name)
+        assert f"`{name}`" in LOGGED or (category and f"`{category[1]}`" in LOGGED) or peak, name
+
+
+def test_what_needs_cuda_is_named_as_the_sampler_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from lightning_memfit.measure import usage
+    from lightning_memfit.memory.process import NvmlUsage
+
+    for name in ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 2**30)
+    monkeypatch.setattr(usage, "nvml_usage", lambda device: NvmlUsage(2**31, 2**30))
+    monkeypatch.setattr(usage, "pinned_bytes", lambda: 2**29)
+    trainer = SimpleNamespace(lightning_module=torch.nn.Linear(2, 2), optimizers=[], strategy=SimpleNamespace())
+    sampler = usage.UsageSampler(torch.device("cuda", 0))
+    figures = sampler.read(trainer, None)  # type: ignore[arg-type]
+    assert figures["memory/pinned_gib"] == 0.5
+    assert figures["memory/working_peak_gib"] == 1.0
+    assert (sampler.largest["process"], sampler.largest["card"]) == (2**30, 2**31)
+    for name in figures:
+        assert f"`{name}`" in LOGGED, name

@@ -1,0 +1,69 @@
+"""What is held, by category and tier, every storage once."""
+
+import torch
+from torch import nn
+
+from lightning_memfit.measure.holdings import held_bytes
+from lightning_memfit.memory import Category, Tier
+from lightning_memfit.memory.host import keep_on_host
+
+CPU = torch.device("cpu")
+
+
+def trained(module: nn.Module, **options) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(module.parameters(), **options)
+    module(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_parameters_buffers_gradients_and_states() -> None:
+    module = nn.Sequential(nn.Linear(8, 4, bias=False), nn.BatchNorm1d(4, affine=False).eval())
+    optimizer = trained(module)
+    assert held_bytes(module, [optimizer], CPU).by_category() == {
+        Category.PARAMETER: 128,
+        Category.BUFFER: 2 * 16 + 8,  # mean, variance, number of batches
+        Category.GRADIENT: 128,
+        Category.OPTIMIZER_STATE: 2 * 128 + 4,  # a step of one element
+    }
+
+
+def test_tied_weights_count_once() -> None:
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    module[1].weight = module[0].weight
+    assert held_bytes(module, [], CPU).total() == 8 * 8 * 4
+
+
+def test_what_stands_for_host_memory_is_on_the_host() -> None:
+    module = nn.Linear(8, 4, bias=False)
+    optimizer = trained(module)
+    for value in optimizer.state[module.weight].values():
+        keep_on_host(value, Category.OPTIMIZER_STATE)
+    held = held_bytes(module, [optimizer], CPU)
+    assert held.total(Tier.DEVICE) == 2 * 128
+    assert held.by_category(Tier.HOST) == {Category.OPTIMIZER_STATE: 2 * 128 + 4}
+
+
+def test_tensors_of_another_device_are_on_the_host() -> None:
+    held = held_bytes(nn.Linear(8, 4, bias=False), [], torch.device("meta"))
+    assert held.by_category(Tier.HOST) == {Category.PARAMETER: 128}
+
+
+def test_float32_copies_that_only_the_optimizer_knows_are_its_states() -> None:
+    """As DeepSpeed does, whose optimizers wrap the one that steps."""
+    module = nn.Linear(8, 4, bias=False, dtype=torch.bfloat16)
+    master = nn.Parameter(module.weight.detach().float())
+    inner = torch.optim.SGD([master], lr=0.1)
+
+    class Wrapper:
+        optimizer = inner
+
+    held = held_bytes(module, [Wrapper()], CPU).by_category()
+    assert held == {Category.PARAMETER: 64, Category.OPTIMIZER_STATE: 128}
+
+
+def test_shards_of_emptied_parameters_count() -> None:
+    module = nn.Linear(8, 4, bias=False)
+    module.weight.ds_tensor = torch.zeros(16)  # half of it, as DeepSpeed's stage 3 has it on two ranks
+    module.weight.data = torch.empty(0)
+    assert held_bytes(module, [], CPU).by_category() == {Category.PARAMETER: 64}
