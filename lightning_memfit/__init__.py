@@ -25,6 +25,7 @@ _PUBLIC = {
     "MemoryPrediction": "lightning_memfit.fitting.prediction",
     "MicroBatching": "lightning_memfit.fitting.callback",
     "Optimizer8bit": "lightning_memfit.techniques.optimizer_8bit",
+    "OutOfMemoryReport": "lightning_memfit.fitting.oom_report",
     "ReplaceOptimizer": "lightning_memfit.techniques.optimizer",
     "Setting": "lightning_memfit.techniques.setting",
     "PairData": "lightning_memfit.data",

@@ -1,0 +1,197 @@
+"""What is said of a run that ends because memory ran out."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_memfit import MemoryLimit, MicroBatching, OutOfMemoryReport
+from lightning_memfit.fitting.gauge import find_gauge
+from lightning_memfit.memory import parse_bytes
+
+WIDTH, SAMPLES = 64, 32
+
+
+class Wide(pl.LightningModule):
+    """One layer whose output is far larger than everything else."""
+
+    def __init__(self, fail_in: str = "") -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 16 * WIDTH, bias=False)
+        self.fail_in = fail_in
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.calls += 1
+        loss = self.head(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.fail_in == "epoch":
+            raise MemoryError("no more")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        raise torch.OutOfMemoryError("in validation")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def fit(tmp_path: Path, *callbacks: pl.Callback, module: Wide | None = None, **options: Any) -> pl.Trainer:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        default_root_dir=tmp_path,
+        callbacks=list(callbacks),
+        **quiet,
+        **options,
+    )
+    data = torch.randn(SAMPLES, 256, WIDTH)
+    loader = torch.utils.data.DataLoader(data, batch_size=SAMPLES)
+    trainer.fit(module or Wide(), loader, loader if options.get("limit_val_batches") else None)
+    return trainer
+
+
+@pytest.mark.parametrize("limit_first", [True, False])
+def test_largest_tensors_their_modules_and_what_would_have_fitted(tmp_path, capsys, limit_first):
+    report, limit = OutOfMemoryReport(), MemoryLimit("40MiB")
+    module = Wide()
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, *((limit, report) if limit_first else (report, limit)), module=module)
+    text = report.text
+    assert text is not None
+    assert text in capsys.readouterr().err
+    assert "parameter 256.00 KiB" in text
+    assert "32.00 MiB  (32, 256, 1024) float32 kept for backward by `" in text
+    assert "40.00 MiB there" in text
+    found = re.search(r"What would have fitted: (\d+) samples? at a time \(([\d.]+ MiB)", text)
+    assert found is not None
+    assert "`MicroBatching(global_batch_size=32)`" in text
+    assert report.snapshot_path is None
+    assert module.calls == 2, "the failing step and one more"
+    assert "log" not in vars(module)
+
+    fits = int(found[1])
+    assert parse_bytes(found[2].replace(" ", ""), "size") <= 40 * 2**20
+    for size, expected in ((fits, True), (fits + 1, False)):
+        assert trains(tmp_path, size) is expected
+
+
+def trains(tmp_path: Path, size: int) -> bool:
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[MemoryLimit("40MiB")],
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    try:
+        trainer.fit(Wide(), torch.utils.data.DataLoader(torch.randn(SAMPLES, 256, WIDTH), batch_size=size))
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def test_not_even_one_sample(tmp_path):
+    report = OutOfMemoryReport()
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, report, MemoryLimit("1MiB"))
+    assert "Not even one sample would have fitted" in report.text
+    assert "`memfit plan`" in report.text
+
+
+def test_the_runs_numbers_are_left_alone(tmp_path):
+    """The step that is run again draws no random numbers of the run and logs nothing."""
+    report = OutOfMemoryReport()
+    torch.manual_seed(3)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, report, MemoryLimit("40MiB"))
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, MemoryLimit("40MiB"))
+    assert torch.equal(after, torch.rand(1))
+
+
+def test_other_errors_are_none_of_its_business(tmp_path, capsys):
+    report = OutOfMemoryReport()
+    with pytest.raises(RuntimeError, match="shapes"):
+        fit(tmp_path, report, module=Narrow())
+    assert report.text is None
+    assert "OutOfMemoryReport" not in capsys.readouterr().err
+
+
+class Narrow(Wide):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch.device.type == "cpu" and self.trainer.global_step >= 0 and type(batch) is torch.Tensor:
+            raise RuntimeError("shapes don't match")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("where", ["epoch", "validation"])
+def test_errors_outside_of_a_step_are_told_without_one(tmp_path, where):
+    report, module = OutOfMemoryReport(), Wide(fail_in=where)
+    options = {"limit_val_batches": 1, "num_sanity_val_steps": 0} if where == "validation" else {}
+    with pytest.raises((MemoryError, torch.OutOfMemoryError)):
+        fit(tmp_path, report, module=module, **options)
+    assert "optimizer state" in report.text
+    assert "the CPU has no limit" in report.text
+    assert module.calls == 1
+
+
+def test_beside_micro_batching_one_sample_is_run(tmp_path):
+    report = OutOfMemoryReport()
+    with pytest.raises(torch.OutOfMemoryError, match="one sample"):
+        fit(tmp_path, MicroBatching(), MemoryLimit("3MiB"), report)
+    assert "1.00 MiB  (1, 256, 1024) float32 kept for backward by `" in report.text
+    assert "`MicroBatching` found no micro-batch that fits. `memfit plan`" in report.text
+
+
+def test_on_cuda_a_snapshot_is_written_before_anything_is_let_go(tmp_path, monkeypatch):
+    """Without CUDA the calls are watched; on CUDA see the test below."""
+    from lightning_memfit.fitting import oom_report
+
+    calls: list[Any] = []
+    for name in ("start_history", "stop_history", "dump_snapshot"):
+        monkeypatch.setattr(oom_report, name, lambda *a, name=name: calls.append((name, *a)))
+    monkeypatch.setattr(oom_report, "explain", lambda *a: calls.append(("explain",)) or "explained")
+    monkeypatch.setattr(oom_report, "held_bytes", lambda m, o, d: held(m, o, torch.device("cpu")))
+    monkeypatch.setattr(pl.strategies.SingleDeviceStrategy, "root_device", torch.device("cuda", 0))
+    held = __import__("lightning_memfit.measure.holdings", fromlist=["held_bytes"]).held_bytes
+    report = OutOfMemoryReport(folder=tmp_path / "snapshots")
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    report._without_profile = "not traced"
+    monkeypatch.setattr(oom_report, "find_gauge", lambda trainer: type("Gauge", (), {"limit_bytes": 2**30}))
+    for number in ("", "-2"):
+        report.on_fit_start(trainer, Wide())
+        report.on_exception(trainer, Wide(), torch.OutOfMemoryError("CUDA out of memory."))
+        path = tmp_path / "snapshots" / f"out_of_memory_rank0{number}.pickle"
+        assert calls == [("start_history",), ("dump_snapshot", path), ("explain",), ("stop_history",)]
+        assert f"Memory snapshot: {path}" in report.text
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        calls.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_the_snapshot_names_lines_of_code(tmp_path):
+    import pickle
+
+    report = OutOfMemoryReport(folder=tmp_path)
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        callbacks=[report, MemoryLimit("40MiB")],
+    )  # fmt: skip
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.fit(Wide(), torch.utils.data.DataLoader(torch.randn(SAMPLES, 256, WIDTH), batch_size=SAMPLES))
+    snapshot = pickle.loads(report.snapshot_path.read_bytes())
+    assert snapshot["segments"]
+    frames = {frame["filename"] for trace in snapshot["device_traces"] for entry in trace for frame in entry["frames"]}
+    assert any(name.endswith("test_oom_report.py") for name in frames)
+    assert "What would have fitted" in report.text
+    assert find_gauge(trainer) is not None
