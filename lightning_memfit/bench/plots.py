@@ -21,6 +21,7 @@ _MARKERS = "os^DvPX*"
 _SOFT = "#5b5b5b"
 _SIZE = (9.0, 4.6)
 _SQUARE = (7.4, 4.6)  # a square and its legend
+_LEGEND_LINE, _LEGEND_MARGIN = 0.2, 0.3  # inches
 _DPI = 150
 _BAND = 0.05
 _DODGE = 0.03  # of the distance between two numbers of processes
@@ -81,9 +82,12 @@ def _axes(x: str, y: str, size: tuple[float, float] = _SIZE) -> tuple[Figure, Ax
     return figure, axes
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+def _legend(figure: Figure, axes: Axes, more: Sequence[Any] = ()) -> None:
+    """Beside the axes, however long: the picture grows with it."""
+    handles = [*axes.get_legend_handles_labels()[0], *more]
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, max(height, _LEGEND_MARGIN + _LEGEND_LINE * len(handles)))
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
 
 
 def _speedup(curves: Sequence[Curve]) -> Figure:
@@ -138,13 +142,13 @@ def _memory(points: Sequence[Point]) -> Figure:
         axes.scatter(
             [point.measured_bytes / unit for point in group],
             [(point.predicted_bytes or 0) / unit for point in group],
-            label=_group_label(technique, devices),
             **_dot(known, technique, devices),
         )
     axes.set_xlim(0, top)
     axes.set_ylim(0, top)
     axes.set_aspect("equal", adjustable="box")
-    _legend(figure, axes)
+    axes.locator_params(nbins=6)
+    _legend(figure, axes, _keys(known))
     return figure
 
 
@@ -177,12 +181,11 @@ def _pareto(points: Sequence[Point], unit: str) -> Figure:
         axes.scatter(
             [point.measured_bytes / scale for point in group],
             [point.per_second for point in group],
-            label=_group_label(technique, devices),
             **_dot(points, technique, devices),
         )
     axes.set_xlim(0, 1.08 * max(point.measured_bytes for point in points) / scale)
     axes.set_ylim(bottom=0)
-    _legend(figure, axes)
+    _legend(figure, axes, _keys(points))
     return figure
 
 
@@ -200,12 +203,41 @@ def _style(index: int) -> dict[str, Any]:
 
 
 def _dot(points: Sequence[Point], technique: str, devices: int) -> dict[str, Any]:
-    """Colour for the technique, shape for the number of processes."""
-    techniques = list(dict.fromkeys(point.technique for point in points))
-    numbers = sorted({point.devices for point in points})
-    colour = COLOURS[techniques.index(technique) % len(COLOURS)]
-    marker = _MARKERS[numbers.index(devices) % len(_MARKERS)]
-    return {"color": colour, "marker": marker, "s": 46, "edgecolors": "white", "linewidths": 0.6, "zorder": 3}
+    """Colour for the technique, filled or not; shape for the number of processes."""
+    techniques, numbers = _techniques(points), _numbers(points)
+    number = techniques.index(technique)
+    colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[numbers.index(devices) % len(_MARKERS)]
+    is_filled = number // len(COLOURS) % 2 == 0
+    edge = {"edgecolors": "white", "linewidths": 0.6} if is_filled else {"edgecolors": colour, "linewidths": 1.5}
+    return {"facecolors": colour if is_filled else "white", "marker": marker, "s": 46, "zorder": 3, **edge}
+
+
+def _keys(points: Sequence[Point]) -> list[Any]:
+    """What colours and shapes mean: one line each, not one for every pair of them."""
+    from matplotlib.lines import Line2D
+
+    def key(label: str, dot: dict[str, Any]) -> Line2D:
+        style = {"markerfacecolor": dot["facecolors"], "markeredgecolor": dot["edgecolors"]}
+        return Line2D([], [], linestyle="", marker=dot["marker"], markersize=7, label=label, **style)
+
+    techniques, numbers = _techniques(points), _numbers(points)
+    shown = []
+    if any(techniques):
+        shown += [key(name, _dot(points, name, numbers[0]) | {"marker": "o"}) for name in techniques]
+    if len(numbers) > 1 or not shown:
+        grey = {"facecolors": _SOFT, "edgecolors": "white"}
+        for number in numbers:
+            label = "1 process" if number == 1 else f"{number} processes"
+            shown.append(key(label, {**_dot(points, techniques[0], number), **grey}))
+    return shown
+
+
+def _techniques(points: Sequence[Point]) -> list[str]:
+    return list(dict.fromkeys(point.technique for point in points))
+
+
+def _numbers(points: Sequence[Point]) -> list[int]:
+    return sorted({point.devices for point in points})
 
 
 def _groups(points: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:
@@ -213,11 +245,6 @@ def _groups(points: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:
     for point in points:
         groups.setdefault((point.technique, point.devices), []).append(point)
     return groups
-
-
-def _group_label(technique: str, devices: int) -> str:
-    processes = "1 process" if devices == 1 else f"{devices} processes"
-    return f"{technique}, {processes}" if technique else processes
 
 
 def _unit(points: Sequence[Point]) -> tuple[int, str]:

@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.report import build_report
 from lightning_memfit.estimate.target import Target, host_target, live_target
 from lightning_memfit.estimate.timeline import render
@@ -123,5 +124,7 @@ class RunTimeline(Callback):
 
 def _target(trainer: Trainer) -> Target:
     device = trainer.strategy.root_device
-    live = live_target(device.index or 0) if device.type == "cuda" else None
-    return live or host_target()
+    if device.type == "cuda" and (live := live_target(device.index or 0)) is not None:
+        return live
+    limits = (callback.limit_bytes for callback in trainer.callbacks if isinstance(callback, MemoryLimit))  # type: ignore[attr-defined]
+    return host_target(next(limits, None))
