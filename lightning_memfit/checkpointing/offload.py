@@ -3,9 +3,9 @@
 On CUDA copies run on a stream of their own. Leaving: a tensor's copy begins when autograd saves it, and its device
 memory is given up when the next offloaded block has run its forward pass; the last one's stay, as their backward comes
 next. Coming back: when the backward pass reaches an offloaded block, the tensors of the one before it are asked for. So
-little more than one block's tensors are on their way at a time. On the CPU the same code makes plain copies, which stand
-for host memory (`memory.host`). On fake tensors, which a trace runs on, the host side takes no memory, as it takes none
-of a device's.
+little more than one block's tensors are on their way at a time. On the CPU the same code makes plain copies, which
+stand for host memory (`memory.host`). On fake tensors, which a trace runs on, the host side takes no memory, as it
+takes none of a device's.
 """
 
 import weakref

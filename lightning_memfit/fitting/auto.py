@@ -17,6 +17,7 @@ from lightning_memfit.device.probe import probe_host
 from lightning_memfit.estimate.target import Target, host_target, live_target
 from lightning_memfit.fitting.callback import MicroBatching
 from lightning_memfit.fitting.probe import Probed, probe
+from lightning_memfit.fitting.rungs import LastResort
 from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.planner.calibration import calibrated
 from lightning_memfit.planner.feedback import PlanFeedback
@@ -48,14 +49,15 @@ class MemFit(pl.Callback):
     The planner chooses precision, optimizer, loss, checkpointing and micro-batch. Two optimizer steps of a copy prove
     that the plan fits; where they run out of memory, or need more than the device has to give, it is planned again
     with that much less. Effective batch, learning rate and schedule stay what they are. Late out-of-memory errors
-    lower the micro-batch, then recompute more blocks (`MicroBatching`); the first steps are measured for later plans
-    (`PlanFeedback`).
+    lower the micro-batch, then recompute more blocks, then use host memory (`MicroBatching`); the first steps are
+    measured for later plans (`PlanFeedback`).
 
     For one device. Works on any Trainer and module; list it before callbacks that measure.
 
     Args:
         allow: Numerics that may change, see `memfit plan --help`.
-        host_memory: RAM that offloading may use, such as `16GiB`; what is free by default.
+        host_memory: RAM that the plan's offloading may use, such as `16GiB`; what is free by default. With a limit no
+            more is used after a late out-of-memory error.
         probe: False trains by the first plan without trying it.
 
     Attributes:
@@ -203,7 +205,9 @@ class MemFit(pl.Callback):
         run = Setting(chosen=setting.chosen).run(read_facts(trainer.lightning_module))
         if not whole or MICRO_BATCHING.unsupported(run, {}) is None:  # which recovers, too, where it can
             size = setting.micro_batch_size or loader_batch
-            added.append(MicroBatching(micro_batch_size=size, checkpoint_blocks=True))
+            # Host memory with a limit may be used up by the plan.
+            last_resort: LastResort = "offload" if self.host_bytes is None else "recompute"
+            added.append(MicroBatching(micro_batch_size=size, last_resort=last_resort))
         added.append(PlanFeedback(dict(plan.uncorrected), plan.rates, plan.peak_bytes))
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         place = callbacks.index(self) + 1

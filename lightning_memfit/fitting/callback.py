@@ -17,6 +17,7 @@ from lightning_memfit.fitting.global_batch import lend_batch_size, share_of
 from lightning_memfit.fitting.guard import StepGuard
 from lightning_memfit.fitting.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.prediction import SizePrediction, predict_sizes
+from lightning_memfit.fitting.rungs import LAST_RESORTS, LastResort
 from lightning_memfit.fitting.search import Found, PeakPredictor
 from lightning_memfit.fitting.session import FitSession, Options
 from lightning_memfit.fitting.split import BatchSplitter, SplitHook
@@ -45,8 +46,9 @@ class MicroBatching(Callback):
         max_sequence_length: Longest sequence the data can give, for the trial steps. Not needed where the data set has
             `lengths` or a column `length`.
         recover: False lets an out-of-memory error end the run.
-        checkpoint_blocks: When not even one sample fits any more, recompute the activations of all repeated blocks from
-            then on (`ActivationCheckpointing`, gradients stay what they are) instead of ending the run.
+        last_resort: How far to go, step by step, when not even one sample fits any more, instead of ending the run:
+            `recompute` the activations of all repeated blocks, or `offload`, too: first the inputs of these blocks,
+            then the optimizer states go to host memory. All of it is exact, and taken back when it is no longer needed.
         predictor: From a micro-batch size to the predicted peak in bytes. By default the memory model, from a trace of
             the training step; where that can't be traced, two small trials take its place.
         limit_bytes: Memory that may be used. By default what the device tells.
@@ -70,7 +72,7 @@ class MicroBatching(Callback):
         allow_batch_statistics: bool = False,
         max_sequence_length: int | None = None,
         recover: bool = True,
-        checkpoint_blocks: bool = False,
+        last_resort: LastResort = "none",
         predictor: PeakPredictor | None = None,
         limit_bytes: int | None = None,
         loss_weight: LossWeight | None = None,
@@ -82,6 +84,8 @@ class MicroBatching(Callback):
             raise ValueError(f'`micro_batch_size={micro_batch_size!r}` must be "auto" or at least 1.')
         if global_batch_size is not None and global_batch_size < 1:
             raise ValueError(f"`global_batch_size={global_batch_size}` must be at least 1.")
+        if last_resort not in LAST_RESORTS:
+            raise ValueError(f"`last_resort={last_resort!r}` is unknown. Choose from {', '.join(LAST_RESORTS)}.")
         self.global_batch_size = global_batch_size
         self.options = Options(
             global_batch_size=global_batch_size,
@@ -89,7 +93,7 @@ class MicroBatching(Callback):
             allow_batch_statistics=allow_batch_statistics,
             max_sequence_length=max_sequence_length,
             recover=recover,
-            checkpoint_blocks=checkpoint_blocks,
+            last_resort=last_resort,
             predictor=predictor,
             limit_bytes=limit_bytes,
             advise=advise,
@@ -155,13 +159,13 @@ class MicroBatching(Callback):
         self._undo(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The size found, with the device and number of ranks it was found for."""
+        """The size found and the rungs of the ladder in use, with the device and number of ranks they are for."""
         if self._session is not None and self._session.sizes is not None:
             self._kept = self._session.kept()
         return self._kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the size of an earlier run for reuse on the same device and number of ranks."""
+        """Keep what an earlier run found for reuse on the same device and number of ranks."""
         self._kept = dict(state_dict)
 
     # --- steps ------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_memfit.fitting.gauge import MemoryGauge
+from lightning_memfit.fitting.host_states import absent_bytes
 from lightning_memfit.fitting.oom import is_out_of_memory, release
 from lightning_memfit.fitting.snapshot import OptimizerSnapshot
 
@@ -126,7 +127,7 @@ class StepGuard:
         if self._gauge is None:
             return False
         sizes = [p.nbytes for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return self._gauge.limit_bytes - self._gauge.live_bytes < 2 * sum(sizes)
+        return self._gauge.limit_bytes - self._gauge.live_bytes < 2 * sum(sizes) + absent_bytes(optimizer)
 
 
 class _Guarded(AbstractContextManager[None]):

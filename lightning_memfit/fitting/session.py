@@ -14,12 +14,13 @@ from lightning_memfit.fitting.agreement import Agreement
 from lightning_memfit.fitting.coupling import check_batch_statistics, check_coupling
 from lightning_memfit.fitting.gauge import MemoryGauge, allocation_retries
 from lightning_memfit.fitting.global_batch import check_global_batch, loader_batch_size
+from lightning_memfit.fitting.ladder import Ladder
 from lightning_memfit.fitting.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.metrics import StepMetrics
 from lightning_memfit.fitting.postmortem import explain
 from lightning_memfit.fitting.reduce import GradientReducer
-from lightning_memfit.fitting.relief import CheckpointingRelief
 from lightning_memfit.fitting.rewind import Rewind, RewindPoint
+from lightning_memfit.fitting.rungs import LastResort, rungs_up_to
 from lightning_memfit.fitting.search import Found, PeakPredictor
 from lightning_memfit.fitting.sizes import MicroBatchSize, prefer
 from lightning_memfit.fitting.split import BatchSplitter
@@ -30,6 +31,7 @@ from lightning_memfit.fitting.worst_case import lengthened, longest_samples
 
 _STEPS_BETWEEN_CHECKS = 16
 _MANY_RETRIES = 4
+_HINT = "`MicroBatching(last_resort='offload')` recomputes activations and uses host memory before it gives up."
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Options:
     allow_batch_statistics: bool
     max_sequence_length: int | None
     recover: bool
-    checkpoint_blocks: bool
+    last_resort: LastResort
     predictor: PeakPredictor | None
     limit_bytes: int | None
     advise: Callable[[], str] | None
@@ -88,7 +90,10 @@ class FitSession:
         if self._is_ddp:
             # DistributedDataParallel would broadcast buffers in the first forward; we do it after each step.
             trainer.strategy.model.require_forward_param_sync = False  # type: ignore[union-attr]
-        self._relief = CheckpointingRelief(module) if options.checkpoint_blocks else None
+        # A CPU without a simulated device has one memory only.
+        has_host = self._device.type == "cuda" or (self._device.type == "cpu" and gauge is not None)
+        rungs = rungs_up_to(options.last_resort, module, trainer.optimizers[0], has_host, trainer.num_devices)
+        self._ladder = Ladder(rungs, self._agreement)
         self._expected: int | None = None
         self._retries = 0
         self._num_steps = 0
@@ -103,15 +108,14 @@ class FitSession:
             check_global_batch(self._loop.trainer, self._options.global_batch_size, self._expected)
 
     def close(self) -> None:
-        """Give up what ranks share, and have blocks keep their activations again."""
+        """Give up what ranks share, and have everything where it was before."""
         self._agreement.close()
-        if self._relief is not None:
-            self._relief.remove()
+        self._ladder.close()
 
     def kept(self) -> dict[str, Any]:
-        """What a later run needs to reuse the size."""
+        """What a later run needs to reuse the size and the rungs of the ladder."""
         assert self.sizes is not None
-        return {"micro_batch_size": self.sizes.target, **self._setting()}
+        return {"micro_batch_size": self.sizes.target, "rungs": self._ladder.names, **self._setting()}
 
     def run(self, request: StepRequest, kept: dict[str, Any]) -> ClosureResult:
         """Run one loader batch, after choosing the size if it is the first."""
@@ -126,6 +130,7 @@ class FitSession:
         share = self._splitter.count(request.batch, self._expected)
         if self._options.global_batch_size is not None and self._expected is None:
             check_global_batch(self._loop.trainer, self._options.global_batch_size, share)
+        again = self._ladder.climb_to(kept.get("rungs", ())) if self._is_as(kept) else None
         size, reason = self._choose(request, share, kept)
         # All ranks go by the smallest; their shares may differ.
         size = int(min(theirs for (theirs,) in self._agreement.exchange(size)))
@@ -133,7 +138,7 @@ class FitSession:
             check_batch_statistics(self._loop.module)
             check_coupling(self._loop, request, self._splitter, share, self._shifted, self._loss_weight)
         self.sizes = MicroBatchSize(share, size)
-        self._note(size, reason)
+        self._note(size, f"{reason} As before, with {again}." if again else reason)
         return EffectiveStep(self._parts(self.sizes))
 
     def _choose(self, request: StepRequest, share: int, kept: dict[str, Any]) -> tuple[int, str]:
@@ -142,7 +147,7 @@ class FitSession:
             return min(
                 wanted, share
             ), f"MicroBatching: micro-batch {min(wanted, share)} of {share} samples, as asked for."
-        if kept.get("micro_batch_size") and all(kept.get(key) == value for key, value in self._setting().items()):
+        if kept.get("micro_batch_size") and self._is_as(kept):
             size = min(share, int(kept["micro_batch_size"]))
             return size, f"MicroBatching: micro-batch {size} of {share} samples, as in the checkpoint."
         limit_bytes = self._options.limit_bytes or (self._gauge.limit_bytes if self._gauge is not None else None)
@@ -172,6 +177,9 @@ class FitSession:
             return lengthened(batch, self._options.max_sequence_length)
         return batch
 
+    def _is_as(self, kept: dict[str, Any]) -> bool:
+        return all(kept.get(key) == value for key, value in self._setting().items())
+
     def _setting(self) -> dict[str, Any]:
         trainer = self._loop.trainer
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
@@ -196,7 +204,7 @@ class FitSession:
             metrics=metrics,
             weigh=self._weigh,
             explain=self._explain,
-            relieve=self._relief.apply if self._relief is not None else _no_relief,
+            ladder=self._ladder,
             on_change=self._note,
             recover=self._options.recover and (is_alone or self._is_ddp),
             averages_ranks=not is_alone and not self._is_ddp,
@@ -217,7 +225,7 @@ class FitSession:
 
         text = explain(self._loop.module, self._loop.trainer.optimizers, run, self._options.advise)
         self._loop.settle_after_failure(point.hook_name)
-        return text
+        return text if self._options.last_resort == "offload" else f"{text}\n{_HINT}"
 
     def _watch_allocator(self) -> None:
         """Lower the size where the caching allocator keeps emptying its cache, which costs far more than one pass."""
@@ -231,7 +239,3 @@ class FitSession:
                 f"MicroBatching: memory is so tight that the allocator is thrashing; micro-batch {size} now."
             )
             self._note(size, f"{self._retries - before} allocation retries in {_STEPS_BETWEEN_CHECKS} steps")
-
-
-def _no_relief() -> None:
-    """Nothing makes one sample need less."""

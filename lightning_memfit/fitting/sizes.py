@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-STEPS_BEFORE_GROWTH = 100
+from lightning_memfit.fitting.patience import Patience
 
 
 def prefer(share: int, largest: int) -> int:
@@ -44,8 +44,7 @@ class MicroBatchSize:
 
     def __post_init__(self) -> None:
         self.current = self.target
-        self._quiet_steps = 0
-        self._patience = STEPS_BEFORE_GROWTH
+        self._patience = Patience()
 
     def shrink(self, failed: int) -> int:
         """Lower the size after one failed, by a quarter at least, and wait twice as long before growing again.
@@ -56,9 +55,7 @@ class MicroBatchSize:
         if failed <= 1:
             return 0
         self.current = min(self.current, prefer(self.share, max(1, failed * 3 // 4)))
-        if self._quiet_steps < self._patience:
-            self._patience = min(self._patience * 2, 100 * STEPS_BEFORE_GROWTH)
-        self._quiet_steps = 0
+        self._patience.fail()
         return self.current
 
     def succeed(self) -> int:
@@ -69,9 +66,7 @@ class MicroBatchSize:
         """
         if self.current >= self.target:
             return self.current
-        self._quiet_steps += 1
-        if self._quiet_steps >= self._patience:
-            self._quiet_steps = 0
+        if self._patience.succeed():
             fewer = -(-self.share // self.current) - 1
             saves_one = -(-self.share // fewer) if fewer else self.share
             self.current = prefer(self.share, min(self.target, max(saves_one, self.current * 4 // 3)))

@@ -9,10 +9,11 @@ from zlib import crc32
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_memfit.fitting.agreement import Agreement
+from lightning_memfit.fitting.ladder import Ladder
 from lightning_memfit.fitting.logs import StepLogs
 from lightning_memfit.fitting.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.metrics import StepMetrics
@@ -58,7 +59,7 @@ class StepParts:
     Attributes:
         weigh: From a batch to its share, on this rank.
         explain: Text for the error when even a micro-batch of one sample does not fit.
-        relieve: Makes one sample need less, and says how; None where it can't.
+        ladder: Makes one sample need less.
         on_change: Called with the new micro-batch size and the reason.
         recover: Whether a failed attempt is repeated.
     """
@@ -72,7 +73,7 @@ class StepParts:
     metrics: StepMetrics
     weigh: Callable[[Any], tuple[int, SampleWeights]]
     explain: Callable[[StepRequest, Any], str]
-    relieve: Callable[[], str | None]
+    ladder: Ladder
     on_change: Callable[[int, str], None]
     recover: bool
     averages_ranks: bool
@@ -257,19 +258,30 @@ class EffectiveStep:
         parts.loop.settle_after_failure(point.hook_name)
         parts.rewind.clear_gradients()
         parts.rewind.load(point)
-        size = self._failed_size
-        smaller = parts.sizes.shrink(size)
-        if not smaller:
-            relief = parts.relieve()
-            if relief is None:
-                raise torch.OutOfMemoryError(
-                    f"A micro-batch of one sample does not fit. {message}\n{parts.explain(request, point)}"
-                ) from error
-            rank_zero_warn(f"Memory ran out with one sample: the effective batch is repeated, and {relief}.")
-            parts.on_change(parts.sizes.current, relief)
-            return
-        rank_zero_warn(f"Memory ran out with micro-batch {size}: the effective batch is repeated with {smaller}.")
-        parts.on_change(smaller, message)
+        self._need_less(request, message, error, point)
+
+    def _need_less(self, request: StepRequest, message: str, error: Exception | None, point: RewindPoint) -> None:
+        """Take the rung again that was given up too early, else lower the micro-batch, else take the next rung.
+
+        Raises:
+            torch.OutOfMemoryError: If nothing is left.
+        """
+        parts, size = self.parts, self._failed_size
+        rung = parts.ladder.climb_again()
+        smaller = 0 if rung else parts.sizes.shrink(size)
+        rung = rung or (None if smaller else parts.ladder.climb())
+        if smaller:
+            rank_zero_warn(f"Memory ran out with micro-batch {size}: the effective batch is repeated with {smaller}.")
+            parts.on_change(smaller, message)
+        elif rung:
+            failed = "one sample" if size == 1 else f"micro-batch {size}"
+            rank_zero_warn(f"Memory ran out with {failed}: the effective batch is repeated, from now on with {rung}.")
+            parts.on_change(parts.sizes.current, f"from now on with {rung}")
+        else:
+            raise torch.OutOfMemoryError(
+                f"A micro-batch of one sample does not fit{parts.ladder.summary()} {message}\n"
+                f"{parts.explain(request, point)}"
+            ) from error
 
     def _complete(self, request: StepRequest, share: Share, point: RewindPoint, result: ClosureResult) -> ClosureResult:
         parts = self.parts
@@ -286,6 +298,9 @@ class EffectiveStep:
         before = parts.sizes.current
         if parts.sizes.succeed() > before:
             parts.on_change(parts.sizes.current, "no failure for a while")
+        elif given_up := parts.ladder.succeed():
+            rank_zero_info(f"MicroBatching: no failure for a while; from now on without {given_up}.")
+            parts.on_change(parts.sizes.current, f"from now on without {given_up}")
         return result
 
     def _reduce(self) -> None:

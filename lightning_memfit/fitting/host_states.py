@@ -1,0 +1,154 @@
+"""Optimizer states that wait in host memory while forward and backward run."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_memfit.checkpointing.offload import MIN_OFFLOAD_BYTES
+from lightning_memfit.fitting.oom import is_out_of_memory
+from lightning_memfit.memory import Category
+from lightning_memfit.memory.host import copy_to_host, is_on_host
+
+
+class HostStates:
+    """Sends the states of an optimizer to host memory now and after each step, and fetches them before each step.
+
+    A state stays the tensor that it is and only its values change their place, so that `state_dict` is complete at any
+    time. They are fetched by a hook of `optimizer.step`, and hooks are called before the step's closure: forward and
+    backward must have run by then, which `StepGuard` sees to.
+
+    Copies run on the current stream, as there is nothing to compute beside them: states leave after a step that used
+    them, and forward needs the memory they leave. On CUDA the host side is pinned if there is room, and kept for reuse.
+
+    Args:
+        optimizer: One that `reason_to_stay` has nothing against.
+        free_bytes: Host memory that may be used.
+
+    Attributes:
+        size_bytes: What was sent first.
+    """
+
+    def __init__(self, optimizer: Optimizer, free_bytes: int) -> None:
+        self._optimizer = optimizer
+        self._buffers = WeakIdKeyDictionary()
+        self._away = WeakIdKeyDictionary()
+        sizes = [state.nbytes for state in _present(optimizer)]
+        self.size_bytes = sum(sizes)
+        # torch rounds pinned memory up to powers of two.
+        self._pins = sum(1 << (size - 1).bit_length() for size in sizes) <= free_bytes
+        self._send()
+        self._handles = [optimizer.register_step_pre_hook(self._fetch), optimizer.register_step_post_hook(self._send)]
+
+    def remove(self) -> None:
+        """Leave the states where the next step finds them; what is on the host is fetched. Safe to call twice."""
+        while self._handles:
+            self._handles.pop().remove()
+        try:
+            self._fetch()
+        except Exception as error:  # memory may be full of what an error holds
+            if not is_out_of_memory(error):
+                raise
+            rank_zero_warn("Some optimizer states stay in host memory, as the device has no room for them.")
+
+    @torch.no_grad()
+    def _send(self, *_: Any) -> None:
+        """Have all states on the host when this returns, where a checkpoint may be written of them."""
+        device = None
+        for state in list(_present(self._optimizer)):
+            buffer = self._buffers.get(state)
+            if buffer is None or buffer.shape != state.shape or buffer.dtype != state.dtype:
+                self._buffers[state] = buffer = self._host_like(state)
+            buffer.copy_(state, non_blocking=True)
+            self._away[state] = device = state.device
+            state.data = buffer
+        if device is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    @torch.no_grad()
+    def _fetch(self, *_: Any) -> None:
+        """Have all states on the device. If memory runs out midway, calling it again does the rest."""
+        for state, device in list(self._away.items()):
+            values = torch.empty_strided(state.size(), state.stride(), dtype=state.dtype, device=device)
+            values.copy_(state, non_blocking=True)
+            state.data = values
+            del self._away[state]
+
+    def _host_like(self, state: Tensor) -> Tensor:
+        """Memory on the host for a state."""
+        if not state.is_cuda:
+            return copy_to_host(state, Category.OPTIMIZER_STATE)
+        try:
+            return torch.empty_strided(state.size(), state.stride(), dtype=state.dtype, pin_memory=self._pins)
+        except RuntimeError as error:
+            if not (self._pins and is_out_of_memory(error)):
+                raise
+            self._pins = False
+            return self._host_like(state)
+
+
+def reason_to_stay(optimizer: Optimizer, free_bytes: int) -> str | None:
+    """Why the states of an optimizer can't wait in host memory, or None where they can.
+
+    Args:
+        optimizer: After its first step.
+        free_bytes: Host memory that may be used.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
+        return "LBFGS runs forward and backward within its step"
+    if getattr(optimizer, "is_paged", False):
+        return f"{name} pages them between device and host by itself"
+    if hasattr(optimizer, "consolidate_state_dict"):
+        return f"{name} divides them among ranks"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "with `capturable=True` a captured step expects them where they are"
+    size_bytes = sum(state.nbytes for state in _present(optimizer))
+    if not size_bytes:
+        return f"{name} has {_kinds(optimizer)}"
+    if size_bytes > free_bytes:
+        return f"they take {size_bytes >> 20} MiB, and {free_bytes >> 20} MiB of host memory are free for them"
+    return None
+
+
+def absent_bytes(optimizer: Optimizer) -> int:
+    """Bytes of states that wait on the host and will be on the device in the step."""
+    return sum(
+        state.nbytes
+        for parameter, state in _states(optimizer)
+        if state.dim() and not is_on_host(parameter) and (is_on_host(state) or state.device != parameter.device)
+    )
+
+
+def _states(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parameters with their states, each state once."""
+    seen: set[int] = set()
+    for parameter, state in getattr(optimizer, "state", {}).items():
+        for value in state.values() if isinstance(parameter, Tensor) else ():
+            if isinstance(value, Tensor) and id(value) not in seen:
+                seen.add(id(value))
+                yield parameter, value
+
+
+def _present(optimizer: Optimizer) -> Iterator[Tensor]:
+    """States on their parameter's device that can leave it: ordinary, alone in their storage, and not small."""
+    for parameter, state in _states(optimizer):
+        if type(state) is Tensor and state.layout is torch.strided and state.device == parameter.device:
+            is_alone = state.untyped_storage().nbytes() == state.nbytes and state._base is None
+            if is_alone and state.nbytes >= MIN_OFFLOAD_BYTES and not is_on_host(state):
+                yield state
+
+
+def _kinds(optimizer: Optimizer) -> str:
+    """Words for what an optimizer has instead of states that can leave."""
+    states = [state for _, state in _states(optimizer)]
+    if not states:
+        return "no states yet, or never any"
+    wrapped = {type(state).__name__ for state in states} - {"Tensor"}
+    if wrapped:
+        return f"states of a kind of their own ({', '.join(sorted(wrapped))}), which stay where they are"
+    return f"no states of {MIN_OFFLOAD_BYTES >> 10} KiB or more on the device"
