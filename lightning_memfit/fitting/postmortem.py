@@ -70,11 +70,12 @@ def explain(
         run: Runs the micro-batch; its error is expected.
         advise: What would make it fit, from the memory model.
     """
-    census = TensorCensus(module)
+    census, kept_until = TensorCensus(module), "by the whole micro-batch"
     try:
         with census.watch():
             run()
     except Exception as error:
+        kept_until = "until the error"
         del error
     found = list(census.largest.values())
     for name, parameter in module.named_parameters():
@@ -90,10 +91,10 @@ def explain(
     )
     weights = sum(parameter.nbytes for parameter in module.parameters())
     kept = sum(size for size, _ in census.largest.values())
-    lines = [
-        f"Parameters {format_bytes(weights)}, optimizer states {format_bytes(states)}, kept for backward until the "
-        f"error {format_bytes(kept)}. The largest tensors:"
-    ]
+    summary = f"Parameters {format_bytes(weights)}, optimizer states {format_bytes(states)}"
+    if kept:
+        summary += f", kept for backward {kept_until} {format_bytes(kept)}"
+    lines = [f"{summary}. The largest tensors:"]
     lines += [f"  {format_bytes(size)}  {text}" for size, text in sorted(found, reverse=True)[:_NUM_NAMED]]
     if advise is not None:
         lines.append(advise())

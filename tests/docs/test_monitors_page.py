@@ -3,10 +3,12 @@
 import re
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memfit import MemoryLimit, MemoryMonitor
+from lightning_memfit import MemoryLimit, MemoryMonitor, OutOfMemoryReport
 from lightning_memfit.measure.report import RunReport
 from tests.unit.measure.test_monitor import fit
 
@@ -48,3 +50,35 @@ def test_what_needs_cuda_is_named_as_the_sampler_names_it(monkeypatch: pytest.Mo
     assert (sampler.largest["process"], sampler.largest["card"]) == (2**30, 2**31)
     for name in figures:
         assert f"`{name}`" in LOGGED, name
+
+
+class Classifier(L.LightningModule):
+    """The module of `docs/guides/own_module.md`."""
+
+    def __init__(self, width: int = 256, depth: int = 8) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(32, width)
+        layer = torch.nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=4 * width, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, depth)
+        self.head = torch.nn.Linear(width, 10)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        inputs, labels = batch
+        return torch.nn.functional.cross_entropy(self.head(self.encoder(self.embed(inputs)).mean(1)), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_the_explanation_shown_is_what_is_said(tmp_path: Path) -> None:
+    report = OutOfMemoryReport()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    watching = [report, MemoryLimit("160MiB")]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp_path, callbacks=watching, **quiet
+    )
+    data = TensorDataset(torch.randn(64, 16, 32), torch.randint(0, 10, (64,)))
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.fit(Classifier(), DataLoader(data, batch_size=64))
+    assert report.text is not None
+    assert f"```\nOutOfMemoryReport: {report.text}\n```" in PAGE, f"docs/guides/monitors.md should show:\n{report.text}"
