@@ -1,5 +1,6 @@
 """What filled the memory when not even one sample fits."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_memfit.memory import format_bytes
 
 _NUM_NAMED = 5
+_NUMBER = re.compile(r"\b\d+\b")
 
 
 class TensorCensus:
@@ -95,7 +97,20 @@ def explain(
     if kept:
         summary += f", kept for backward {kept_until} {format_bytes(kept)}"
     lines = [f"{summary}. The largest tensors:"]
-    lines += [f"  {format_bytes(size)}  {text}" for size, text in sorted(found, reverse=True)[:_NUM_NAMED]]
+    lines += [f"  {format_bytes(size)}  {text}" for size, text in _largest(found)]
     if advise is not None:
         lines.append(advise())
     return "\n".join(lines)
+
+
+def _largest(found: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Bytes and description of the largest; alike ones of numbered modules, such as the blocks of a model, together."""
+    alike: dict[str, list[tuple[int, str]]] = {}
+    for size, text in found:
+        what, mark, owner = text.partition("`")
+        alike.setdefault(what + mark + _NUMBER.sub("*", owner), []).append((size, text))
+    together = [
+        (sum(size for size, _ in members), f"{len(members)} x {text}" if len(members) > 1 else members[0][1])
+        for text, members in alike.items()
+    ]
+    return sorted(together, reverse=True)[:_NUM_NAMED]

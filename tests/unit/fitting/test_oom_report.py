@@ -195,3 +195,10 @@ def test_on_cuda_the_snapshot_names_lines_of_code(tmp_path):
     assert any(name.endswith("test_oom_report.py") for name in frames)
     assert "What would have fitted" in report.text
     assert find_gauge(trainer) is not None
+
+
+def test_alike_tensors_of_numbered_modules_are_told_together():
+    from lightning_memfit.fitting.postmortem import _largest
+
+    found = [(4, "(2, 2) kept by `layer.0.mlp`"), (5, "(3,) kept by `head2`"), (4, "(2, 2) kept by `layer.1.mlp`")]
+    assert _largest(found) == [(8, "2 x (2, 2) kept by `layer.*.mlp`"), (5, "(3,) kept by `head2`")]
