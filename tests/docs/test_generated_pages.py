@@ -92,3 +92,26 @@ def test_readme_shows_the_recorded_quickstart() -> None:
     assert insert(page, MARK, render(json.loads(RESULTS.read_text()))) == page, (
         "run `python -m benchmarks.quickstart.table`"
     )
+
+
+def test_the_estimate_shown_is_the_recorded_one() -> None:
+    from benchmarks.estimator.example import MARK, PAGE, RESULT, render
+    from benchmarks.marks import insert
+
+    page, document = PAGE.read_text(), json.loads(RESULT.read_text())
+    assert insert(page, MARK, render(document)) == page, "run `python -m benchmarks.estimator.example`"
+    peak = document["report"]["peak"]
+    for size in (peak["total_bytes"], *peak["breakdown"]["device"].values()):
+        assert f"{size / 2**30:.3f}" in page
+
+
+@pytest.mark.slow
+def test_gpt2_xl_is_still_estimated_so() -> None:
+    from benchmarks.estimator.example import RESULT, estimate
+
+    recorded = json.loads(RESULT.read_text())["report"]
+    report = json.loads(estimate("--json"))
+    assert report["num_parameters"] == recorded["num_parameters"] == 1_557_611_200
+    assert report["largest_micro_batch_size"] == recorded["largest_micro_batch_size"]
+    for name in ("allocated_bytes", "reserved_bytes", "total_bytes"):
+        assert report["peak"][name] == pytest.approx(recorded["peak"][name], rel=0.01), name
