@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memfit.checkpointing.offload import MIN_OFFLOAD_BYTES
 from lightning_memfit.fitting.oom import is_out_of_memory
-from lightning_memfit.memory import Category
+from lightning_memfit.memory import Category, format_bytes
 from lightning_memfit.memory.host import copy_to_host, is_on_host
 
 
@@ -111,7 +111,7 @@ def reason_to_stay(optimizer: Optimizer, free_bytes: int) -> str | None:
     if not size_bytes:
         return f"{name} has {_kinds(optimizer)}"
     if size_bytes > free_bytes:
-        return f"they take {size_bytes >> 20} MiB, and {free_bytes >> 20} MiB of host memory are free for them"
+        return f"they take {format_bytes(size_bytes)}, and {format_bytes(free_bytes)} of host memory are free for them"
     return None
 
 

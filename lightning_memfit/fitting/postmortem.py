@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memfit.fitting.host_states import absent_bytes
 from lightning_memfit.memory import format_bytes
 
 _NUM_NAMED = 5
@@ -91,6 +92,7 @@ def explain(
         for value in state.values()
         if isinstance(value, Tensor)
     )
+    states -= sum(map(absent_bytes, optimizers))
     weights = sum(parameter.nbytes for parameter in module.parameters())
     kept = sum(size for size, _ in census.largest.values())
     summary = f"Parameters {format_bytes(weights)}, optimizer states {format_bytes(states)}"

@@ -25,7 +25,7 @@ from lightning_memfit.fitting.search import Found, PeakPredictor
 from lightning_memfit.fitting.sizes import MicroBatchSize, prefer
 from lightning_memfit.fitting.split import BatchSplitter
 from lightning_memfit.fitting.step import EffectiveStep, StepParts
-from lightning_memfit.fitting.trial import Trial, describe, fit_size
+from lightning_memfit.fitting.trial import NothingFits, Trial, describe, fit_size
 from lightning_memfit.fitting.weights import LossWeight, SampleWeights, predicts_next_token, weigh
 from lightning_memfit.fitting.worst_case import lengthened, longest_samples
 
@@ -157,7 +157,12 @@ class FitSession:
                 f"{self._device.type}. Add a `MemoryLimit` or set `micro_batch_size`."
             )
         started = time.monotonic()
-        found = self._find(request, share, limit_bytes)
+        try:
+            found = self._find(request, share, limit_bytes)
+        except NothingFits as error:
+            if self._options.last_resort == "none":
+                raise torch.OutOfMemoryError(f"{error} {_HINT}") from error
+            return 1, "MicroBatching: as it is, not even one sample fits; training begins with one and saves memory."
         size = prefer(share, found.largest)
         return size, describe(found, size, share, limit_bytes, time.monotonic() - started)
 

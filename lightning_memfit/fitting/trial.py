@@ -28,6 +28,10 @@ from lightning_memfit.memory import format_bytes
 _SMALL = 8
 
 
+class NothingFits(torch.OutOfMemoryError):
+    """Not even one sample fits."""
+
+
 class Trial:
     """Trial steps on a module in training, undone when the context is left.
 
@@ -147,12 +151,12 @@ def fit_size(trial: Trial, share: int, limit_bytes: int, predict: PeakPredictor 
     Without a prediction two more trials of moderate size take its place.
 
     Raises:
-        torch.OutOfMemoryError: If not even one sample fits.
+        NothingFits: If not even one sample fits, on all ranks.
     """
     first = trial.warm_up()
     trial.num_steps += 1
     if not first.fits:
-        raise torch.OutOfMemoryError("Not even a micro-batch of one sample fits.")
+        raise NothingFits("Not even a micro-batch of one sample fits.")
     if predict is None:
         return _measure_and_find(trial, share, limit_bytes, first)
     return find_largest(share, predict, limit_bytes, trial.probe, first)

@@ -202,6 +202,16 @@ def test_host_memory_is_used_where_recomputation_is_not_enough(tight: int) -> No
     assert device.ledger.peak_bytes <= tight
 
 
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_run_whose_first_trial_does_not_fit_begins_with_one_sample(tight: int, window: int) -> None:
+    """The second rung is taken for the second batch of a window, of which the first is repeated then."""
+    ours, options = MicroBatching(last_resort="offload"), {"accumulate_grad_batches": window, "max_epochs": 1}
+    module = trained(Blocks(num_batches=4), MemoryLimit(tight), ours, **options)
+    assert "not even one sample fits" in ours.changes[0][2]
+    assert reasons(ours) == [f"from now on with {what}" for what in (RECOMPUTED, INPUTS, STATES)]
+    assert difference(module, trained(Blocks(num_batches=4), MicroBatching(micro_batch_size=1), **options)) == 0
+
+
 def test_everything_is_put_back_after_the_run(tight: int) -> None:
     module = trained(Blocks(), MemoryLimit(tight), ladder())
     assert all("forward" not in vars(block) for block in module.blocks)
