@@ -298,7 +298,7 @@ class EffectiveStep:
         before = parts.sizes.current
         if parts.sizes.succeed() > before:
             parts.on_change(parts.sizes.current, "no failure for a while")
-        elif given_up := parts.ladder.succeed():
+        if given_up := parts.ladder.succeed():  # after every batch: ranks must count alike
             rank_zero_info(f"MicroBatching: no failure for a while; from now on without {given_up}.")
             parts.on_change(parts.sizes.current, f"from now on without {given_up}")
         return result

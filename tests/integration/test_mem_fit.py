@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_memfit.device.limit import MemoryLimit
-from lightning_memfit.fitting import auto
+from lightning_memfit.fitting import MicroBatching, auto
 from lightning_memfit.fitting.auto import MemFit
 from lightning_memfit.fitting.probe import Probed
 from lightning_memfit.techniques.gradient_release import GradientRelease
@@ -84,6 +84,20 @@ def test_exact_techniques_give_the_plain_runs_weights() -> None:
         trainer(MemFit(allow=["exact"], probe=False), MemoryLimit(LIMIT)).fit(planned, loader())
     for one, other in zip(plain.parameters(), planned.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("host_memory", "expected"), [(None, "offload"), ("1GiB", "recompute")])
+def test_late_errors_use_host_memory_unless_it_is_limited(host_memory: str | None, expected: str) -> None:
+    class Notes(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            (ours,) = (c for c in trainer.callbacks if isinstance(c, MicroBatching))
+            self.last_resort = ours.options.last_resort
+
+    notes = Notes()
+    trainer(MemFit(allow=["exact"], probe=False, host_memory=host_memory), MemoryLimit(LIMIT), notes).fit(
+        Perceptron(), loader()
+    )
+    assert notes.last_resort == expected
 
 
 def test_a_probe_that_fails_leads_to_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:

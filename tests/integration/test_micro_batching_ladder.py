@@ -305,6 +305,20 @@ def test_rungs_are_given_up_one_by_one_when_the_shortage_has_passed() -> None:
     assert difference(module, trained(Blocks(num_batches=9), MicroBatching(micro_batch_size=1), max_epochs=1)) == 0
 
 
+class SeesNoRung(pl.Callback):
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Failing) -> None:
+        assert not pl_module.recomputed
+        assert not absent_bytes(trainer.optimizers[0])
+
+
+@pytest.mark.usefixtures("impatient")
+def test_all_ranks_give_rungs_up_together(tmp_path: Path) -> None:
+    module = Failing(lambda module: module.trainer.global_step == 1 and RUNGS[3](module), rank=1, num_batches=9)
+    callbacks = (MemoryLimit("1GiB"), ladder(), SeesNoRung())
+    one, other = fit_on_two_ranks(module, tmp_path, *callbacks, max_epochs=1)
+    assert difference(one[0], other[0]) == 0
+
+
 @pytest.mark.usefixtures("impatient")
 def test_a_rung_that_is_still_needed_comes_back_and_is_tried_half_as_often() -> None:
     ours = ladder()
@@ -322,11 +336,12 @@ def test_a_rung_that_is_still_needed_comes_back_and_is_tried_half_as_often() -> 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_states_and_inputs_leave_the_device() -> None:
     weights, peaks = [], []
-    for lacks in RUNGS:
-        device = PeakOnCuda()
-        ours = ladder()
-        module = trained(Failing(lacks), ours, device, accelerator="gpu")
-        assert len(reasons(ours)) == RUNGS.index(lacks)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    for number, lacks in enumerate(RUNGS):
+        ours, device, module = ladder(), PeakOnCuda(), Failing(lacks)
+        pl.seed_everything(3)
+        pl.Trainer(accelerator="gpu", devices=1, max_epochs=2, callbacks=[ours, device], **quiet).fit(module)
+        assert len(reasons(ours)) == number
         weights.append([parameter.detach().cpu() for parameter in module.parameters()])
         peaks.append(device.peak_bytes)
     assert all(difference(one, weights[0]) == 0 for one in weights[1:])
