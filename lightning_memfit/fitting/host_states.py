@@ -50,10 +50,8 @@ class HostStates:
             self._handles.pop().remove()
         try:
             self._fetch()
-        except Exception as error:  # memory may be full of what an error holds
-            if not is_out_of_memory(error):
-                raise
-            rank_zero_warn("Some optimizer states stay in host memory, as the device has no room for them.")
+        except RuntimeError as error:  # memory is full, or the device has failed: nothing to end a run with again
+            rank_zero_warn(f"Some optimizer states stay in host memory: {str(error).splitlines()[0]}")
 
     @torch.no_grad()
     def _send(self, *_: Any) -> None:

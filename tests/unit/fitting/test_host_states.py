@@ -139,6 +139,16 @@ def test_running_out_while_they_come_back_is_repeated_by_the_guard() -> None:
     states.remove()
 
 
+def test_what_finds_no_room_when_the_run_ends_stays_on_the_host() -> None:
+    _, optimizer = made(torch.optim.AdamW)
+    expected = [state.clone() for state in tensors(optimizer)]
+    states = HostStates(optimizer, PLENTY)
+    with SimulatedDevice(5 * STATE_BYTES // 2), pytest.warns(UserWarning, match="stay in host memory: CUDA out of"):
+        states.remove()
+    assert absent_bytes(optimizer) == 2 * STATE_BYTES
+    assert all(torch.equal(one, other) for one, other in zip(tensors(optimizer), expected, strict=True))
+
+
 class Gauge:
     """A device with room for gradients, but not for states as well."""
 
