@@ -66,6 +66,7 @@ STEPS = (
     ),
     Step("zero3_offload", ("-m", "cli", "fit", *_OFFLOADED), 300),
     Step("zero_infinity", _INFINITY, 420),
+    Step("gpt2xl_24gb", _bench("gpt2xl_24gb"), 300),
     Step("peers", _bench("peers"), 600),
     Step("bench_pages", ("-m", "benchmarks.bench_pages"), 60),
     Step("estimator_table", ("-m", "benchmarks.estimator.table"), 60),
