@@ -10,6 +10,7 @@ from lightning_memfit import MemoryMonitor, MemoryPrediction
 from lightning_memfit.measure.data_wait import DataWaitMonitor
 from lightning_memfit.measure.summary import RunSummary
 from lightning_memfit.measure.utilization import FlopsMonitor
+from tests.helpers.wandb_files import read_run
 
 from .test_utilization import fit
 
@@ -27,6 +28,36 @@ def test_every_logger_gets_predicted_and_measured(tmp_path):
     [file] = tmp_path.rglob("metrics.csv")
     with file.open() as lines:
         assert float(list(csv.DictReader(lines))[-1]["summary/predicted_peak_gib"]) > 0
+
+
+FIGURES = ("memory/parameter_gib", "memory/rss_gib", "throughput/seconds_per_step", "summary/prediction_error")
+
+
+def test_tensorboard_gets_the_same(tmp_path):
+    pytest.importorskip("tensorboard")
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path)
+    fit(tmp_path, MemoryPrediction(), MemoryMonitor(tracked_steps=2), RunSummary(), extra_logger=logger)
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert set(FIGURES) <= set(events.Tags()["scalars"])
+    assert len(events.Scalars("memory/parameter_gib")) > 1
+
+
+def test_weights_and_biases_gets_the_same(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    from lightning.pytorch.loggers import WandbLogger
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(project="p", save_dir=tmp_path, offline=True)
+    fit(tmp_path, MemoryPrediction(), MemoryMonitor(tracked_steps=2), RunSummary(), extra_logger=logger)
+    wandb.finish()
+    run = read_run(next(tmp_path.rglob("offline-run-*")))
+    logged = {name for row in run["history"] for name in row}
+    assert set(FIGURES) <= logged
+    assert sum("memory/parameter_gib" in row for row in run["history"]) > 1
 
 
 def test_without_a_monitor_there_is_a_warning(tmp_path):

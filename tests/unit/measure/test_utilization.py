@@ -42,7 +42,9 @@ class Memory(pl.loggers.CSVLogger):
         super().log_metrics(metrics, step)
 
 
-def fit(folder: Any, *callbacks: pl.Callback, recompute: bool = False) -> tuple[Memory, pl.Trainer]:
+def fit(
+    folder: Any, *callbacks: pl.Callback, recompute: bool = False, extra_logger: Any = None
+) -> tuple[Memory, pl.Trainer]:
     logger = Memory(folder)
     quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = pl.Trainer(
@@ -51,7 +53,7 @@ def fit(folder: Any, *callbacks: pl.Callback, recompute: bool = False) -> tuple[
         max_steps=8,
         max_epochs=-1,
         log_every_n_steps=2,
-        logger=logger,
+        logger=[logger, *([extra_logger] if extra_logger is not None else [])],
         callbacks=list(callbacks),
         **quiet,
     )
