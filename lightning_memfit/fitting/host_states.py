@@ -1,10 +1,10 @@
 """Optimizer states that wait in host memory while forward and backward run."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -13,6 +13,9 @@ from lightning_memfit.checkpointing.offload import MIN_OFFLOAD_BYTES
 from lightning_memfit.fitting.oom import is_out_of_memory
 from lightning_memfit.memory import Category, format_bytes
 from lightning_memfit.memory.host import copy_to_host, is_on_host
+
+_AWAY = WeakIdKeyDictionary()
+"""States that wait on the host, of all optimizers."""
 
 
 class HostStates:
@@ -30,28 +33,27 @@ class HostStates:
         free_bytes: Host memory that may be used.
 
     Attributes:
-        size_bytes: What was sent first.
+        size_bytes: What was on the host first.
     """
 
     def __init__(self, optimizer: Optimizer, free_bytes: int) -> None:
         self._optimizer = optimizer
         self._buffers = WeakIdKeyDictionary()
-        self._away = WeakIdKeyDictionary()
-        sizes = [state.nbytes for state in _present(optimizer)]
-        self.size_bytes = sum(sizes)
         # torch rounds pinned memory up to powers of two.
-        self._pins = sum(1 << (size - 1).bit_length() for size in sizes) <= free_bytes
+        self._pins = sum(1 << (state.nbytes - 1).bit_length() for state in _present(optimizer)) <= free_bytes
         self._send()
+        self.size_bytes = absent_bytes(optimizer)
         self._handles = [optimizer.register_step_pre_hook(self._fetch), optimizer.register_step_post_hook(self._send)]
 
-    def remove(self) -> None:
-        """Leave the states where the next step finds them; what is on the host is fetched. Safe to call twice."""
-        while self._handles:
-            self._handles.pop().remove()
-        try:
+    def stop(self) -> None:
+        """Send no more, and fetch what is on the host: now, or where there is no room for it now, by the next step."""
+        fetch, *send = self._handles
+        for handle in send:
+            handle.remove()
+        self._handles = [fetch]
+        with suppress(RuntimeError):  # out of memory, or the device has failed, which the next step says better
             self._fetch()
-        except RuntimeError as error:  # memory is full, or the device has failed: nothing to end a run with again
-            rank_zero_warn(f"Some optimizer states stay in host memory: {str(error).splitlines()[0]}")
+            fetch.remove()
 
     @torch.no_grad()
     def _send(self, *_: Any) -> None:
@@ -62,7 +64,7 @@ class HostStates:
             if buffer is None or buffer.shape != state.shape or buffer.dtype != state.dtype:
                 self._buffers[state] = buffer = self._host_like(state)
             buffer.copy_(state, non_blocking=True)
-            self._away[state] = device = state.device
+            _AWAY[state], device = True, state.device
             state.data = buffer
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -70,11 +72,12 @@ class HostStates:
     @torch.no_grad()
     def _fetch(self, *_: Any) -> None:
         """Have all states on the device. If memory runs out midway, calling it again does the rest."""
-        for state, device in list(self._away.items()):
-            values = torch.empty_strided(state.size(), state.stride(), dtype=state.dtype, device=device)
-            values.copy_(state, non_blocking=True)
-            state.data = values
-            del self._away[state]
+        for parameter, state in list(_states(self._optimizer)):
+            if state in _AWAY:
+                values = torch.empty_strided(state.size(), state.stride(), dtype=state.dtype, device=parameter.device)
+                values.copy_(state, non_blocking=True)
+                state.data = values
+                del _AWAY[state]
 
     def _host_like(self, state: Tensor) -> Tensor:
         """Memory on the host for a state."""
@@ -106,7 +109,7 @@ def reason_to_stay(optimizer: Optimizer, free_bytes: int) -> str | None:
     if any(group.get("capturable") for group in optimizer.param_groups):
         return "with `capturable=True` a captured step expects them where they are"
     size_bytes = sum(state.nbytes for state in _present(optimizer))
-    if not size_bytes:
+    if not size_bytes and not absent_bytes(optimizer):
         return f"{name} has {_kinds(optimizer)}"
     if size_bytes > free_bytes:
         return f"they take {format_bytes(size_bytes)}, and {format_bytes(free_bytes)} of host memory are free for them"
@@ -115,11 +118,7 @@ def reason_to_stay(optimizer: Optimizer, free_bytes: int) -> str | None:
 
 def absent_bytes(optimizer: Optimizer) -> int:
     """Bytes of states that wait on the host and will be on the device in the step."""
-    return sum(
-        state.nbytes
-        for parameter, state in _states(optimizer)
-        if state.dim() and not is_on_host(parameter) and (is_on_host(state) or state.device != parameter.device)
-    )
+    return sum(state.nbytes for _, state in _states(optimizer) if state in _AWAY)
 
 
 def _states(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
@@ -137,7 +136,7 @@ def _present(optimizer: Optimizer) -> Iterator[Tensor]:
     for parameter, state in _states(optimizer):
         if type(state) is Tensor and state.layout is torch.strided and state.device == parameter.device:
             is_alone = state.untyped_storage().nbytes() == state.nbytes and state._base is None
-            if is_alone and state.nbytes >= MIN_OFFLOAD_BYTES and not is_on_host(state):
+            if is_alone and state.nbytes >= MIN_OFFLOAD_BYTES and not is_on_host(state) and state not in _AWAY:
                 yield state
 
 

@@ -172,9 +172,9 @@ class StatesOnHost(Rung):
         self._states = HostStates(self._optimizer, self._free_bytes())
 
     def remove(self) -> None:
-        """Fetch the states."""
+        """Have the states stay on the device."""
         if self._states is not None:
-            self._states.remove()
+            self._states.stop()
         self._states = None
 
     def _free_bytes(self) -> int:

@@ -68,7 +68,7 @@ def test_steps_are_bitwise_those_with_states_on_the_device(name: str) -> None:
         assert any(is_on_host(state) for state in tensors(optimizer))
         step(module, optimizer, seed)
         step(plain, plain_optimizer, seed)
-    states.remove()
+    states.stop()
     step(module, optimizer, 4)
     step(plain, plain_optimizer, 4)
     assert all(one is other for one, other in zip(tensors(optimizer), before, strict=True))
@@ -96,8 +96,10 @@ def test_a_device_holds_the_states_in_the_step_only() -> None:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         assert device.live_bytes == seen[0] - 4 * STATE_BYTES
-        states.remove()
+        states.stop()
         assert device.live_bytes == seen[0]
+        optimizer.step()
+        assert device.live_bytes == seen[1] == seen[0]
 
 
 def test_state_dicts_are_complete_and_loaded_in_between() -> None:
@@ -121,7 +123,7 @@ def test_running_out_while_they_come_back_is_repeated_by_the_guard() -> None:
     module, optimizer = made(torch.optim.AdamW)
     plain, plain_optimizer = made(torch.optim.AdamW)
     step(plain, plain_optimizer, 1)
-    states = HostStates(optimizer, PLENTY)
+    HostStates(optimizer, PLENTY)
     optimizer.zero_grad()
     x = torch.randn(4, SIDE, generator=torch.Generator().manual_seed(1))
     device = SimulatedDevice(11 * STATE_BYTES)
@@ -136,17 +138,25 @@ def test_running_out_while_they_come_back_is_repeated_by_the_guard() -> None:
         optimizer.step(lambda: None)
     assert guard.num_retries >= 1
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
-    states.remove()
 
 
-def test_what_finds_no_room_when_the_run_ends_stays_on_the_host() -> None:
-    _, optimizer = made(torch.optim.AdamW)
-    expected = [state.clone() for state in tensors(optimizer)]
-    states = HostStates(optimizer, PLENTY)
-    with SimulatedDevice(5 * STATE_BYTES // 2), pytest.warns(UserWarning, match="stay in host memory: CUDA out of"):
-        states.remove()
+def test_what_finds_no_room_now_is_fetched_by_the_next_step() -> None:
+    module, optimizer = made(torch.optim.AdamW)
+    plain, plain_optimizer = made(torch.optim.AdamW)
+    with SimulatedDevice(5 * STATE_BYTES // 2):
+        HostStates(optimizer, PLENTY).stop()
     assert absent_bytes(optimizer) == 2 * STATE_BYTES
-    assert all(torch.equal(one, other) for one, other in zip(tensors(optimizer), expected, strict=True))
+    states = HostStates(optimizer, PLENTY)  # memory ran out again before there was a step
+    assert states.size_bytes == absent_bytes(optimizer) == 4 * STATE_BYTES
+    with SimulatedDevice(1):
+        states.stop()
+    assert reason_to_stay(optimizer, PLENTY) is None
+    for seed in (1, 2):
+        step(module, optimizer, seed)
+        step(plain, plain_optimizer, seed)
+        assert absent_bytes(optimizer) == 0
+    assert not optimizer._optimizer_step_post_hooks
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
 
 
 class Gauge:
@@ -230,9 +240,9 @@ def test_cuda_states_leave_for_pinned_memory_and_come_back() -> None:
                 states = HostStates(optimizer, PLENTY)
                 assert before - torch.cuda.memory_allocated() == 2 << 22
                 assert optimizer.state[module.weight]["exp_avg"].is_pinned()
+            if away and seed == 3:
+                states.stop()
             optimizer.step()
-        if away:
-            states.remove()
         assert optimizer.state[module.weight]["exp_avg"].is_cuda
         results.append([*module.parameters(), optimizer.state[module.weight]["exp_avg_sq"]])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
