@@ -32,10 +32,16 @@ class BlockFigures:
     flops: int
 
 
-def block_figures(trace: Trace | ModelProfile, rounding: int) -> BlockFigures:
-    """Read off a trace what its blocks keep and need; the maximum over the micro-batches and steps that were traced."""
+def block_figures(trace: Trace | ModelProfile, rounding: int, levels: np.ndarray | None = None) -> BlockFigures:
+    """Read off a trace what its blocks keep and need; the maximum over the micro-batches and steps that were traced.
+
+    Args:
+        trace: Of a whole step.
+        rounding: Of the allocator, in bytes.
+        levels: Live bytes after every event, shape (events,), where they are others than the trace's own.
+    """
     events, num_blocks = trace.events, trace.num_blocks
-    live = events.live_bytes(rounding)
+    live = events.live_bytes(rounding) if levels is None else levels
     rounded = -(-events.sizes // rounding) * rounding
     made = np.where(events.events > 0, rounded[events.storages], 0)
     kept, peak = np.zeros(num_blocks, dtype=np.int64), np.zeros(num_blocks, dtype=np.int64)

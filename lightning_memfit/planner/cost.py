@@ -236,8 +236,11 @@ def _optimizer_seconds(step: Work, plain: ModelProfile, rates: Rates) -> float:
     count = num_trained(plain)
     itemsize = max((p.itemsize for p in plain.parameters), default=4)
     least = itemsize * count / rates.bytes_per_s
-    host = max(step.host_seconds / rates.num_cores, step.host_bytes / (rates.host_bytes_per_s or float("inf")))
+    host = step.host_seconds / rates.num_cores  # below zero where techniques save some of it
+    if step.host_bytes and rates.host_bytes_per_s:
+        host = max(host, step.host_bytes / rates.host_bytes_per_s)
+    launch = step.kernels * rates.launch_seconds
     if not rates.asynchronous:
-        return max(least, CPU_SECONDS["adamw"] * count / rates.num_cores + host)
+        return max(least, CPU_SECONDS["adamw"] * count / rates.num_cores + host) + launch
     device = (itemsize * FOREACH_PASSES * count + step.device_bytes) / rates.bytes_per_s
-    return max(least, device) + host + step.kernels * rates.launch_seconds
+    return max(least, device) + host + launch

@@ -141,14 +141,9 @@ def _bought(search: Search, best: Solution) -> Iterator[Bought]:
 
 def _alternatives(outcome: Outcome) -> Iterator[Alternative]:
     """The next best ones: slower first, then those that need least too much, then refusals; each reason once."""
-    best = outcome.best
-    shown = 0
-    for solution in outcome.solutions:
-        if solution is not best and best is not None and shown < _NUM_ALTERNATIVES // 2:
-            slower = solution.time.total / best.time.total - 1
-            reason = f"{slower:.0%} slower" if slower >= 0.005 else "no faster, and no simpler"
-            yield Alternative(label(solution.setting), f"{reason}, needs {format_bytes(solution.needed_bytes)}")
-            shown += 1
+    slower = sorted(_slower(outcome), key=lambda item: item[0])[: _NUM_ALTERNATIVES // 2]
+    yield from (alternative for _, alternative in slower)
+    shown = len(slower)
     too_large = sorted(
         (r for r in outcome.rejected if r.needed_bytes is not None),
         key=lambda r: (r.needed_bytes or 0, label(r.setting)),
@@ -159,9 +154,25 @@ def _alternatives(outcome: Outcome) -> Iterator[Alternative]:
             shown += 1
     reasons: set[str] = set()
     for rejected in sorted(outcome.rejected, key=lambda r: not r.is_limit):  # what a larger machine would change
-        if rejected.needed_bytes is None and rejected.reason not in reasons and len(reasons) < _NUM_ALTERNATIVES // 2:
+        if rejected.needed_bytes is not None or rejected.slower is not None:
+            continue
+        if rejected.reason not in reasons and len(reasons) < _NUM_ALTERNATIVES // 2:
             reasons.add(rejected.reason)
             yield Alternative(label(rejected.setting), rejected.reason)
+
+
+def _slower(outcome: Outcome) -> Iterator[tuple[float, Alternative]]:
+    """Those that would fit, by the share of the best one's time that they take longer."""
+    best = outcome.best
+    for solution in outcome.solutions:
+        if best is not None and solution is not best:
+            slower = solution.time.total / best.time.total - 1
+            reason = f"{slower:.0%} slower" if slower >= 0.005 else "no faster, and no simpler"
+            needs = f"{reason}, needs {format_bytes(solution.needed_bytes)}"
+            yield slower, Alternative(label(solution.setting), needs)
+    for rejected in outcome.rejected:
+        if rejected.slower is not None:
+            yield rejected.slower, Alternative(label(rejected.setting), rejected.reason)
 
 
 def _advice(search: Search, outcome: Outcome) -> Iterator[str]:

@@ -13,7 +13,7 @@ from lightning_memfit.estimate.block_figures import BudgetError
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING
 from lightning_memfit.estimate.variants import trained
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
-from lightning_memfit.planner.cost import RECOMPUTED_OPERATOR, PassWork, Rates, pass_seconds
+from lightning_memfit.planner.cost import PassWork, Rates, pass_seconds
 from lightning_memfit.planner.passes import Passes
 from lightning_memfit.planner.placement import Placement, torch_placement
 from lightning_memfit.planner.standing import Standing
@@ -126,9 +126,11 @@ class MemoryModel:
     @cached_property
     def _shift(self) -> int:
         """What the setting keeps alive in forward and backward beyond the traces with the module's own optimizer."""
-        plain = self._passes.standing
+        plain, released = self._passes.standing, self._standing.transients
         shift = self._standing.kept_bytes - plain.kept_bytes
-        if self._names & _FREES_GRADIENTS:
+        if released:
+            shift += plain.gradient_bytes  # levels without any gradient, but with those on their way
+        elif self._names & _FREES_GRADIENTS:
             shift += max(0, self._standing.backward_bytes - self._standing.kept_bytes)
         return shift
 
@@ -152,13 +154,14 @@ class MemoryModel:
 
     def frontier(self, size: int, rates: Rates) -> PlanFrontier | None:
         """Every checkpointing plan worth having at a micro-batch; None where there are no blocks to choose among."""
-        if len(self._passes.profiles) == 1:
+        if len(self._passes.choices) == 1:
             return None
         try:
-            figures = {choice: self._passes.figures(choice, size) for choice in self._passes.profiles}
+            released = self._standing.transients
+            figures = {choice: self._passes.figures(choice, size, released) for choice in self._passes.choices}
         except BudgetError:
             return None
-        seconds = {choice: self._recompute_seconds(choice, size, rates) for choice in self._passes.profiles}
+        seconds = {choice: self._recompute_seconds(choice, size, rates) for choice in self._passes.choices}
         plain, shift = figures["none"], self._shift
         blocks = tuple(
             tuple(
@@ -174,13 +177,14 @@ class MemoryModel:
 
     def peak_bytes(self, size: int) -> int:
         """Peak of live tensors without checkpointing."""
-        return max(self._passes.peak_bytes(size) + self._shift, self._step_bytes(size))
+        peak = self._passes.peak_bytes(size, self._standing.transients)
+        return max(peak + self._shift, self._step_bytes(size))
 
     def fragmentation_bytes(self, choices: Collection[Choice], size: int) -> int:
         """What the caching allocator reserves beyond the live tensors, at most over uniform plans of these choices."""
         if not self._cuda:
             return 0
-        used = [choice for choice in self._passes.profiles if choice in choices] or list[Choice](("none",))
+        used = [choice for choice in self._passes.choices if choice in choices] or list[Choice](("none",))
         other_steps = self._needs_stepping or self._setting.sharding is not None
         return max(self._passes.fragmentation_bytes(choice, size, other_steps) for choice in used)
 
@@ -202,7 +206,7 @@ class MemoryModel:
         """Forward and backward of one micro-batch, with what the blocks recompute by their choices."""
         work = PassWork.of(self.none, size)
         for choice, count in Counter(choices).items():
-            work += self._recomputed(choice, size) * (count / len(choices))
+            work += self._passes.recomputed(choice, size) * (count / len(choices))
         return work
 
     @property
@@ -221,14 +225,9 @@ class MemoryModel:
 
     def _recompute_seconds(self, choice: Choice, size: int, rates: Rates) -> float:
         plain = PassWork.of(self.none, size)
-        with_it = plain + self._recomputed(choice, size)
+        with_it = plain + self._passes.recomputed(choice, size)
         seconds = [sum(pass_seconds(work, rates, self._dtype).values()) for work in (plain, with_it)]
         return max(0.0, seconds[1] - seconds[0])
-
-    def _recomputed(self, choice: Choice, size: int) -> PassWork:
-        """What a pass does beyond the plain one when every block follows a choice."""
-        weight = RECOMPUTED_OPERATOR.get(choice, 1.0)
-        return PassWork.of(self.none, size).recomputing(PassWork.of(self._passes.profiles[choice], size), weight)
 
 
 _LEAVES_STATES = frozenset({"bf16_mixed", "fp16_mixed", "bf16_true", "chunked_loss", "tf32"})

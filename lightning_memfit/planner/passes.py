@@ -14,9 +14,11 @@ from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.block_figures import BlockFigures, block_figures
 from lightning_memfit.estimate.estimate import predict_peak_bytes, predict_total_bytes
 from lightning_memfit.memory import Category
+from lightning_memfit.planner.cost import RECOMPUTED_OPERATOR, PassWork
+from lightning_memfit.planner.released import Transients, released_levels
 from lightning_memfit.planner.standing import Standing, later_phases
 from lightning_memfit.planner.traces import CHOICES, Laboratory
-from lightning_memfit.profile.events import CATEGORIES, EventList
+from lightning_memfit.profile.events import CATEGORIES, EventList, Integers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.setting import Setting
 
@@ -33,7 +35,7 @@ class Passes:
         rounding: Of the allocator, in bytes.
 
     Attributes:
-        profiles: By checkpointing choice of all blocks; without blocks only `none`.
+        none: Profile without checkpointing.
 
     Raises:
         TraceError: If a step can't be traced.
@@ -41,48 +43,65 @@ class Passes:
 
     def __init__(self, laboratory: Laboratory, setting: Setting, rounding: int) -> None:
         self.rounding = rounding
-        self.profiles: dict[Choice, ModelProfile] = {"none": laboratory.passes(setting, "none")}
-        if self.none.num_blocks > 1:
-            self.profiles |= {choice: laboratory.passes(setting, choice) for choice in CHOICES if choice != "none"}
-        self._figures: dict[tuple[Choice, int], BlockFigures] = {}
+        self.none: ModelProfile = laboratory.passes(setting, "none")
+        self._laboratory = laboratory
+        self._setting = setting
+        self._figures: dict[tuple[Choice, int, Transients], BlockFigures] = {}
         self._fragmentation: dict[tuple[Choice, int, bool], int] = {}
-        self._peaks: dict[int, int] = {}
+        self._peaks: dict[tuple[int, Transients], int] = {}
         self._inputs: dict[int, int] = {}
 
     @property
-    def none(self) -> ModelProfile:
-        """Profile without checkpointing."""
-        return self.profiles["none"]
+    def choices(self) -> tuple[Choice, ...]:
+        """Of checkpointing that all blocks may follow; without blocks only `none`."""
+        return CHOICES if self.none.num_blocks > 1 else CHOICES[:1]
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether every choice was traced already."""
+        return all(self._laboratory.has_passes(self._setting, choice) for choice in self.choices)
 
     @property
     def knows_every_size(self) -> bool:
         """Whether another micro-batch than the traced one can be had by arithmetic."""
-        return all(profile.knows_every_size for profile in self.profiles.values())
+        return all(self._profile(choice).knows_every_size for choice in self.choices)
 
     @cached_property
     def standing(self) -> Standing:
         """What the module's own optimizer keeps alive in these traces."""
         return Standing.of(self.none, self.rounding)
 
-    def figures(self, choice: Choice, size: int) -> BlockFigures:
+    def figures(self, choice: Choice, size: int, released: Transients = ()) -> BlockFigures:
         """What blocks keep and need at a micro-batch.
+
+        Args:
+            choice: Of all blocks.
+            size: Micro-batch.
+            released: Of gradients that are stepped and freed during backward, which are none of these figures then.
 
         Raises:
             BudgetError: If the blocks can't be told apart.
         """
-        key = (choice, size)
+        key = (choice, size, released)
         if key not in self._figures:
-            self._figures[key] = block_figures(_at(self.profiles[choice], size), self.rounding)
+            profile = _at(self._profile(choice), size)
+            self._figures[key] = block_figures(profile, self.rounding, self._levels(profile.events, released))
         return self._figures[key]
 
-    def peak_bytes(self, size: int) -> int:
-        """Highest level of forward and backward without checkpointing."""
-        if size not in self._peaks:
+    def recomputed(self, choice: Choice, size: int) -> PassWork:
+        """What a pass does beyond the plain one when every block follows a choice."""
+        weight = RECOMPUTED_OPERATOR.get(choice, 1.0)
+        return PassWork.of(self.none, size).recomputing(PassWork.of(self._profile(choice), size), weight)
+
+    def peak_bytes(self, size: int, released: Transients = ()) -> int:
+        """Highest level of forward and backward without checkpointing; `released` as in `figures`."""
+        key = (size, released)
+        if key not in self._peaks:
             events = self.none.events_at(size)
-            live = events.live_bytes(self.rounding)
+            live = self._levels(events, released)
             spans = [span for name in ("forward", "backward") for span in later_phases(events, name)]
-            self._peaks[size] = max(int(live[first:stop].max()) for first, stop in spans)
-        return self._peaks[size]
+            self._peaks[key] = max(int(live[first:stop].max()) for first, stop in spans)
+        return self._peaks[key]
 
     def input_bytes(self, size: int) -> int:
         """Of the batches in these traces."""
@@ -101,12 +120,20 @@ class Passes:
         """
         key = (choice, size, other_steps)
         if key not in self._fragmentation:
-            profile = _at(self.profiles[choice], size)
+            profile = _at(self._profile(choice), size)
             if other_steps:
                 profile = replace(profile, events=_without_scratch(profile.events))
             beyond = predict_total_bytes(profile, size) - predict_peak_bytes(profile, size)
             self._fragmentation[key] = max(0, beyond)
         return self._fragmentation[key]
+
+    def _levels(self, events: EventList, released: Transients) -> Integers:
+        if released:
+            return released_levels(events, self.rounding, released)
+        return events.live_bytes(self.rounding)
+
+    def _profile(self, choice: Choice) -> ModelProfile:
+        return self._laboratory.passes(self._setting, choice)
 
 
 def _at(profile: ModelProfile, size: int) -> ModelProfile:

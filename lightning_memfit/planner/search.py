@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_memfit.estimate.estimate import predict_peak_bytes, predict_total_bytes
 from lightning_memfit.planner.candidates import Rejected, candidates
 from lightning_memfit.planner.cost import PassWork, step_seconds
-from lightning_memfit.planner.solve import Solution, Solver, complexity_of, is_better, key_of
+from lightning_memfit.planner.optimist import Optimist
+from lightning_memfit.planner.solve import TIE, Solution, Solver, complexity_of, is_better, key_of
+from lightning_memfit.planner.traces import Laboratory
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.setting import Setting
 
@@ -40,6 +42,10 @@ class Search(Solver):
         laboratory: Makes the traces.
     """
 
+    def __init__(self, laboratory: Laboratory) -> None:
+        super().__init__(laboratory)
+        self._optimist = Optimist(self)
+
     def run(self) -> Outcome:
         """Visit combinations until no other can be faster."""
         settings, refused = candidates(self.workload)
@@ -57,7 +63,7 @@ class Search(Solver):
                 if not traced:
                     heapq.heappush(waiting, (max(bound, self.traced_bound(setting)), key, True, setting))
                     continue
-                self._take(self._solve_unless_dominated(setting, settings), outcome)
+                self._take(self._hopeless(setting, settings, outcome.best) or self.solve(setting), outcome)
             except TraceError as error:
                 outcome.rejected.append(Rejected(setting, str(error)))
         outcome.solutions.sort(key=lambda solution: (solution.time.total, key_of(solution.setting)))
@@ -90,19 +96,34 @@ class Search(Solver):
                 kept.append(setting)
         return kept
 
-    def _solve_unless_dominated(self, setting: Setting, others: list[Setting]) -> Solution | Rejected:
-        """A whole loss loses to the chunked one without being traced further where that needs neither more time."""
+    def _hopeless(self, setting: Setting, others: list[Setting], best: Solution | None) -> Rejected | None:
+        """Why a combination can't be the best, by what is traced already; None where it may be."""
+        if self._loses_to_chunked(setting, others):
+            return Rejected(setting, "the chunked loss needs less memory and no more time")
+        least = self._optimist.least(setting) if best is not None else None
+        if best is None or least is None:
+            return None
+        if isinstance(least, Rejected):
+            return replace(least, reason=least.reason.replace("needs", "needs at least", 1))
+        slower = least.time.total / best.time.total - 1
+        if slower > max(TIE, self._unsure):
+            return Rejected(setting, f"at least {slower:.0%} slower", slower=slower)
+        if not self._unsure and slower >= -TIE and complexity_of(setting) > complexity_of(best.setting):
+            return Rejected(setting, "no faster, and no simpler", slower=slower)
+        return None
+
+    def _loses_to_chunked(self, setting: Setting, others: list[Setting]) -> bool:
+        """Whether a whole loss loses to the chunked one, which needs neither more time nor more memory."""
         chunked = setting.choose("chunked_loss")
-        if setting.of_kind("loss") is None and chunked in others:
-            try:
-                plain, less = self.laboratory.passes(setting, "none"), self.laboratory.passes(chunked, "none")
-            except TraceError:
-                return self.solve(setting)
-            size = plain.micro_batch_size
-            saves = predict_peak_bytes(less, size) < predict_peak_bytes(plain, size)
-            if saves and self.traced_bound(chunked) <= self.traced_bound(setting):
-                return Rejected(setting, "the chunked loss needs less memory and no more time")
-        return self.solve(setting)
+        if setting.of_kind("loss") is not None or chunked not in others:
+            return False
+        try:
+            plain, less = self.laboratory.passes(setting, "none"), self.laboratory.passes(chunked, "none")
+        except TraceError:
+            return False
+        size = plain.micro_batch_size
+        saves = predict_peak_bytes(less, size) < predict_peak_bytes(plain, size)
+        return saves and self.traced_bound(chunked) <= self.traced_bound(setting)
 
     @staticmethod
     def _take(found: Solution | Rejected, outcome: Outcome) -> None:

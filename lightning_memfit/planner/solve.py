@@ -23,7 +23,7 @@ from lightning_memfit.techniques.setting import Setting
 _CORRECTIONS = 4
 """How often a checkpointing plan is made again for what its fragmentation takes."""
 
-_TIE = 0.005
+TIE = 0.005
 """Settings within this share of each other's time are alike; the simpler one is taken, then that of less memory."""
 
 _NO_CHOICES: tuple[Choice, ...] = ()
@@ -121,7 +121,7 @@ class Solver:
                 break
             plan = frontier.plan_for(budget)
             # Replaying the allocator takes long, and what it takes of the budget never makes a plan faster.
-            if rival is not None and self._time(setting, plan.choices).total > rival.time.total * (1 + _TIE):
+            if rival is not None and self._time(setting, plan.choices).total > rival.time.total * (1 + TIE):
                 return None
             taken = model.fragmentation_bytes(plan.choices, size)
             needed = plan.peak_bytes + taken + overhead
@@ -230,9 +230,9 @@ class Solver:
 
 def is_better(one: Solution, other: Solution) -> bool:
     """Clearly faster; or as fast, and simpler, or needing less."""
-    if one.time.total < other.time.total * (1 - _TIE):
+    if one.time.total < other.time.total * (1 - TIE):
         return True
-    if one.time.total > other.time.total * (1 + _TIE):
+    if one.time.total > other.time.total * (1 + TIE):
         return False
     return _rank(one) < _rank(other)
 
@@ -240,7 +240,7 @@ def is_better(one: Solution, other: Solution) -> bool:
 def _rank(solution: Solution) -> tuple[int, int, int, float, tuple[str, ...]]:
     setting = solution.setting
     checkpointed = sum(choice != "none" for choice in solution.choices)
-    return len(setting.chosen), complexity_of(setting), checkpointed, solution.time.total, key_of(setting)
+    return complexity_of(setting), len(setting.chosen), checkpointed, solution.time.total, key_of(setting)
 
 
 def complexity_of(setting: Setting) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from lightning_memfit.memory import Category
+from lightning_memfit.planner.released import Transients, transients_of
 from lightning_memfit.profile.events import EventList
 from lightning_memfit.profile.record import ModelProfile
 
@@ -25,6 +26,8 @@ class Standing:
     gradient_bytes: int = 0
     communication_bytes: int = 0
     """Buckets and gathered weights of a strategy."""
+    transients: Transients = ()
+    """Of gradients that are stepped and freed during backward; empty where they are kept."""
 
     @classmethod
     def of(cls, profile: ModelProfile, rounding: int) -> Standing:
@@ -34,14 +37,16 @@ class Standing:
         spans = second_step(events)
         start = spans["forward"][0]
         alive = events.breakdown_at(start - 1, rounding)
+        backwards = later_phases(events, "backward")
         return cls(
             kept_bytes=int(live[start - 1]),
-            backward_bytes=max(int(live[a:b].max()) for a, b in later_phases(events, "backward")),
+            backward_bytes=max(int(live[a:b].max()) for a, b in backwards),
             step_bytes=max(int(live[a:b].max()) for a, b in later_phases(events, "step")),
             state_bytes=events.breakdown_at(spans["step"][1] - 1, rounding).get(Category.OPTIMIZER_STATE),
             parameter_bytes=alive.get(Category.PARAMETER),
             buffer_bytes=alive.get(Category.BUFFER),
             gradient_bytes=alive.get(Category.GRADIENT),
+            transients=transients_of(live[backwards[-1][0] - 1 : backwards[-1][1]]),
         )
 
     def extended(self, larger: Standing, blocks: int, larger_blocks: int, num_blocks: int) -> Standing:
@@ -54,10 +59,10 @@ class Standing:
             num_blocks: Wanted.
         """
         values = {}
-        for name in (field.name for field in fields(self)):
+        for name in (field.name for field in fields(self) if field.name != "transients"):
             own, other = getattr(self, name), getattr(larger, name)
             values[name] = own + (num_blocks - blocks) * (other - own) // (larger_blocks - blocks)
-        return Standing(**values)
+        return Standing(**values, transients=larger.transients)
 
 
 def later_phases(events: EventList, wanted: str) -> list[tuple[int, int]]:

@@ -70,6 +70,10 @@ class Laboratory:
         callbacks = (*pure.traced_callbacks(), *_checkpointing(choice))
         return self._profile(("passes", pure, choice), self.workload.module, self._options(pure.precision), callbacks)
 
+    def has_passes(self, setting: Setting, choice: Choice) -> bool:
+        """Whether `passes` needs no further trace."""
+        return ("passes", passes_of(setting), choice) in self._known
+
     def stepping(self, setting: Setting, rounding: int) -> Standing:
         """What the optimizer's steps alone, over all parameters, keep and need.
 

@@ -135,6 +135,9 @@ class MadeLaboratory:
         states, scratch = 2 * itemsize * NUM_PARAMETERS, itemsize * NUM_PARAMETERS
         return made_step(itemsize, **figures, states=states, scratch=scratch)
 
+    def has_passes(self, setting: Setting, choice: str) -> bool:
+        return ("passes", passes_of(setting), choice) in self.asked
+
     def exactly(self, setting: Setting) -> ModelProfile:
         self.asked.append(("exactly", setting))
         return self.needs_more(self.passes(Setting(chosen=setting.chosen), "none"))

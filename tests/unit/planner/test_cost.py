@@ -77,6 +77,13 @@ def test_optimizer_on_the_cpu_takes_its_measured_seconds() -> None:
     assert step(rates=CPU).seconds["optimizer"] == pytest.approx(CPU_SECONDS["adamw"] * NUM_PARAMETERS / 2)
 
 
+def test_a_faster_optimizer_on_the_cpu_saves_time_and_steps_one_by_one_cost_some() -> None:
+    saved, steps = Cost(step=Work(host_seconds=-0.01)), Cost(step=Work(kernels=1000))
+    plain = step(rates=CPU).seconds["optimizer"]
+    assert step(saved, rates=CPU).seconds["optimizer"] == pytest.approx(plain - 0.01 / CPU.num_cores)
+    assert step(steps, rates=CPU).seconds["optimizer"] == pytest.approx(plain + 1000 * CPU.launch_seconds)
+
+
 def test_factors_correct_their_component() -> None:
     doubled = replace(RATES, factors={"optimizer": 2.0})
     assert step(rates=doubled).seconds["optimizer"] == pytest.approx(2 * step().seconds["optimizer"])
