@@ -28,6 +28,23 @@ def test_every_row_has_a_record_and_a_right_prediction(name: str) -> None:
         assert result.prediction_error == pytest.approx(0, abs=0.03)
 
 
+@pytest.mark.parametrize("name", ["zero_stages", "gpt2xl_24gb", "blenderbot"])
+def test_every_strategy_trained_the_same(name: str) -> None:
+    """What is divided among devices or put on the host changes rounding alone. Whole models keep their predictions."""
+    experiment = load_experiment(FOLDER / f"{name}.yaml", "small", "cpu", read_recipe)
+    results = results_of(experiment)
+    assert [result.row for result in results] == [row.name for row in experiment.rows]
+    by_batch: dict[str, list[float]] = {}
+    for result in results:
+        assert result.status == "ok"
+        assert (result.predicted is None) == ("divides the model" in result.no_prediction)
+        assert result.prediction_error is None or result.prediction_error == pytest.approx(0, abs=0.03)
+        assert result.loss_first is not None
+        by_batch.setdefault(str(result.settings["data"]), []).append(result.loss_first)
+    for losses in by_batch.values():
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=2e-3)
+
+
 def test_every_tool_trained_the_same() -> None:
     """Rows of a group start from one loss; they end at one, as far as their numerics allow."""
     experiment = load_experiment(FOLDER / "peers.yaml", "small", "cpu", read_recipe)

@@ -30,7 +30,11 @@ def test_csv_page_and_pictures_belong_to_the_records(results: list[Result]) -> N
     sweep = "benchmarks/experiments/sweeps/scaling.yaml"
     again = f"run `memfit scale --config {sweep} --folder benchmarks/results --report-only`"
     assert (SWEEP / "points.csv").read_text() == as_csv(results), again
-    assert runs_table(results) in (SWEEP / "report.html").read_text(), again
+    page = (SWEEP / "report.html").read_text()
+    assert runs_table(results) in page, again
+    assert "--folder benchmarks/results --report-only" in page, "the command must repeat the page"
     for name in ("speedup", "efficiency", "memory", "pareto"):
         assert (SWEEP / f"{name}.png").stat().st_size > 10_000
-    assert "scaling_cpu/report.html" in (ROOT / "docs" / "guides" / "scale.md").read_text()
+    guide = (ROOT / "docs" / "guides" / "scale.md").read_text()
+    for name in ("report.html", "speedup.png", "memory.png", "pareto.png"):
+        assert f"../../benchmarks/results/scaling_cpu/{name})" in guide
