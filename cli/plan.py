@@ -97,6 +97,9 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-memory", metavar="SIZE", help="RAM that offloading may use (default: what is free here)"
     )
+    parser.add_argument(
+        "--pinned-memory", metavar="SIZE", help="of it, what may be page-locked, as containers limit it (default: all)"
+    )
     parser.add_argument("--disk", metavar="SIZE", help="disk that offloading may use on each machine (default: none)")
     parser.add_argument(
         "--nvme-path",
@@ -130,7 +133,7 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
     from lightning_memfit.profile.cache import default_cache_folder
 
     recipes = [Path(resolve(name)) for name in arguments.config]
-    names = ("allow", "host_memory", "disk", "nvme_path", "disk_writes_per_day", "verify")
+    names = ("allow", "host_memory", "pinned_memory", "disk", "nvme_path", "disk_writes_per_day", "verify")
     limits = {name: getattr(arguments, name) for name in names}
     key = plan_key(recipes, overrides, arguments.device or "", limits)
     lock = None

@@ -106,6 +106,7 @@ def workload_of(
         facts=facts_of(run.module, target, run.options),
         limits=Limits(
             host_bytes=host if target.kind == "cuda" else None,
+            pinned_bytes=_optional_bytes(arguments.pinned_memory, "--pinned-memory"),
             disk_bytes=disk_bytes,
             disk_writes_per_day=_optional_bytes(arguments.disk_writes_per_day, "--disk-writes-per-day"),
         ),

@@ -141,21 +141,20 @@ class Bounds:
     def refuse_elsewhere(self, setting: Setting, elsewhere: MemoryBreakdown) -> str | None:
         """Why what lies elsewhere than on the devices is too much for a machine; None where it isn't."""
         limits, each = self.workload.limits, self.per_machine(setting)
+        host = elsewhere.total(Tier.HOST) + elsewhere.total(Tier.PINNED_HOST)
+        disk = elsewhere.total(Tier.DISK)
         among = f" for {each} devices" if each > 1 else ""
-        host = each * (elsewhere.total(Tier.HOST) + elsewhere.total(Tier.PINNED_HOST))
-        if limits.host_bytes is not None and host > limits.host_bytes:
-            return (
-                f"needs {format_bytes(host)} of host memory{among}, {format_bytes(host - limits.host_bytes)} over the "
-                f"{format_bytes(limits.host_bytes)} there are"
-            )
-        disk = each * elsewhere.total(Tier.DISK)
-        if disk and limits.disk_bytes == 0:
-            return f"needs {format_bytes(disk)} of disk{among}, and there is none that may be used (`--disk`)"
-        if limits.disk_bytes is not None and disk > limits.disk_bytes:
-            return (
-                f"needs {format_bytes(disk)} of disk{among}, {format_bytes(disk - limits.disk_bytes)} over the "
-                f"{format_bytes(limits.disk_bytes)} there are"
-            )
+        for what, needed, limit in (
+            ("host memory", host, limits.host_bytes),
+            ("page-locked host memory", elsewhere.total(Tier.PINNED_HOST), limits.pinned_bytes),
+            ("disk", disk, limits.disk_bytes),
+        ):
+            if limit is None or each * needed <= limit:
+                continue
+            needs = f"needs {format_bytes(each * needed)} of {what}{among}"
+            if what == "disk" and not limit:
+                return f"{needs}, and there is none that may be used (`--disk`)"
+            return f"{needs}, {format_bytes(each * needed - limit)} over the {format_bytes(limit)} there are"
         return None
 
     def written_bytes(self, setting: Setting) -> int:

@@ -195,6 +195,9 @@ def _advice(search: Search, outcome: Outcome) -> Iterator[str]:
     limited = [r.reason for r in outcome.rejected if r.is_limit]
     if host is not None and any("of host memory" in reason for reason in limited):
         yield f"More host memory than {format_bytes(host)} would allow offloading."
+    pinned = search.workload.limits.pinned_bytes
+    if pinned is not None and any("of page-locked" in reason for reason in limited):
+        yield f"More page-locked memory than {format_bytes(pinned)} would allow offloading (`--pinned-memory`)."
     on_disk = next((reason for reason in limited if "disk" in reason), None)
     if on_disk is not None:
         yield f"From disk it {on_disk}."

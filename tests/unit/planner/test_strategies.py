@@ -152,6 +152,14 @@ def test_host_memory_is_shared_by_the_devices_of_a_machine() -> None:
     assert "of host memory for 2 devices" in reasons(two)
 
 
+def test_page_locked_memory_is_a_limit_of_its_own() -> None:
+    roomy = Limits(host_bytes=64 * GIB, disk_bytes=0)
+    assert "offload" in best(560, limits=roomy)
+    little = search(560, limits=replace(roomy, pinned_bytes=100 * MIB))[1]
+    assert "of page-locked host memory" in reasons(little)
+    assert little.best is None
+
+
 def test_samples_that_cannot_be_shared_are_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match=r"16 samples .* among 3 devices"):
         workload(1000, devices=3)
