@@ -1,7 +1,7 @@
 """What a module and its optimizers hold between steps, by category and by where it lies."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -59,15 +59,25 @@ def held_bytes(module: torch.nn.Module, optimizers: Iterable[Any], device: torch
     return MemoryBreakdown(total.sizes)
 
 
-def _add_optimizer(total: _Sum, optimizer: Any) -> None:
+def stepped_parameters(optimizer: Any) -> Iterator[torch.Tensor]:
+    """What an optimizer steps: the module's parameters, or copies and shards of them that only the optimizer knows."""
+    for group in _inner(optimizer).param_groups:
+        yield from group["params"]
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that steps, where others are wrapped around it."""
     while not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            total.add(parameter, Category.OPTIMIZER_STATE)  # the module's own are counted already
-            if parameter.grad is not None:
-                total.add(parameter.grad, Category.GRADIENT)
-    for state in optimizer.state.values():
+    return optimizer
+
+
+def _add_optimizer(total: _Sum, optimizer: Any) -> None:
+    for parameter in stepped_parameters(optimizer):
+        total.add(parameter, Category.OPTIMIZER_STATE)  # the module's own are counted already
+        if parameter.grad is not None:
+            total.add(parameter.grad, Category.GRADIENT)
+    for state in _inner(optimizer).state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 total.add(value, Category.OPTIMIZER_STATE)

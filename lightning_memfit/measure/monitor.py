@@ -7,10 +7,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_memfit.measure.holdings import stepped_parameters
 from lightning_memfit.measure.report import RunReport, versions
 from lightning_memfit.measure.throughput import Throughput
 from lightning_memfit.measure.usage import UsageSampler
-from lightning_memfit.memory import MemoryBreakdown
+from lightning_memfit.memory import Category, MemoryBreakdown
 from lightning_memfit.memory.attach import TrainerAttachment
 from lightning_memfit.memory.idle_hooks import hide_idle_hooks
 from lightning_memfit.memory.ledger import StorageLedger
@@ -165,8 +166,12 @@ class MemoryMonitor(Callback):
         on_cuda = self._device.type == "cuda"
         ledger = StorageLedger(rounding_bytes=512 if on_cuda else 1, device_type=self._device.type)
         ledger.track_module(pl_module)
+        its_own = {id(parameter) for parameter in pl_module.parameters()}
         for optimizer in trainer.optimizers:
             ledger.track_optimizer(optimizer)
+            for parameter in stepped_parameters(optimizer):
+                if id(parameter) not in its_own:  # a float32 copy that only the optimizer knows
+                    ledger.track(parameter, Category.OPTIMIZER_STATE)
         self._attachment = TrainerAttachment(ledger, trainer.strategy)
 
     def _stop_following(self) -> None:

@@ -75,6 +75,43 @@ def test_categories_are_exact_and_the_ledger_leaves(tmp_path):
     assert monitor.report.measured_over == "the first 3 optimizer steps"
 
 
+class Masters(Language):
+    """Steps a float32 copy of bfloat16 weights, as DeepSpeed's optimizers do."""
+
+    def configure_optimizers(self):
+        self.table.to(torch.bfloat16)
+        master = torch.nn.Parameter(self.table.weight.detach().float())
+        master.grad = torch.zeros_like(master)
+        return torch.optim.SGD([master], lr=0.1)
+
+
+def test_copies_of_weights_that_only_the_optimizer_knows_are_its_states(tmp_path):
+    monitor = MemoryMonitor()
+    fit(tmp_path, monitor, module=Masters())
+    measured = monitor.report.measured
+    assert measured.get(Category.PARAMETER) == WEIGHTS // 2
+    assert measured.get(Category.OPTIMIZER_STATE) == WEIGHTS
+
+
+def test_parameters_that_wrap_other_tensors_stay_parameters(tmp_path):
+    """As FSDP2's do, whose own storages hold nothing."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Wrapped(Language):
+        def configure_optimizers(self):
+            halves = self.table.weight.detach()
+            self.table.weight = torch.nn.Parameter(TwoTensor(halves.clone(), halves.clone()))
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+        def training_step(self, batch, batch_idx):
+            return self.table.weight.square().mean()
+
+    monitor = MemoryMonitor()
+    fit(tmp_path, monitor, module=Wrapped(), limit_val_batches=0)
+    assert monitor.report.measured.get(Category.PARAMETER) == 2 * WEIGHTS
+    assert monitor.report.measured.get(Category.OPTIMIZER_STATE) == 0
+
+
 def test_the_table_tells_the_run(tmp_path, capsys):
     fit(tmp_path, MemoryMonitor(), max_epochs=2, enable_checkpointing=True)
     text = capsys.readouterr().out
