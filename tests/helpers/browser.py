@@ -22,9 +22,11 @@ window.onload = () => {
     texts: [...svg.querySelectorAll('text, g[id^="text_"]')].filter(e => !e.querySelector('g[id^="text_"]'))
       .map(e => ({text: (e.textContent || '').trim().slice(0, 60), box: box(e)})),
   }));
+  const fetching = [...document.querySelectorAll('[src], link, image, iframe, object')];
+  const sheets = [...document.styleSheets].map(s => s.href).filter(h => h);
   const found = {svgs, errors, width: document.documentElement.scrollWidth, room: window.innerWidth,
-    height: document.documentElement.scrollHeight, loaded: [...document.querySelectorAll('[src], link, image, iframe, object')]
-      .map(e => e.src || e.href || e.data || e.tagName).concat([...document.styleSheets].map(s => s.href).filter(h => h))};
+    height: document.documentElement.scrollHeight,
+    loaded: fetching.map(e => e.src || e.href || e.data || e.tagName).concat(sheets)};
   const out = document.createElement('pre'); out.id = 'found'; out.textContent = JSON.stringify(found);
   document.body.appendChild(out);
 };
