@@ -63,6 +63,9 @@ def stepped_parameters(optimizer: Any) -> Iterator[torch.Tensor]:
     """What an optimizer steps: the module's parameters, or copies and shards of them that only the optimizer knows."""
     for group in _inner(optimizer).param_groups:
         yield from group["params"]
+    yield from getattr(
+        optimizer, "fp32_partitioned_groups_flat", ()
+    )  # DeepSpeed's stage 3 empties its groups meanwhile
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:

@@ -1,5 +1,8 @@
 """What is held, by category and tier, every storage once."""
 
+import inspect
+
+import pytest
 import torch
 from torch import nn
 
@@ -60,6 +63,20 @@ def test_float32_copies_that_only_the_optimizer_knows_are_its_states() -> None:
 
     held = held_bytes(module, [Wrapper()], CPU).by_category()
     assert held == {Category.PARAMETER: 64, Category.OPTIMIZER_STATE: 128}
+
+
+def test_copies_of_a_stage_that_empties_its_groups_count() -> None:
+    """As DeepSpeed's stage 3 does between steps."""
+    stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3")
+    assert "self.fp32_partitioned_groups_flat" in inspect.getsource(stage3), "DeepSpeed renamed what is read"
+    module = nn.Linear(8, 4, bias=False)
+
+    class Wrapper:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1)
+        fp32_partitioned_groups_flat = (torch.zeros(32),)
+
+    held = held_bytes(module, [Wrapper()], CPU).by_category()
+    assert held == {Category.PARAMETER: 128, Category.OPTIMIZER_STATE: 128}
 
 
 def test_shards_of_emptied_parameters_count() -> None:
