@@ -60,8 +60,10 @@ class MemFitCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Put recipe files in place of their names, then parse."""
         arguments = sys.argv[1:] if args is None else args
+        self._arguments: list[str] | None = None
         if isinstance(arguments, Sequence):
-            self.config = parser.parse_args(resolve_arguments(arguments))
+            self._arguments = resolve_arguments(arguments)
+            self.config = parser.parse_args(self._arguments)
         else:
             self.config = parser.parse_object(arguments)
 
@@ -75,11 +77,20 @@ class MemFitCLI(LightningCLI):
         )
 
     def before_instantiate_classes(self) -> None:
-        """Put `MemFit` in the place of the recipe's techniques where it says `memfit: auto`."""
-        if getattr(self, "subcommand", None) == "fit" and self.config.fit.memfit == "auto":
-            from .auto import plan_automatically
+        """Put `MemFit`, or with several devices a plan, in the place of techniques where it says `memfit: auto`."""
+        if getattr(self, "subcommand", None) != "fit" or self.config.fit.memfit != "auto":
+            return
+        from .auto import plan_automatically
+        from .auto_devices import num_devices, plan_file
 
-            plan_automatically(self.config.fit.trainer)
+        trainer = self.config.fit.trainer
+        if self._arguments is None or num_devices(trainer) == 1:
+            plan_automatically(trainer)
+            return
+        plan = plan_file(self._arguments[1:], trainer.num_nodes)
+        seed = self.config.fit.seed_everything  # drawn already
+        self.config = self.parser.parse_args([*self._arguments, "--config", str(plan), "--memfit=off"])
+        self.config.fit.seed_everything = seed
 
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration as the user wrote it.
