@@ -108,8 +108,8 @@ class MemFit(pl.Callback):
         if trainer.world_size > 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
             raise MisconfigurationException(
                 f"`MemFit` plans for one device, not for {type(trainer.strategy).__name__} with {trainer.world_size}. "
-                "Set `devices=1`, plan with `memfit plan` or `memfit fit --memfit auto`, or choose techniques yourself; "
-                "see docs/guides/multi_gpu.md."
+                "Set `devices=1`, plan with `memfit plan` or `memfit fit --memfit auto`, or choose techniques "
+                "yourself; see docs/guides/multi_gpu.md."
             )
         taken = technique_classes()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
