@@ -85,7 +85,8 @@ def workload_of(
     named = arguments.host_memory
     host = parse_bytes(named, "--host-memory") if named is not None else probe_host().available_bytes
     if named is not None and target.kind == "cpu":
-        target = replace(target, capacity_bytes=host, margin_bytes=safety_margin_bytes(host), source="--host-memory")
+        margin = safety_margin_bytes(host)
+        target = replace(target, capacity_bytes=host, margin_bytes=margin, source="--host-memory", counts_tensors=False)
     here = run.devices or named_devices or _number_here(arguments.device, target)
     devices = devices_for(named_devices, here, run.num_nodes, target.kind == "cpu")
     rates, disk_bytes = _disk(arguments, calibrated(rates_of(target)))

@@ -87,7 +87,7 @@ def on_machine(plain: Workload, case: Case) -> Workload:
         target=target,
         rates=rates_of(target),
         facts=replace(plain.facts, device=target.kind, capability=target.capability if target.kind == "cuda" else None),
-        limits=Limits(host if target.kind == "cuda" else None, case.disk_gib * GIB),
+        limits=Limits(host_bytes=host if target.kind == "cuda" else None, disk_bytes=case.disk_gib * GIB),
         allow=check_allow(case.allow),
         devices=Devices(count or 1),
         strategies=True,

@@ -28,6 +28,8 @@ class Target:
     """What lies outside the tensors on a CUDA device."""
     source: str = ""
     """Where the capacity comes from."""
+    counts_tensors: bool = False
+    """Whether the capacity is a limit on the bytes of live tensors (`MemoryLimit`), so that nothing else counts."""
 
     @property
     def usable_bytes(self) -> int | None:
@@ -79,7 +81,8 @@ def host_target(limit_bytes: int | None = None) -> Target:
         limit_bytes: Limit of live tensor bytes that the run keeps (`MemoryLimit`), instead of the available RAM.
     """
     if limit_bytes is not None:
-        return Target("this CPU under the recipe's MemoryLimit", "cpu", limit_bytes, source="`limit` of MemoryLimit")
+        name, source = "this CPU under the recipe's MemoryLimit", "`limit` of MemoryLimit"
+        return Target(name, "cpu", limit_bytes, source=source, counts_tensors=True)
     from lightning_memfit.device.probe import probe_host
 
     available = probe_host().available_bytes

@@ -19,9 +19,11 @@ from lightning_memfit.techniques.setting import Setting
 
 _DTYPES = {"bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float16", "16-true": "float16"}
 
-_RESERVE = {"cuda": 0.03, "cpu": 0.005}
-"""Share of a device left free beside its margin: what putting a plan together from several traces may get wrong. On the
-CPU plans were at most 0.15 % below what runs needed (`benchmarks/planner/pairs`), and no allocator adds to it."""
+_RESERVE = 0.03
+"""Share of a device left free beside its margin: what putting a plan together from several traces may get wrong."""
+
+_RESERVE_OF_TENSORS = 0.005
+"""The same where only live tensors count: plans were 0.2 % below their runs at most (`benchmarks/planner/pairs`)."""
 
 _DAY = 86400
 
@@ -53,7 +55,8 @@ class Bounds:
             raise ValueError(
                 "There is no GPU here and none was named. Pass for example `--device 'RTX 3060'` or 12GiB."
             )
-        return int(usable * (1 - _RESERVE[self.workload.target.kind])) - self.withheld_bytes
+        reserve = _RESERVE_OF_TENSORS if self.workload.target.counts_tensors else _RESERVE
+        return int(usable * (1 - reserve)) - self.withheld_bytes
 
     @property
     def overhead_bytes(self) -> int:

@@ -31,11 +31,11 @@ class Limits:
 
     host_bytes: int | None = None
     """Pageable and pinned together."""
-    pinned_bytes: int | None = None
-    """Of host memory, what may be page-locked."""
     disk_bytes: int | None = None
     disk_writes_per_day: int | None = None
     """Bytes that training without a pause may write."""
+    pinned_bytes: int | None = None
+    """Of host memory, what may be page-locked."""
 
 
 @dataclass(frozen=True)

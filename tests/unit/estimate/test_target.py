@@ -29,6 +29,8 @@ def test_cpu_is_held_against_available_memory_or_a_limit():
     limited = host_target(400 * MIB)
     assert limited.usable_bytes == 400 * MIB
     assert "MemoryLimit" in limited.name
+    assert limited.counts_tensors
+    assert not named_target("cpu").counts_tensors
 
 
 def test_without_a_driver_there_is_no_live_device(monkeypatch):

@@ -51,6 +51,13 @@ def test_too_small_a_device_fits_nothing_and_says_how_much_is_missing() -> None:
     assert any("over" in rejected.reason and rejected.needed_bytes for rejected in outcome.rejected)
 
 
+def test_where_only_tensors_count_less_is_left_free() -> None:
+    workload = made_workload(1000)
+    tensors = replace(workload, target=replace(workload.target, counts_tensors=True))
+    usable = [Search(MadeLaboratory(w)).bounds.usable_bytes for w in (workload, tensors)]  # type: ignore[arg-type]
+    assert usable[0] < 0.98 * usable[1] < 0.98 * 1000 * MIB
+
+
 def test_result_does_not_depend_on_the_order_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     before = search(1000)[1].best
     monkeypatch.setattr(module, "TECHNIQUES", tuple(reversed(module.TECHNIQUES)))
