@@ -32,16 +32,20 @@ class BlockFigures:
     flops: int
 
 
-def block_figures(trace: Trace | ModelProfile, rounding: int, levels: np.ndarray | None = None) -> BlockFigures:
+def block_figures(
+    trace: Trace | ModelProfile, rounding: int, levels: tuple[np.ndarray, np.ndarray] | None = None
+) -> BlockFigures:
     """Read off a trace what its blocks keep and need; the maximum over the micro-batches and steps that were traced.
 
     Args:
         trace: Of a whole step.
         rounding: Of the allocator, in bytes.
-        levels: Live bytes after every event, shape (events,), where they are others than the trace's own.
+        levels: Live bytes after every event where they are others than the trace's own: what stays, and with what is
+            there for a moment only. Each has shape (events,).
     """
     events, num_blocks = trace.events, trace.num_blocks
-    live = events.live_bytes(rounding) if levels is None else levels
+    own = events.live_bytes(rounding)
+    staying, live = (own, own) if levels is None else levels
     rounded = -(-events.sizes // rounding) * rounding
     made = np.where(events.events > 0, rounded[events.storages], 0)
     kept, peak = np.zeros(num_blocks, dtype=np.int64), np.zeros(num_blocks, dtype=np.int64)
@@ -50,9 +54,9 @@ def block_figures(trace: Trace | ModelProfile, rounding: int, levels: np.ndarray
     inside = np.zeros(len(events), dtype=bool)
     for edges in _passes(events, num_blocks):
         forward, backward = edges
-        levels = live[np.maximum(forward - 1, 0)]
-        kept = np.maximum(kept, np.diff(levels))
-        before = np.concatenate(([0], np.cumsum(np.diff(levels))))
+        kept_now = np.diff(staying[np.maximum(forward - 1, 0)])
+        kept = np.maximum(kept, kept_now)
+        before = np.concatenate(([0], np.cumsum(kept_now)))
         for block in range(num_blocks):
             spans = (forward[block], forward[block + 1]), (backward[block + 1], backward[block])
             for first, stop in spans:

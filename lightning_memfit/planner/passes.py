@@ -18,7 +18,7 @@ from lightning_memfit.planner.cost import RECOMPUTED_OPERATOR, PassWork
 from lightning_memfit.planner.released import Transients, released_levels
 from lightning_memfit.planner.standing import Standing, later_phases
 from lightning_memfit.planner.traces import CHOICES, Laboratory
-from lightning_memfit.profile.events import CATEGORIES, EventList, Integers
+from lightning_memfit.profile.events import CATEGORIES, EventList
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.setting import Setting
 
@@ -85,7 +85,8 @@ class Passes:
         key = (choice, size, released)
         if key not in self._figures:
             profile = _at(self._profile(choice), size)
-            self._figures[key] = block_figures(profile, self.rounding, self._levels(profile.events, released))
+            levels = released_levels(profile.events, self.rounding, released) if released else None
+            self._figures[key] = block_figures(profile, self.rounding, levels)
         return self._figures[key]
 
     def recomputed(self, choice: Choice, size: int) -> PassWork:
@@ -98,7 +99,9 @@ class Passes:
         key = (size, released)
         if key not in self._peaks:
             events = self.none.events_at(size)
-            live = self._levels(events, released)
+            live = events.live_bytes(self.rounding)
+            if released:
+                _, live = released_levels(events, self.rounding, released)
             spans = [span for name in ("forward", "backward") for span in later_phases(events, name)]
             self._peaks[key] = max(int(live[first:stop].max()) for first, stop in spans)
         return self._peaks[key]
@@ -126,11 +129,6 @@ class Passes:
             beyond = predict_total_bytes(profile, size) - predict_peak_bytes(profile, size)
             self._fragmentation[key] = max(0, beyond)
         return self._fragmentation[key]
-
-    def _levels(self, events: EventList, released: Transients) -> Integers:
-        if released:
-            return released_levels(events, self.rounding, released)
-        return events.live_bytes(self.rounding)
 
     def _profile(self, choice: Choice) -> ModelProfile:
         return self._laboratory.passes(self._setting, choice)

@@ -43,8 +43,8 @@ def transients_of(levels: Integers) -> Transients:
     return tuple(sorted(found.items()))
 
 
-def released_levels(events: EventList, rounding: int, transients: Transients) -> Integers:
-    """Live bytes after every event without gradients but those that are on their way.
+def released_levels(events: EventList, rounding: int, transients: Transients) -> tuple[Integers, Integers]:
+    """Live bytes after every event without gradients, and with those that are on their way.
 
     A gradient is on its way from its allocation until another operator allocates: before that, what its own operator
     read is freed, autograd hands the gradient on, and it is stepped with what that takes beside it. A product that
@@ -77,7 +77,7 @@ def released_levels(events: EventList, rounding: int, transients: Transients) ->
         beside = max(beside, _transient(transients, size) - size)
         on_their_way[at:end] = pending
         on_their_way[end - 1] += beside
-    return levels + on_their_way
+    return levels, levels + on_their_way
 
 
 def _transient(transients: Transients, size: int) -> int:
