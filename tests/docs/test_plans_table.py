@@ -36,5 +36,5 @@ def test_the_guide_shows_how_good_plans_are():
     page = pairs_table.PAGE.read_text()
     assert insert(page, pairs_table.MARK, pairs_table.render(document)) == page, "run `... planner.pairs_table`"
     pairs = [pair for model in document["models"] for pair in model["pairs"]]
-    assert len(pairs) == 20
+    assert sum("setting" in pair for pair in pairs) >= 20
     assert all(pair["fits"] if "setting" in pair else not pair["num_fitting"] for pair in pairs)
