@@ -19,12 +19,15 @@ types: $(STAMP)
 	$(BIN)/mypy lightning_memfit
 	$(BIN)/mypy cli
 
+# Kernels have to be built and loaded with one ninja: another version finds every command changed, and builds them again.
+WITH_OWN_NINJA := PATH=$(abspath $(BIN)):$$PATH
+
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu"
+	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile -m "not gpu"
 
 # Compile what offloading to disk needs, once (minutes; libaio-dev, g++); its tests run from then on.
 aio: $(STAMP)
-	PATH=$(abspath $(BIN)):$$PATH python -m lightning_memfit.offload.extensions
+	$(WITH_OWN_NINJA) python -m lightning_memfit.offload.extensions
 
 # On a machine with a CUDA device and an environment of its own: PYTHON names its interpreter, FOLDER takes the results.
 # Goes on where it stopped. Without a package index, carry the wheels that `make gpu-wheels` collects.
