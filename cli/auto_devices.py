@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import os
 import sys
@@ -14,21 +15,18 @@ PLAN_VARIABLE = "MEMFIT_AUTO_PLAN"
 """Names the plan's file for the processes that a strategy starts, so that all of them train by one plan."""
 
 _STARTED_BY_OTHERS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "NODE_RANK", "GROUP_RANK")
-_OF_FIT_ALONE = ("--ckpt_path", "--memfit")
 
 
 def num_devices(trainer: Any) -> int:
     """Devices of all machines that a trainer's configuration asks for."""
-    devices = trainer.devices
-    if isinstance(devices, (list, tuple)):
-        return len(devices) * trainer.num_nodes
-    text = str(devices)
-    if text in ("auto", "-1"):
+    on_cuda = str(trainer.accelerator) in ("auto", "gpu", "cuda")
+    if on_cuda and str(trainer.devices) in ("auto", "-1"):
         import torch
 
-        on_cuda = str(trainer.accelerator) in ("auto", "gpu", "cuda")
-        return max(1, torch.cuda.device_count() if on_cuda else 1) * trainer.num_nodes
-    return (max(1, int(text)) if text.isdecimal() else text.count(",") + 1) * trainer.num_nodes
+        return max(1, torch.cuda.device_count()) * int(trainer.num_nodes)
+    from .recipe_run import num_processes
+
+    return num_processes(trainer.devices) * int(trainer.num_nodes)
 
 
 def plan_file(arguments: Sequence[str], num_nodes: int = 1) -> Path:
@@ -54,10 +52,15 @@ def plan_file(arguments: Sequence[str], num_nodes: int = 1) -> Path:
 
 
 def _made(arguments: list[str]) -> Path:
+    from .estimate import split_arguments
     from .plan import make_parser, write_overlay
     from .plan_recipe import plan_recipe
 
-    made = plan_recipe(make_parser().parse_args([]), list(_without(arguments, _OF_FIT_ALONE)))
+    of_fit_alone = argparse.ArgumentParser()
+    of_fit_alone.add_argument("--ckpt-path")
+    of_fit_alone.add_argument("--memfit")
+    _, of_recipe = split_arguments(of_fit_alone, arguments)
+    made = plan_recipe(make_parser().parse_args([]), of_recipe)
     if made is None:
         raise ValueError("`memfit: auto`: without a trace there is no plan. Choose techniques yourself: `memfit: off`.")
     plan, _ = made
@@ -70,21 +73,3 @@ def _made(arguments: list[str]) -> Path:
     os.environ[PLAN_VARIABLE] = str(path)
     print(f"memfit: auto: {plan['summary']}", file=sys.stderr)
     return path
-
-
-def _without(arguments: list[str], names: tuple[str, ...]) -> list[str]:
-    """Arguments without some options and their values."""
-    kept: list[str] = []
-    skips = False
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        if argument.startswith("-"):
-            skips = name in names
-            if not skips:
-                kept.append(argument)
-            skips = skips and not equals
-        elif skips:
-            skips = False
-        else:
-            kept.append(argument)
-    return kept

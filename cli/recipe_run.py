@@ -107,14 +107,14 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
         trainer.gradient_clip_val,
         trainer.gradient_clip_algorithm,
     )
-    processes = _num_processes(recipe["devices"]) * recipe["num_nodes"]
+    processes = num_processes(recipe["devices"]) * recipe["num_nodes"]
     with isolate_rng():
         batch = _first_batch(cli, processes)
     cli.model.trainer = trainer  # whose data module the training step may ask
     callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
     notes, strategy_notes = tuple(_left_out(callbacks)), tuple(_of_strategy(recipe, processes))
     dump = partial(cli.parser.dump, cli.as_written, skip_link_targets=False)
-    devices = None if str(recipe["devices"]) in ("auto", "-1") else _num_processes(recipe["devices"])
+    devices = None if str(recipe["devices"]) in ("auto", "-1") else num_processes(recipe["devices"])
     return RecipeRun(
         cli.model,
         batch,
@@ -137,12 +137,12 @@ def _precision(value: Any) -> Precision:
     return _PRECISIONS[str(value)]
 
 
-def _num_processes(devices: Any) -> int:
-    """Processes on one node; `auto` counts as one."""
+def num_processes(devices: Any) -> int:
+    """Processes on one node by the Trainer's `devices`; `auto` counts as one."""
     if isinstance(devices, (list, tuple)):
         return len(devices)
     text = str(devices)
-    return max(1, int(text)) if text.lstrip("-").isdecimal() else 1
+    return max(1, int(text)) if text.lstrip("-").isdecimal() else text.count(",") + 1
 
 
 def _of_strategy(recipe: dict[str, Any], processes: int) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_memfit.bench.record import Result
 from lightning_memfit.bench.side_by_side import side_by_side
-from lightning_memfit.memory import GIB, MIB
+from lightning_memfit.memory import GIB, MIB, format_percent
 
 _MB = 1_000_000
 
@@ -199,7 +199,7 @@ def _size(value: int | None, unit: int, digits: int = 1) -> str:
 
 def percent(value: float | None) -> str:
     """A share with its sign, in percent; empty where there is none."""
-    return "" if value is None else f"{round(100 * value, 2) + 0.0:+.2f} %"  # no minus before a zero
+    return "" if value is None else format_percent(value)
 
 
 def _ratio(value: float | None, first: float | None) -> str:

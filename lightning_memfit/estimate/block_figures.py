@@ -46,7 +46,7 @@ def block_figures(
     events, num_blocks = trace.events, trace.num_blocks
     own = events.live_bytes(rounding)
     staying, live = (own, own) if levels is None else levels
-    rounded = -(-events.sizes // rounding) * rounding
+    rounded = events.rounded_sizes(rounding)
     made = np.where(events.events > 0, rounded[events.storages], 0)
     kept, peak = np.zeros(num_blocks, dtype=np.int64), np.zeros(num_blocks, dtype=np.int64)
     traffic = np.zeros(num_blocks, dtype=np.int64)

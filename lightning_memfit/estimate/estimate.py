@@ -175,7 +175,7 @@ def _by_phase(events: EventList, live: np.ndarray, workspace_bytes: int) -> dict
 
 def timeline(events: EventList, rounding_bytes: int = 1, num_points: int = 800) -> Timeline:
     """Live bytes by category at up to `num_points` moments; every stretch is shown at its highest moment."""
-    rounded = -(-events.sizes // rounding_bytes) * rounding_bytes
+    rounded = events.rounded_sizes(rounding_bytes)
     signed = np.sign(events.events) * rounded[events.storages]
     categories = events.categories[events.storages]
     live = np.cumsum(signed)

@@ -18,6 +18,7 @@ from lightning_memfit.fitting.gauge import find_gauge
 from lightning_memfit.fitting.oom import error_chain, is_out_of_memory
 from lightning_memfit.fitting.postmortem import explain
 from lightning_memfit.fitting.prediction import profile_fit, runtime_of
+from lightning_memfit.fitting.search import largest_under
 from lightning_memfit.measure.holdings import held_bytes
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.profile.build import batch_size, resize_batch
@@ -173,7 +174,7 @@ class OutOfMemoryReport(Callback):
             return estimate_step(profile, size, runtime_of(trainer)).reserved_bytes
 
         predicted = f"{format_bytes(needs(whole))} predicted for {_samples(whole)}, {format_bytes(limit)} there"
-        size = _largest(whole, lambda size: needs(size) <= limit)
+        size = largest_under(needs, limit, whole)
         if size == whole:
             return f"By prediction it should have fitted ({predicted}): something else takes memory. {_ADVICE}"
         if size == 0:
@@ -187,18 +188,6 @@ class OutOfMemoryReport(Callback):
 
 def _finds_its_size(trainer: Trainer) -> bool:
     return any(getattr(callback, "predicts_memory", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-
-
-def _largest(whole: int, fits: Callable[[int], bool]) -> int:
-    """The largest size that fits, 0 if none does; peaks grow with the size."""
-    low, high = 0, whole
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _one_sample(batch: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
+from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes, format_percent
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -178,7 +178,7 @@ class RunReport:
             parts.append(f"Categories measured over {self.measured_over}.")
         error = self.prediction_error
         if error is not None:
-            parts.append(f"The prediction is off by {round(100 * error, 2) + 0.0:+.2f} %.")
+            parts.append(f"The prediction is off by {format_percent(error)}.")
             if abs(error) > TOLERANCE:
                 parts.append(f"That is more than {TOLERANCE:.0%}: please report it with this run's configuration.")
         if self.num_processes > 1:

@@ -1,6 +1,6 @@
 """Vocabulary of memory: categories, tiers, byte formatting and the ledger of live tensor storages."""
 
 from lightning_memfit.memory.breakdown import Category, MemoryBreakdown, Tier
-from lightning_memfit.memory.units import GIB, MIB, format_bytes, parse_bytes
+from lightning_memfit.memory.units import GIB, MIB, format_bytes, format_percent, parse_bytes
 
-__all__ = ["GIB", "MIB", "Category", "MemoryBreakdown", "Tier", "format_bytes", "parse_bytes"]
+__all__ = ["GIB", "MIB", "Category", "MemoryBreakdown", "Tier", "format_bytes", "format_percent", "parse_bytes"]

@@ -41,6 +41,11 @@ def parse_bytes(value: int | float | str, argument: str = "size") -> int:
     return size
 
 
+def format_percent(share: float) -> str:
+    """A share with its sign, in percent to two digits, no minus before a zero: `+0.25 %`."""
+    return f"{round(100 * share, 2) + 0.0:+.2f} %"
+
+
 def format_bytes(size_bytes: int) -> str:
     """Format bytes in the largest binary unit that keeps at least one digit before the point: `3.72 GiB`."""
     magnitude = abs(size_bytes)

@@ -55,7 +55,7 @@ def released_levels(events: EventList, rounding: int, transients: Transients) ->
         rounding: Of the allocator, in bytes.
         transients: Of the optimizer that steps them.
     """
-    rounded = -(-events.sizes // rounding) * rounding
+    rounded = events.rounded_sizes(rounding)
     is_gradient = (events.categories == _GRADIENT)[events.storages]
     levels = events.live_bytes(rounding)
     levels = levels - np.cumsum(np.where(is_gradient, np.sign(events.events) * rounded[events.storages], 0))

@@ -100,11 +100,11 @@ class Search(Solver):
         """Why a combination can't be the best, by what is traced already; None where it may be."""
         if self._loses_to_chunked(setting, others):
             return Rejected(setting, "the chunked loss needs less memory and no more time")
-        least = self._optimist.least(setting) if best is not None else None
-        if best is None or least is None:
+        if best is None or (least := self._optimist.least(setting)) is None:
             return None
         if isinstance(least, Rejected):
-            return replace(least, reason=least.reason.replace("needs", "needs at least", 1))
+            needed = least.needed_bytes
+            return least if needed is None else replace(least, reason=self.bounds.over(needed, "needs at least"))
         slower = least.time.total / best.time.total - 1
         if slower > max(TIE, self._unsure):
             return Rejected(setting, f"at least {slower:.0%} slower", slower=slower)

@@ -46,10 +46,13 @@ class EventList:
         """Storage number of every event, shape (events,)."""
         return np.abs(self.events) - 1
 
+    def rounded_sizes(self, rounding_bytes: int = 1) -> Integers:
+        """Bytes of every storage, shape (storages,), rounded up as an allocator does."""
+        return -(-self.sizes // rounding_bytes) * rounding_bytes
+
     def live_bytes(self, rounding_bytes: int = 1) -> Integers:
         """Live bytes after every event, shape (events,); sizes rounded up as an allocator does."""
-        rounded = -(-self.sizes // rounding_bytes) * rounding_bytes
-        return np.cumsum(np.sign(self.events) * rounded[self.storages])
+        return np.cumsum(np.sign(self.events) * self.rounded_sizes(rounding_bytes)[self.storages])
 
     def alive_at(self, index: int) -> Integers:
         """Numbers of the storages that are alive after event `index`, ascending."""
@@ -60,7 +63,7 @@ class EventList:
     def breakdown_at(self, index: int, rounding_bytes: int = 1) -> MemoryBreakdown:
         """Device bytes by category after event `index`."""
         alive = self.alive_at(index)
-        rounded = -(-self.sizes[alive] // rounding_bytes) * rounding_bytes
+        rounded = self.rounded_sizes(rounding_bytes)[alive]
         by_category = np.bincount(self.categories[alive], weights=rounded, minlength=len(CATEGORIES)).astype(np.int64)
         return MemoryBreakdown.device({c: int(by_category[i]) for i, c in enumerate(CATEGORIES)})
 

@@ -15,6 +15,8 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_memfit.profile.quiet import UNWATCHED
+
 CONFIG = {
     "model_type": "gpt2",
     "n_layer": 2,
@@ -81,19 +83,8 @@ def build_trainer(case: dict[str, Any], *callbacks: pl.Callback, **options: Any)
         accumulate_grad_batches=case.get("accumulate", 1),
         gradient_clip_val=case.get("clip"),
         callbacks=[*callbacks, *map(build_callback, case.get("callbacks", []))],
-        **{**QUIET, **options},
+        **{"logger": False, **UNWATCHED, **options},
     )
-
-
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "limit_val_batches": 0,
-    "use_distributed_sampler": False,
-}
 
 
 def build_callback(entry: dict[str, Any]) -> pl.Callback:
