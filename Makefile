@@ -27,7 +27,7 @@ unit: $(STAMP)
 
 # Compile what offloading to disk needs, once (minutes; libaio-dev, g++); its tests run from then on.
 aio: $(STAMP)
-	$(WITH_OWN_NINJA) python -m lightning_memfit.offload.extensions
+	$(WITH_OWN_NINJA) python -m lightning_memfit.nvme.extensions
 
 # On a machine with a CUDA device and an environment of its own: PYTHON names its interpreter, FOLDER takes the results.
 # Goes on where it stopped. Without a package index, carry the wheels that `make gpu-wheels` collects.

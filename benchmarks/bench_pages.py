@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cli.experiments import FOLDER, read_recipe
+from cli.bench import FOLDER, read_recipe
 from lightning_memfit.bench.experiment import Experiment, load_experiment
 from lightning_memfit.bench.record import Result, read_result
 from lightning_memfit.bench.table import markdown

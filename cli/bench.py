@@ -6,13 +6,15 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from lightning_memfit.bench.experiment import Experiment, load_experiment
+from lightning_memfit.bench.experiment import Experiment, closest, load_experiment
 from lightning_memfit.bench.record import Result
 from lightning_memfit.bench.runner import Runner
 
-from .experiments import experiment_file, read_recipe, worker_command
+from .recipe_files import resolve
 
 _EPILOG = """\
 examples:
@@ -113,3 +115,49 @@ def _show(experiment: Experiment, runner: Runner, results: list[Result], as_json
         return
     print_table(results, f"{experiment.title} ({experiment.device}, {experiment.scale})")
     print(f"Records: {runner.folder}")
+
+
+# The experiments of a checkout, by name, and the recipes that their rows name.
+
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "experiments"
+"""Only a checkout has it; an installed package takes files."""
+
+
+def experiment_file(name: str) -> Path:
+    """The YAML file of an experiment given by name or path.
+
+    Raises:
+        ValueError: If there is neither.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    files = {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
+    if name in files:
+        return files[name]
+    hint = closest(name, list(files)) if files else "This installation has none by name: give a YAML file."
+    raise ValueError(f"`--experiment {name}` is neither a file nor an experiment. {hint}")
+
+
+def read_recipe(name: str) -> Mapping[str, Any]:
+    """The configuration of a recipe, fragment or file.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    import yaml
+
+    try:
+        path = Path(resolve(name))
+    except ValueError as error:
+        raise ValueError(str(error).replace("`--config", "layer `", 1)) from None
+    content: Mapping[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content
+
+
+def worker_command() -> tuple[str, ...]:
+    """How to start a measured run in a process of its own."""
+    import sys
+
+    return (sys.executable, "-m", f"{__package__}.bench_worker")

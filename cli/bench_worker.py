@@ -16,14 +16,12 @@ import torch
 import yaml
 from lightning.pytorch import Callback, Trainer
 
-from lightning_memfit.bench.ddp_buckets import bucket_bytes, with_buckets
-from lightning_memfit.bench.machine import versions
-from lightning_memfit.bench.observe import HostGrowth, PredictRun, StepTimes
+from lightning_memfit.bench.observe import HostGrowth, PredictRun, StepTimes, bucket_bytes, with_buckets
 from lightning_memfit.bench.peers.peer import UnsupportedError
 from lightning_memfit.bench.peers.run import PeerRun
-from lightning_memfit.bench.record import Memory
+from lightning_memfit.bench.record import Memory, versions
 from lightning_memfit.bench.tracking import Tracker, Tracking
-from lightning_memfit.fitting.oom import is_out_of_memory
+from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory.process import peak_rss_bytes
 from lightning_memfit.memory.replicas import num_replicas

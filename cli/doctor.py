@@ -28,8 +28,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     arguments = parser.parse_args(argv)
 
-    from lightning_memfit.device.examine import examine
-    from lightning_memfit.device.health import hinders
+    from lightning_memfit.device.health import examine, hinders
 
     findings = examine(arguments.folder)
     problem = hinders([finding for group in findings.values() for finding in group])

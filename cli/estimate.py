@@ -8,14 +8,22 @@ import contextlib
 import gc
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_memfit.profile.garbage import collector_paused
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_memfit.memory import GIB, Category, format_bytes
+from lightning_memfit.profile.quiet import collector_paused
+
+from .arguments import NAMED_OPTIONS, positive, split_arguments
 
 if TYPE_CHECKING:
     from lightning_memfit.estimate.report import EstimateReport
+    from lightning_memfit.profile.record import ModelProfile
 
 _EPILOG = """\
 examples:
@@ -54,8 +62,6 @@ def _report(arguments: argparse.Namespace, overrides: list[str]) -> EstimateRepo
         from .estimate_recipe import estimate_recipe
 
         return estimate_recipe(arguments, overrides)
-    from .estimate_named import estimate_named
-
     return estimate_named(arguments)
 
 
@@ -74,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--device", metavar="NAME", help="GPU by name, a size such as 12GiB, or cpu (default: what is here)"
     )
     both.add_argument(
-        "--micro-batch-size", type=_positive, metavar="N", help="samples at a time (default: the recipe's)"
+        "--micro-batch-size", type=positive, metavar="N", help="samples at a time (default: the recipe's)"
     )
     both.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     both.add_argument("--timeline", metavar="FILE.html", help="draw memory over the step; never overwrites")
@@ -85,62 +91,13 @@ def make_parser() -> argparse.ArgumentParser:
     recipe.add_argument("--measure", action="store_true", help="run two real steps here where a trace can't be had")
     named = parser.add_argument_group("for a model that is only named")
     named.add_argument("--model", metavar="NAME", help="gpt2-xl, llama-3.1-8b, ..., or a folder with a config.json")
-    named.add_argument("--sequence-length", type=_positive, metavar="N", help="tokens per sample")
+    named.add_argument("--sequence-length", type=positive, metavar="N", help="tokens per sample")
     named.add_argument("--precision", help="32-true, bf16-mixed, 16-mixed, bf16-true or 16-true (default: 32-true)")
     named.add_argument("--optimizer", help="adamw, adamw_fused, sgd, adamw_8bit, ... (default: adamw)")
     named.add_argument("--checkpointing", choices=("none", "full"), help="activation checkpointing (default: none)")
     named.add_argument("--attention", choices=("sdpa", "eager"), help="attention implementation (default: sdpa)")
-    named.add_argument("--accumulate-grad-batches", type=_positive, metavar="N", help="default: 1")
+    named.add_argument("--accumulate-grad-batches", type=positive, metavar="N", help="default: 1")
     return parser
-
-
-NAMED_OPTIONS = (
-    "sequence_length",
-    "precision",
-    "optimizer",
-    "checkpointing",
-    "attention",
-    "accumulate_grad_batches",
-)
-"""Options that a recipe states itself."""
-
-
-def split_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate our options from those of the recipe, each in order. `--config` is both's.
-
-    Behind a `--config`, `--model` is the recipe's.
-    """
-    takes_value = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
-    from_recipe = any(argument.partition("=")[0] in ("--config", "-c") for argument in argv)
-    ours: list[str] = []
-    theirs: list[str] = []
-    place: list[list[str]] = [theirs]
-    for argument in argv:
-        name, equals, value = argument.partition("=")
-        if not argument.startswith("-"):
-            for target in place:
-                target.append(argument)
-            place = [theirs]
-            continue
-        name = f"--{name[2:].replace('_', '-')}" if name.startswith("--") and "." not in name else name
-        if name in ("--config", "-c"):
-            place = [ours, theirs]
-        elif name in takes_value and not (from_recipe and name == "--model"):
-            place = [ours]
-        else:
-            place, name = [theirs], argument.partition("=")[0]
-        for target in place:
-            target.append(f"{name}{equals}{value}")
-        if equals or (place == [ours] and not takes_value[name]):
-            place = [theirs]
-    return ours, theirs
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
 
 
 def _show(report: EstimateReport, arguments: argparse.Namespace) -> None:
@@ -152,8 +109,162 @@ def _show(report: EstimateReport, arguments: argparse.Namespace) -> None:
         json.dump(report.to_dict(), sys.stdout, indent=2)
         sys.stdout.write("\n")
         return
-    from .estimate_table import print_report
-
     print_report(report)
     if arguments.timeline is not None:
         print(f"Timeline: {arguments.timeline}")
+
+
+# What `memfit estimate` prints for people.
+
+
+LABELS: dict[Category, str] = {
+    Category.PARAMETER: "parameters",
+    Category.BUFFER: "buffers",
+    Category.GRADIENT: "gradients",
+    Category.OPTIMIZER_STATE: "optimizer states",
+    Category.ACTIVATION: "activations",
+    Category.TEMPORARY: "temporary",
+    Category.INPUT: "batch",
+    Category.COMMUNICATION: "communication",
+    Category.RUNTIME_CONTEXT: "CUDA context",
+    Category.FRAGMENTATION: "fragmentation",
+}
+
+
+def print_report(report: EstimateReport) -> None:
+    """Print a report on stdout."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_headline(report.profile, report.estimate.micro_batch_size), style="bold")
+    console.print(_breakdown(report))
+    console.print(_largest(report))
+    for line in _lines(report):
+        console.print(line)
+    for note in report.notes:
+        console.print(f"- {note}", style="yellow", markup=False)
+    console.print(_verdict(report))
+
+
+def _headline(profile: ModelProfile, micro_batch_size: int) -> Text:
+    trained = "" if profile.num_trainable == profile.num_parameters else f", {profile.num_trainable:,} trained"
+    size = f"micro-batch {micro_batch_size}"
+    size += f" x {profile.sequence_length} tokens" if profile.sequence_length else ""
+    size += f", {profile.accumulate_grad_batches} accumulated" if profile.accumulate_grad_batches > 1 else ""
+    parts = [f"{profile.name}: {profile.num_parameters:,} parameters{trained}", profile.precision]
+    return Text(" | ".join([*parts, profile.optimizer or "no optimizer", size]))
+
+
+def _breakdown(report: EstimateReport) -> Table:
+    estimate = report.estimate
+    table = Table(title=f"At the peak, in {estimate.phase}, on {report.target.name}", box=box.SIMPLE_HEAD)
+    table.title_justify = "left"
+    table.add_column("category")
+    for heading in ("GiB", "share", "bytes per parameter"):
+        table.add_column(heading, justify="right")
+    total = estimate.total_bytes or 1
+    for category, size in estimate.breakdown.by_category().items():
+        table.add_row(LABELS[category], *_figures(size, total, report.profile.num_parameters))
+    table.add_section()
+    table.add_row("total", *_figures(estimate.total_bytes, total, report.profile.num_parameters), style="bold")
+    return table
+
+
+def _figures(size: int, total: int, num_parameters: int) -> tuple[str, str, str]:
+    per_parameter = f"{size / num_parameters:.2f}" if num_parameters else ""
+    return f"{size / GIB:.3f}", f"{size / total:.1%}", per_parameter
+
+
+def _largest(report: EstimateReport) -> Table:
+    table = Table(title="Largest tensors at the peak", box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("GiB", justify="right")
+    for heading in ("category", "module", "operator"):
+        table.add_column(heading, overflow="fold")
+    for tensor in report.estimate.largest:
+        module, _, operator = tensor.site.rpartition(" | ")
+        if not module and not operator.startswith("aten."):
+            module, operator = operator, ""
+        operator = operator.removeprefix("aten.").removesuffix(".default")
+        table.add_row(f"{tensor.size_bytes / GIB:.3f}", LABELS[tensor.category], module, operator)
+    return table
+
+
+def _lines(report: EstimateReport) -> list[str]:
+    estimate, profile = report.estimate, report.profile
+    phases = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.by_phase.items())
+    lines = [f"Peak by phase: {phases}"]
+    if report.target.kind == "cuda":
+        lines.append(
+            f"Allocated {format_bytes(estimate.allocated_bytes)}, reserved {format_bytes(estimate.reserved_bytes)}, "
+            f"with the CUDA context {format_bytes(estimate.total_bytes)}"
+        )
+    else:
+        lines.append(f"Live tensors {format_bytes(estimate.total_bytes)}, without the program's own memory")
+    if profile.num_blocks:
+        traced = "all" if profile.traced_blocks == profile.num_blocks else f"{profile.traced_blocks} traced, alike"
+        lines.append(f"Repeated blocks: {profile.num_blocks} x {profile.block_class} ({traced})")
+    if profile.attention_kernels:
+        lines.append(f"Attention kernel: {', '.join(profile.attention_kernels)}")
+    if report.target.usable_bytes is not None:
+        lines.append(_largest_micro_batch(report))
+    return lines
+
+
+def _largest_micro_batch(report: EstimateReport) -> str:
+    if report.largest_micro_batch is None:
+        return f"Largest micro-batch that fits: unknown, as {report.profile.only_this_size}"
+    return f"Largest micro-batch that fits: {report.largest_micro_batch or 'none, not even one sample'}"
+
+
+def _verdict(report: EstimateReport) -> Text:
+    target, needed = report.target, report.verdict.needed_bytes
+    if report.verdict.fits is None or target.capacity_bytes is None:
+        return Text(f"Cannot tell: needs {format_bytes(needed)}", style="bold yellow")
+    margin = f" and a margin of {format_bytes(target.margin_bytes)}" if target.margin_bytes else ""
+    have = f"{target.name} has {format_bytes(target.capacity_bytes)} ({target.source})"
+    if report.verdict.fits:
+        return Text(f"Fits: needs {format_bytes(needed)}{margin}, {have}", style="bold green")
+    return Text(f"Does not fit: needs {format_bytes(needed)}{margin}, {have}", style="bold red")
+
+
+# The calculator behind `memfit estimate --model NAME`: a configuration, no weights, no Lightning.
+
+
+_NO_DEVICE = (
+    'No device was named and there is no GPU here, so there is no verdict. Pass for example `--device "RTX 3060"`, '
+    "`--device 12GiB` or `--device cpu`."
+)
+
+
+def estimate_named(arguments: argparse.Namespace) -> EstimateReport | None:
+    """Estimate a named model on the device that was asked for or is here; None where it can't be traced."""
+    try:
+        return _estimate(arguments)
+    except RuntimeError as error:
+        from lightning_memfit.profile.trace import TraceError  # imports torch, which the cached path does without
+
+        if not isinstance(error, TraceError):
+            raise
+        print(f"memfit: cannot tell: {error}", file=sys.stderr)
+        return None
+
+
+def _estimate(arguments: argparse.Namespace) -> EstimateReport:
+    from lightning_memfit.estimate.architectures import NamedRun
+    from lightning_memfit.estimate.named import profile_named
+    from lightning_memfit.estimate.report import build_report
+    from lightning_memfit.estimate.target import live_target, named_target, unnamed_target
+    from lightning_memfit.profile.cache import ProfileCache
+
+    target = named_target(arguments.device) if arguments.device else live_target() or unnamed_target()
+    if arguments.measure:
+        raise ValueError("`--measure` needs a recipe (`--config`): a model that is only named has no weights to train.")
+    given = {name: getattr(arguments, name) for name in NAMED_OPTIONS if getattr(arguments, name) is not None}
+    run = NamedRun(
+        arguments.model,
+        micro_batch_size=arguments.micro_batch_size or 1,
+        device=target.kind,
+        capability=target.capability,
+        **given,
+    )
+    profile = profile_named(run, None if arguments.no_cache else ProfileCache(), not arguments.no_shorten, overlap=True)
+    notes = (_NO_DEVICE,) if target.capacity_bytes is None else ()
+    return build_report(profile, target, None, notes)

@@ -17,16 +17,15 @@ from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.report import EstimateReport, build_report
 from lightning_memfit.estimate.target import Target, host_target, live_target, named_target, unnamed_target
 from lightning_memfit.memory import format_bytes
-from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
+from lightning_memfit.profile.build import batch_size, measure_step, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.measured import measure_step
 from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Emulation, TraceError
-from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.core.callback import TechniqueCallback
 
+from .arguments import NAMED_OPTIONS
 from .errors import user_mistake
-from .estimate import NAMED_OPTIONS
 from .recipe_run import RecipeRun, load_recipe
 
 _NO_DEVICE = (

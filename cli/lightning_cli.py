@@ -76,22 +76,6 @@ class MemFitCLI(LightningCLI):
             help="`auto` plans a fit for this device, tries the plan and trains by it, replacing techniques",
         )
 
-    def before_instantiate_classes(self) -> None:
-        """Put `MemFit`, or with several devices a plan, in the place of techniques where it says `memfit: auto`."""
-        if getattr(self, "subcommand", None) != "fit" or self.config.fit.memfit != "auto":
-            return
-        from .auto import plan_automatically
-        from .auto_devices import num_devices, plan_file
-
-        trainer = self.config.fit.trainer
-        if self._arguments is None or num_devices(trainer) == 1:
-            plan_automatically(trainer)
-            return
-        plan = plan_file(self._arguments[1:], trainer.num_nodes)
-        seed = self.config.fit.seed_everything  # drawn already
-        self.config = self.parser.parse_args([*self._arguments, "--config", str(plan), "--memfit=off"])
-        self.config.fit.seed_everything = seed
-
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration as the user wrote it.
 
@@ -111,12 +95,6 @@ def silence_deprecated_calls() -> None:
     """Hide the warnings about calls that only Lightning can change."""
     for message in _DEPRECATED_CALLS:
         warnings.filterwarnings("ignore", message)
-
-
-def main(argv: list[str]) -> int:
-    """Run `fit`, `validate`, `test` or `predict`."""
-    MemFitCLI(argv)
-    return 0
 
 
 def _parser_arguments(run: bool) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from .errors import readable_errors
 
 # Name, module beside this file, what it does. A module has `main(argv: list[str]) -> int`.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "fit": ("lightning_cli", "Train a model."),
-    "validate": ("lightning_cli", "Evaluate a model on the validation data."),
-    "test": ("lightning_cli", "Evaluate a model on the test data."),
-    "predict": ("lightning_cli", "Run a model over data."),
+    "fit": ("fit", "Train a model."),
+    "validate": ("fit", "Evaluate a model on the validation data."),
+    "test": ("fit", "Evaluate a model on the test data."),
+    "predict": ("fit", "Run a model over data."),
     "estimate": ("estimate", "Say how much memory a recipe needs, without the memory."),
     "bench": ("bench", "Measure techniques one after the other, beside their predictions."),
     "scale": ("scale", "Measure a matrix of processes, sizes and techniques, and report it."),
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with readable_errors() as outcome:
         # The Lightning commands are one parser's, which reads the command's name itself.
         module, _ = COMMANDS[command]
-        rest = arguments if module == "lightning_cli" else arguments[1:]
+        rest = arguments if module == "fit" else arguments[1:]
         outcome.code = import_module(f".{module}", __package__).main(rest)
     return outcome.code
 

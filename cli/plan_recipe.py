@@ -15,20 +15,25 @@ from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.device.storage import measure_storage
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import GIB, format_bytes, parse_bytes
-from lightning_memfit.offload.preflight import SAMPLE_BYTES
-from lightning_memfit.planner.calibration import calibrated
-from lightning_memfit.planner.cost import Rates
+from lightning_memfit.nvme.preflight import SAMPLE_BYTES
 from lightning_memfit.planner.lock import paths_in
-from lightning_memfit.planner.machine import counted, devices_for
-from lightning_memfit.planner.make import make_plan
-from lightning_memfit.planner.overlay import overlay_of, technique_classes
-from lightning_memfit.planner.plan import Plan
-from lightning_memfit.planner.rates import DISK_BYTES_PER_S, NETWORK_BYTES_PER_S, rates_of
-from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload, check_allow, check_trainable, facts_of
+from lightning_memfit.planner.plan import Plan, overlay_of, technique_classes
+from lightning_memfit.planner.search import make_plan
+from lightning_memfit.planner.time import DISK_BYTES_PER_S, NETWORK_BYTES_PER_S, Rates, calibrated, rates_of
+from lightning_memfit.planner.workload import (
+    DEFAULT_ALLOW,
+    Limits,
+    Workload,
+    check_allow,
+    check_trainable,
+    counted,
+    devices_for,
+    facts_of,
+)
 from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.trace import TraceError
-from lightning_memfit.techniques.base import TechniqueCallback
+from lightning_memfit.techniques.core.callback import TechniqueCallback
 
 from .errors import user_mistake
 from .estimate_recipe import quiet, target_of

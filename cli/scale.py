@@ -14,8 +14,7 @@ from lightning_memfit.bench.runner import Runner
 from lightning_memfit.bench.sweep import Sweep, load_sweep
 from lightning_memfit.bench.tracking import Mode, Tracking, reachable_mode
 
-from .bench import INTERRUPTED, check_device, show_progress
-from .experiments import read_recipe, worker_command
+from .bench import INTERRUPTED, check_device, read_recipe, show_progress, worker_command
 
 if TYPE_CHECKING:
     from lightning_memfit.bench.record import Result

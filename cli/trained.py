@@ -35,7 +35,7 @@ def load_trained(ckpt_path: str, tokenizer: str | None) -> tuple[PreTrainedModel
 def _load(ckpt_path: str) -> dict[str, Any]:
     if not Path(ckpt_path).is_dir():
         return load_checkpoint(ckpt_path)
-    from lightning_memfit.strategies.consolidate import consolidated
+    from lightning_memfit.strategies.checkpoints import consolidated
 
     return consolidated(ckpt_path)
 

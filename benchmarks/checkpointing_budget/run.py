@@ -24,10 +24,9 @@ import torch
 from benchmarks.checkpointing_budget.milp import milp_bound_seconds
 from benchmarks.estimator.cases import HuggingFaceModule
 from lightning_memfit.checkpointing.knapsack import PlanFrontier
-from lightning_memfit.estimate.checkpointing_budget import BudgetPlanner
-from lightning_memfit.estimate.compute_rate import cpu_rate, device_rate
+from lightning_memfit.estimate.checkpointing_budget import BudgetPlanner, cpu_rate, device_rate
+from lightning_memfit.profile.build import measure_step
 from lightning_memfit.profile.events import EventList
-from lightning_memfit.profile.measured import measure_step
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.marks import insert
-from lightning_memfit.bench.machine import versions
+from lightning_memfit.bench.record import versions
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "estimate_gpt2xl.json"

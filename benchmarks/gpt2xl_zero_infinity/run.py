@@ -24,7 +24,7 @@ import psutil
 from benchmarks.gpt2xl_two_steps.run import hardware, read_metrics, run
 from lightning_memfit.device.storage import measure_storage
 from lightning_memfit.memory import GIB
-from lightning_memfit.offload.leftovers import find_runs
+from lightning_memfit.nvme.folder import find_runs
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memfit.bench.machine import commit, hardware, versions
+from lightning_memfit.bench.record import commit, hardware, versions
 from lightning_memfit.memory.process import peak_rss_bytes
 from lightning_memfit.optim.host_master import HostMaster
 

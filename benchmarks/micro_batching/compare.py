@@ -21,8 +21,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 
 from benchmarks.micro_batching.models import CASES, Case, Lit
 from benchmarks.micro_batching.record import write
-from lightning_memfit.device.limit import MemoryLimit
-from lightning_memfit.device.simulated import SimulatedDevice
+from lightning_memfit.device.limit import MemoryLimit, SimulatedDevice
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.memory.attach import TrainerAttachment
 

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.micro_batching.record import write
 from lightning_memfit.fitting import MicroBatching
-from lightning_memfit.fitting.prediction import MemoryPrediction
+from lightning_memfit.fitting.size.prediction import MemoryPrediction
 from lightning_memfit.measure.monitor import MemoryMonitor
 
 _GPT2_STEPS = 7

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_memfit.bench.machine import versions
+from lightning_memfit.bench.record import versions
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ from benchmarks.offload_host_memory.cases import KINDS, SEQUENCE_LENGTH, config_
 from lightning_memfit.estimate.zero_moments import ZeroRun, zero_moments
 from lightning_memfit.memory import MemoryBreakdown
 from lightning_memfit.models.architecture import build, resolve_config
-from lightning_memfit.offload.sizing import AioSettings, infinity_sizes
-from lightning_memfit.profile.parameters import parameter_table
+from lightning_memfit.nvme.sizing import AioSettings, infinity_sizes
 from lightning_memfit.profile.record import ParameterInfo
+from lightning_memfit.profile.step import parameter_table
 from lightning_memfit.strategies.zero_sizes import ModelSizes, sized
 
 

@@ -10,7 +10,7 @@ from benchmarks.offload_host_memory.run import RESULTS
 from benchmarks.precision.table import ROOT
 from lightning_memfit.estimate.zero_moments import zero_moments
 from lightning_memfit.memory import MIB, format_bytes
-from lightning_memfit.offload.peaks import host_peak, host_peak_bytes
+from lightning_memfit.nvme.peaks import host_peak, host_peak_bytes
 
 PAGE = ROOT / "docs" / "guides" / "nvme.md"
 MARK = "offload_host_memory"

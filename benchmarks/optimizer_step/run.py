@@ -6,7 +6,7 @@ Beside torch's AdamW and bitsandbytes' own classes stand the optimizers that thi
 `Optimizer8bit` converts them, and bfloat16 weights stepped in float32 (`StochasticRounding`). Weights have GPT-2's true
 shapes and random gradients. Paged states exist on CUDA only. What is not installed or runs out of memory is recorded
 as such. On the CPU one thread computes and times are of the processor, which other programs disturb little; those in
-`techniques/step_cost.py` come from there.
+`techniques/core/cost.py` come from there.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Adafactor, AdamW, Optimizer
 
-from lightning_memfit.bench.machine import commit, hardware, versions
+from lightning_memfit.bench.record import commit, hardware, versions
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.float32_step import Float32Step

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.planner.operators` writes `benchmarks/results/planner_operators.json`. Forward and backward of one
 sample are timed in turns, plain and with every block checkpointed; operators are those that the planner's traces count,
-so that `planner.cost` can multiply the one with the other. Times are processor time of one thread, the first quartile.
+so that `planner.time` can multiply the one with the other. Times are processor time of one thread, the first quartile.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.target import host_target
 from lightning_memfit.models import CausalLM
-from lightning_memfit.planner.cost import PassWork
-from lightning_memfit.planner.rates import cpu_rates
-from lightning_memfit.planner.traces import Laboratory
+from lightning_memfit.planner.time import PassWork, cpu_rates
+from lightning_memfit.planner.trace_store import Laboratory
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.techniques.core.setting import Setting
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "planner_operators.json"

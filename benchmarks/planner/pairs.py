@@ -33,18 +33,15 @@ from benchmarks.micro_batching.record import write
 from benchmarks.planner.models import MODELS, SHARE
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.target import host_target
-from lightning_memfit.planner.calibration import Observation, fit_factors, uncorrected
-from lightning_memfit.planner.cost import Rates
-from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import label
-from lightning_memfit.planner.rates import cpu_rates
-from lightning_memfit.planner.search import Search
-from lightning_memfit.planner.traces import Laboratory
+from lightning_memfit.planner.search import Search, make_plan
+from lightning_memfit.planner.time import Observation, Rates, cpu_rates, fit_factors, uncorrected
+from lightning_memfit.planner.trace_store import Laboratory
 from lightning_memfit.planner.workload import Workload, check_allow, facts_of
 from lightning_memfit.profile.build import resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.techniques.core.setting import Setting
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "planner_pairs.json"

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lightning_memfit.bench.machine import commit, hardware, versions
+from lightning_memfit.bench.record import commit, hardware, versions
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "quickstart_cpu.json"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import lightning_memfit.strategies  # noqa: F401  registers the names
 from lightning_memfit import CausalLM, RandomTokens
-from lightning_memfit.offload.leftovers import find_runs
+from lightning_memfit.nvme.folder import find_runs
 from lightning_memfit.strategies import ZeroStrategy
 
 CONFIG = {

@@ -9,8 +9,8 @@ import yaml
 import lightning_memfit
 from benchmarks.marks import insert
 from lightning_memfit.memory import MIB
-from lightning_memfit.techniques.registry import TECHNIQUES
-from lightning_memfit.techniques.technique import CallbackSpec, Technique
+from lightning_memfit.techniques.core.registry import TECHNIQUES
+from lightning_memfit.techniques.core.technique import CallbackSpec, Technique
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "techniques"

@@ -19,12 +19,11 @@ from torch.utils.data import DataLoader
 
 from benchmarks.micro_batching.record import write
 from lightning_memfit.estimate.estimate import predict_peak_bytes
-from lightning_memfit.profile.build import profile_module
-from lightning_memfit.profile.measured import measure_step
+from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.trace import Emulation
-from lightning_memfit.techniques.facts import Facts
-from lightning_memfit.techniques.registry import TECHNIQUES
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.techniques.core.facts import Facts
+from lightning_memfit.techniques.core.registry import TECHNIQUES
+from lightning_memfit.techniques.core.setting import Setting
 
 RESULTS = Path(__file__).parents[1] / "results" / "techniques_cpu.json"
 BATCH, LENGTH, STEPS = 4, 128, 28

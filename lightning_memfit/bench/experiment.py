@@ -20,6 +20,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,8 +28,47 @@ from typing import Any
 
 import yaml
 
-from lightning_memfit.bench.overlay import Settings, overlay
-from lightning_memfit.bench.peers.registry import PEERS
+from lightning_memfit.bench.peers.peer import PEERS
+
+# Laying one configuration over another, by the rules of recipes and their fragments.
+
+
+Settings = dict[str, Any]
+
+
+def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> Settings:
+    """Return `base` with `top` laid over it; neither is changed.
+
+    Mappings are merged key by key, everything else is replaced. `name+` appends to the list `name`. Where `class_path`
+    changes, the arguments of the class before go with it.
+
+    Raises:
+        ValueError: If `name+` does not add a list to a list.
+    """
+    result = deepcopy(dict(base))
+    if "class_path" in top and top["class_path"] != base.get("class_path"):
+        result.pop("init_args", None)
+    for key, value in top.items():
+        if key.endswith("+"):
+            result[key[:-1]] = _appended(key, result.get(key[:-1]), value)
+        elif isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+            result[key] = overlay(result[key], value)
+        elif isinstance(value, Mapping):
+            result[key] = overlay({}, value)  # a fragment's `name+` without a list below it
+        else:
+            result[key] = deepcopy(value)
+    return result
+
+
+def _appended(key: str, before: Any, value: Any) -> list[Any]:
+    before = [] if before is None else before
+    if not isinstance(before, list) or not isinstance(value, list):
+        raise ValueError(f"`{key}` appends to a list, but found {type(value).__name__} on {type(before).__name__}.")
+    return [*deepcopy(before), *deepcopy(value)]
+
+
+# ===
+
 
 ReadRecipe = Callable[[str], Mapping[str, Any]]
 """Gives the configuration behind the name of a recipe or file; raises `ValueError` for an unknown one."""

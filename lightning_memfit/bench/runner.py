@@ -18,8 +18,18 @@ from typing import Any
 import yaml
 
 from lightning_memfit.bench.experiment import Row
-from lightning_memfit.bench.machine import commit, hardware, versions
-from lightning_memfit.bench.record import SCHEMA, Failure, Memory, Prediction, Result, Speed, read_result
+from lightning_memfit.bench.record import (
+    SCHEMA,
+    Failure,
+    Memory,
+    Prediction,
+    Result,
+    Speed,
+    commit,
+    hardware,
+    read_result,
+    versions,
+)
 from lightning_memfit.bench.tracking import Tracking
 
 _LOG_LINES = 20

@@ -28,14 +28,15 @@ from lightning_memfit.bench.experiment import (
     Measurement,
     ReadRecipe,
     Row,
+    Settings,
     accelerator,
     check_keys,
+    overlay,
     read_document,
     read_measurement,
     resolve_layer,
     rows_named,
 )
-from lightning_memfit.bench.overlay import Settings, overlay
 
 NUMBERS = ("devices", "micro_batch_size", "sequence_length")
 CHOICES = ("technique", "model")

@@ -2,8 +2,7 @@
 
 from lightning_memfit.data.pairs import PairData
 from lightning_memfit.data.random_tokens import RandomTokens
-from lightning_memfit.data.standard_library import StandardLibraryText
-from lightning_memfit.data.standard_library_pairs import StandardLibraryPairs
+from lightning_memfit.data.standard_library import StandardLibraryPairs, StandardLibraryText
 from lightning_memfit.data.text import TextData
 
 __all__ = ["PairData", "RandomTokens", "StandardLibraryPairs", "StandardLibraryText", "TextData"]

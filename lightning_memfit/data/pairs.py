@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_memfit.data.batched import BatchedText
-from lightning_memfit.data.sources import load_documents
-from lightning_memfit.data.splitting import content_hash, validation_mask
+from lightning_memfit.data.sources import content_hash, load_documents, validation_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

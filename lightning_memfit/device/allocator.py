@@ -5,11 +5,176 @@ The rules are those of torch's native backend, one stream (`c10/cuda/CUDACaching
 driver may place them otherwise. That decides between free blocks of equal size and nothing else.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
 
-from lightning_memfit.device.blocks import Block, Pool
-from lightning_memfit.device.expandable import ADDRESSES, ExpandableSegment
 from lightning_memfit.memory import MIB
+
+# Blocks of memory and the pools that cache them: what `CachingAllocator` is made of.
+
+
+class Block:
+    """A piece of a segment; `previous` and `next` are its neighbours there.
+
+    `mapped` is False for addresses of an expandable segment without memory behind them.
+    """
+
+    __slots__ = ("address", "free", "mapped", "next", "pool", "previous", "size_bytes")
+
+    def __init__(self, address: int, size_bytes: int, pool: "Pool", *, mapped: bool = True) -> None:
+        self.address = address
+        self.size_bytes = size_bytes
+        self.pool = pool
+        self.free = True
+        self.mapped = mapped
+        self.previous: Block | None = None
+        self.next: Block | None = None
+
+    def cut(self, size_bytes: int) -> "Block":
+        """Keep the first `size_bytes` and return the rest as a block of its own."""
+        rest = Block(self.address + size_bytes, self.size_bytes - size_bytes, self.pool, mapped=self.mapped)
+        rest.previous, rest.next = self, self.next
+        if self.next is not None:
+            self.next.previous = rest
+        self.next = rest
+        self.size_bytes = size_bytes
+        return rest
+
+    def absorb_next(self) -> None:
+        """Become one with the next block."""
+        following = self.next
+        assert following is not None
+        self.size_bytes += following.size_bytes
+        self.next = following.next
+        if following.next is not None:
+            following.next.previous = self
+
+    def could_grow_to(self) -> int:
+        """Size with the unmapped addresses behind it."""
+        following = self.next
+        return self.size_bytes + (following.size_bytes if following is not None and not following.mapped else 0)
+
+
+class Pool:
+    """Cached free blocks of small or of large requests, ordered by size, then address."""
+
+    __slots__ = ("blocks", "is_small")
+
+    def __init__(self, *, is_small: bool) -> None:
+        self.is_small = is_small
+        self.blocks: list[tuple[int, int, Block]] = []
+
+    def index_of_fit(self, size_bytes: int) -> int:
+        """Place of the smallest block that is large enough, the lowest of several; the length if there is none."""
+        return bisect_left(self.blocks, (size_bytes,))
+
+    def add(self, block: Block) -> None:
+        """Cache a free block as it is."""
+        block.free = True
+        insort(self.blocks, (block.size_bytes, block.address, block))
+
+    def discard(self, block: Block) -> None:
+        """Take a block out of the cache."""
+        del self.blocks[bisect_left(self.blocks, (block.size_bytes, block.address))]
+
+    def merge(self, block: Block) -> Block:
+        """Cache a block, one with its free neighbours; returns what it became."""
+        following = block.next
+        if following is not None and following.free and following.mapped:
+            self.discard(following)
+            block.absorb_next()
+        previous = block.previous
+        if previous is not None and previous.free and previous.mapped:
+            self.discard(previous)
+            previous.absorb_next()
+            block = previous
+        self.add(block)
+        return block
+
+
+# `ExpandableSegment`: one range of addresses per pool that gets memory page by page (`expandable_segments:True`).
+
+
+ADDRESSES = 1 << 50
+"""Size of the range; more than any device."""
+
+
+class ExpandableSegment:
+    """The growing segment of one pool.
+
+    Args:
+        pool: Where its free blocks are cached.
+        address: Start of the range.
+        page_bytes: Memory is mapped and unmapped in whole pages of this size.
+    """
+
+    def __init__(self, pool: Pool, address: int, page_bytes: int) -> None:
+        self._pool = pool
+        self._address = address
+        self._page_bytes = page_bytes
+        self._first = Block(address, ADDRESSES, pool, mapped=False)
+
+    def grow(self, size_bytes: int) -> tuple[Block, int]:
+        """Map pages at the lowest place where `size_bytes` fit.
+
+        Returns:
+            The block, no longer cached, and the bytes that were mapped for it.
+        """
+        block = self._lowest_room(size_bytes)
+        total = 0
+        if not block.mapped:
+            block, total = self._map(block, min(block.size_bytes, size_bytes))
+        while block.size_bytes < size_bytes:
+            following = block.next
+            assert following is not None
+            block, mapped = self._map(following, min(size_bytes - block.size_bytes, following.size_bytes))
+            total += mapped
+        self._pool.discard(block)
+        return block, total
+
+    def unmap(self, block: Block) -> int:
+        """Give the whole pages inside a cached block back; returns their bytes."""
+        page, base = self._page_bytes, self._address
+        start = base + -(-(block.address - base) // page) * page
+        end = base + (block.address + block.size_bytes - base) // page * page
+        if end <= start:
+            return 0
+        self._pool.discard(block)
+        if start > block.address:
+            head, block = block, block.cut(start - block.address)
+            self._pool.add(head)
+        if block.address + block.size_bytes > end:
+            self._pool.add(block.cut(end - block.address))
+        block.mapped = False
+        if block.next is not None and not block.next.mapped:
+            block.absorb_next()
+        if block.previous is not None and not block.previous.mapped:
+            block.previous.absorb_next()
+        return end - start
+
+    def _lowest_room(self, size_bytes: int) -> Block:
+        block: Block | None = self._first
+        while block is not None:
+            start, room = block, 0
+            while block is not None and block.free and room < size_bytes:
+                room += block.size_bytes
+                block = block.next
+            if room >= size_bytes:
+                return start
+            while block is not None and not block.free:
+                block = block.next
+        raise AssertionError("an expandable segment ends in unmapped addresses")
+
+    def _map(self, block: Block, size_bytes: int) -> tuple[Block, int]:
+        mapped = min(-(-size_bytes // self._page_bytes) * self._page_bytes, block.size_bytes)
+        if mapped < block.size_bytes:
+            block.cut(mapped)
+        block.mapped = True
+        return self._pool.merge(block), mapped
+
+
+# ===
+
 
 _MIN_BLOCK = 512
 _SMALL_SIZE = MIB

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import Literal
+
+from lightning_memfit.device.storage import measure_storage
+from lightning_memfit.memory import GIB, MIB, format_bytes
 
 Level = Literal["ok", "note", "problem"]
 """`note`: absent, but only some features need it. `problem`: hinders training on what is here."""
@@ -164,3 +171,237 @@ def check_versions(installed: Mapping[str, str | None], requirements: list[str])
         accepted = version is not None and requirement.specifier.contains(version, prereleases=True)
         findings.append(check_version(requirement.name, version, str(requirement.specifier), accepted))
     return findings
+
+
+# Limits of memory and disk that would hinder training or offloading, as findings.
+
+
+MIN_HOST_BYTES = 4 * GIB
+"""Below this, importing the libraries and building a small model is a squeeze."""
+
+MIN_SHARED_BYTES = 1 * GIB
+"""Loader workers hand batches over in /dev/shm; Docker's default of 64 MiB ends them with a bus error."""
+
+MIN_DISK_BYTES = 10 * GIB
+MIN_DISK_BYTES_PER_S = 500e6
+"""A SATA drive's rate; below it an optimizer step from disk takes minutes per billion parameters."""
+
+MIN_LOCKED_BYTES = 64 * MIB
+"""Two buffers of a gigabyte are common, but with less than this not even asynchronous I/O's queues can be set up."""
+
+
+def check_host_memory(total_bytes: int, available_bytes: int, cgroup_bytes: int | None) -> Finding:
+    """RAM, as far as this process may use it.
+
+    Args:
+        total_bytes: Of the machine.
+        available_bytes: Without swapping, cgroup limits considered.
+        cgroup_bytes: Limit of the control group; None without one.
+    """
+    found = f"{format_bytes(available_bytes)} free of {format_bytes(total_bytes)}"
+    if cgroup_bytes is not None and cgroup_bytes < total_bytes:
+        found += f", limited to {format_bytes(cgroup_bytes)} by the control group"
+    if available_bytes >= MIN_HOST_BYTES:
+        return Finding("host memory", "ok", found)
+    fix = "end other programs, or raise the container's limit (docker run --memory, Kubernetes resources.limits.memory)"
+    return Finding("host memory", "problem", found, fix)
+
+
+def check_locked_memory(limit_bytes: int | None) -> Finding:
+    """Locked memory (`ulimit -l`), which asynchronous disk I/O and mlock are bound by; CUDA's pinned memory is not.
+
+    Args:
+        limit_bytes: None where there is no limit.
+    """
+    if limit_bytes is None:
+        return Finding("locked memory", "ok", "unlimited")
+    found = f"limited to {format_bytes(limit_bytes)}"
+    if limit_bytes >= MIN_LOCKED_BYTES:
+        return Finding("locked memory", "ok", found)
+    fix = "to offload to disk: `ulimit -l unlimited`, memlock in /etc/security/limits.conf, docker --ulimit memlock=-1"
+    return Finding("locked memory", "note", found, fix)
+
+
+def check_shared_memory(total_bytes: int | None, free_bytes: int) -> Finding:
+    """Shared memory for loader workers.
+
+    Args:
+        total_bytes: Size of /dev/shm; None where there is none.
+        free_bytes: Free of it.
+    """
+    if total_bytes is None:
+        return Finding(
+            "/dev/shm", "note", "not there", "none needed with `num_workers: 0`; otherwise mount a tmpfs there"
+        )
+    found = f"{format_bytes(free_bytes)} free of {format_bytes(total_bytes)}"
+    if free_bytes >= MIN_SHARED_BYTES:
+        return Finding("/dev/shm", "ok", found)
+    fix = "start the container with --shm-size=8g or --ipc=host, or set `num_workers: 0`"
+    return Finding("/dev/shm", "problem", found, fix)
+
+
+def check_disk_space(folder: str, free_bytes: int) -> Finding:
+    """Room for checkpoints and offloaded states."""
+    found = f"{format_bytes(free_bytes)} free at {folder}"
+    if free_bytes >= MIN_DISK_BYTES:
+        return Finding("disk space", "ok", found)
+    return Finding(
+        "disk space", "problem", found, "free some, or name another folder with --folder: checkpoints need room"
+    )
+
+
+def check_direct_io(folder: str, error: str | None) -> Finding:
+    """Whether files can be opened with O_DIRECT, past the page cache, as offloading to disk does.
+
+    Args:
+        folder: Where it was tried.
+        error: What the system said; None where it worked.
+    """
+    if error is None:
+        return Finding("O_DIRECT", "ok", f"works in {folder}")
+    fix = (
+        "to offload name a folder on a local ext4 or xfs drive with --folder; network and overlay file systems lack it"
+    )
+    return Finding("O_DIRECT", "note", f"{error} in {folder}", fix)
+
+
+def check_disk_speed(write_bytes_per_s: float, read_bytes_per_s: float) -> Finding:
+    """Sequential speed, which offloading to disk is bound by."""
+    found = f"writes {write_bytes_per_s / 1e9:.2f} GB/s, reads {read_bytes_per_s / 1e9:.2f} GB/s"
+    if min(write_bytes_per_s, read_bytes_per_s) >= MIN_DISK_BYTES_PER_S:
+        return Finding("disk speed", "ok", found)
+    return Finding("disk speed", "note", found, "fine for checkpoints; for offloading name a folder on an NVMe drive")
+
+
+# `examine`: read this machine and check everything that would hinder training or offloading.
+
+
+_NVIDIA = "0x10de"
+_DISPLAY = "0x03"  # PCI class of display controllers
+_OWN_HEADERS = Path(sys.prefix) / "include"  # of conda environments
+
+
+def examine(folder: str = ".") -> dict[str, list[Finding]]:
+    """Check this machine.
+
+    Args:
+        folder: Where checkpoints and offloaded states would lie; a file of 256 MiB is written and removed.
+
+    Returns:
+        Findings by subject.
+
+    Raises:
+        ValueError: If the folder can't be written to.
+    """
+    import torch
+
+    driver, available = driver_version(), torch.cuda.is_available()
+    bnb_error, backend = _bitsandbytes()
+    return {
+        "GPU": [
+            check_driver(driver, num_nvidia_cards()),
+            check_nvml(_nvml_error(), driver),
+            check_cuda(torch.version.cuda, available, driver),
+            check_bitsandbytes(bnb_error, backend, available),
+        ],
+        "building extensions": build_tools(),
+        "memory": _memory(folder),
+        "disk": _disk(folder),
+        "libraries": check_versions(*_libraries()),
+    }
+
+
+def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """Version of the NVIDIA kernel driver; None without one."""
+    try:
+        words = path.read_text().splitlines()[0].split()
+    except (OSError, IndexError):
+        return None
+    return next((word for word in words if word.replace(".", "").isdecimal() and "." in word), "of unknown version")
+
+
+def num_nvidia_cards(devices: Path = Path("/sys/bus/pci/devices")) -> int:
+    """NVIDIA display controllers on the PCI bus; 0 where the bus can't be read."""
+    count = 0
+    for folder in devices.glob("*"):
+        try:
+            vendor, kind = (folder / "vendor").read_text().strip(), (folder / "class").read_text().strip()
+        except OSError:
+            continue
+        count += vendor == _NVIDIA and kind.startswith(_DISPLAY)
+    return count
+
+
+def _nvml_error() -> str | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as error:  # whatever it is, it is the finding
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _bitsandbytes() -> tuple[str | None, str]:
+    try:
+        import bitsandbytes.cextension as extension
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", ""
+    library = getattr(extension, "lib", None)
+    native = getattr(library, "_lib", None)
+    return None, Path(native._name).name if native is not None else ""
+
+
+def build_tools() -> list[Finding]:
+    """What DeepSpeed's kernels are compiled with when they are first used."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    jit = "DeepSpeed's and torch.compile's kernels"
+    headers = [folder / "libaio.h" for folder in (Path("/usr/include"), Path("/usr/local/include"), _OWN_HEADERS)]
+    aio = next((str(header) for header in headers if header.is_file()), None)
+    return [
+        check_tool("C++ compiler", compiler, jit, "apt install g++"),
+        check_tool("ninja", shutil.which("ninja"), "DeepSpeed's kernels", "pip install ninja"),
+        check_tool("libaio", aio, "offloading to disk with DeepSpeed", "apt install libaio-dev"),
+    ]
+
+
+def _memory(folder: str) -> list[Finding]:
+    import psutil
+
+    from lightning_memfit.device.probe import probe_host
+
+    host, total = probe_host(folder), psutil.virtual_memory().total
+    limit = host.total_bytes if host.total_bytes < total else None
+    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return [
+        check_host_memory(total, host.available_bytes, limit),
+        check_locked_memory(host.memlock_limit_bytes),
+        check_shared_memory(shared.total if shared else None, shared.free if shared else 0),
+    ]
+
+
+def _disk(folder: str) -> list[Finding]:
+    free = shutil.disk_usage(folder).free if Path(folder).is_dir() else 0
+    space = check_disk_space(folder, free)
+    if free < 2 * 256 * 2**20:
+        return [space]  # no room to try anything
+    speed = measure_storage(folder)
+    return [
+        space,
+        check_direct_io(folder, speed.direct_error),
+        check_disk_speed(speed.write_bytes_per_s, speed.read_bytes_per_s),
+    ]
+
+
+def _libraries() -> tuple[dict[str, str | None], list[str]]:
+    from packaging.requirements import Requirement
+
+    needed = requires("lightning-memfit") or []
+    found: dict[str, str | None] = {}
+    for requirement in needed:
+        name = Requirement(requirement).name
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found, needed

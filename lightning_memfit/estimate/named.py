@@ -6,30 +6,13 @@ it.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lightning_memfit.estimate.architectures import Architecture, Kind, find_architecture
+from lightning_memfit.estimate.architectures import Architecture, Kind, NamedRun, find_architecture
 from lightning_memfit.profile.cache import ProfileCache, text_key
 from lightning_memfit.profile.record import ModelProfile
-
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-
-OPTIMIZERS = (
-    "adamw",
-    "adamw_fused",
-    "adam",
-    "sgd",
-    "sgd_momentum",
-    "rmsprop",
-    "adafactor",
-    "adamw_8bit",
-    "paged_adamw_8bit",
-    "lion",
-    "lion_8bit",
-)
-"""Optimizers of torch, and those of bitsandbytes for Lion and 8 bits."""
 
 _ENDINGS: dict[str, Kind] = {
     "LMHeadModel": "causal",
@@ -39,41 +22,6 @@ _ENDINGS: dict[str, Kind] = {
     "ForMaskedLM": "masked",
     "ForImageClassification": "image classification",
 }
-
-
-@dataclass(frozen=True)
-class NamedRun:
-    """A training run of a named model."""
-
-    model: str
-    """Name in `ARCHITECTURES`, a folder with a `config.json`, or such a file."""
-    micro_batch_size: int = 1
-    sequence_length: int | None = None
-    """Tokens per sample; the architecture's usual length by default."""
-    precision: str = "32-true"
-    optimizer: str = "adamw"
-    checkpointing: Literal["none", "full"] = "none"
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    accumulate_grad_batches: int = 1
-    device: Literal["cuda", "cpu"] = "cuda"
-    capability: tuple[int, int] = (8, 0)
-
-    def __post_init__(self) -> None:
-        for name, value in (
-            ("micro_batch_size", self.micro_batch_size),
-            ("sequence_length", 1 if self.sequence_length is None else self.sequence_length),
-            ("accumulate_grad_batches", self.accumulate_grad_batches),
-        ):
-            if value < 1:
-                raise ValueError(f"`{name}={value}` must be at least 1.")
-        for name, choice, choices in (
-            ("precision", self.precision, PRECISIONS),
-            ("optimizer", self.optimizer, OPTIMIZERS),
-            ("checkpointing", self.checkpointing, ("none", "full")),
-            ("attention", self.attention, ("sdpa", "eager")),
-        ):
-            if choice not in choices:
-                raise ValueError(f"`{name}={choice!r}` is unknown. Choose from: {', '.join(choices)}.")
 
 
 def architecture_of(model: str) -> Architecture:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_memfit.estimate.architectures import Architecture
-from lightning_memfit.estimate.named import NamedRun
+from lightning_memfit.estimate.architectures import Architecture, NamedRun
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import OptimizerFactory, StepOptions

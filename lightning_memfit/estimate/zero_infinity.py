@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
-from lightning_memfit.offload.sizing import InfinitySizes
+from lightning_memfit.nvme.sizing import InfinitySizes
 from lightning_memfit.profile.record import ParameterInfo
 
 PERSISTENT_NUMEL = 100_000

@@ -1,6 +1,6 @@
 """Memory of a rank under ZeRO, moment by moment: what DeepSpeed keeps, and what it holds for a short while besides.
 
-A machine must have the largest moment free (`offload.peaks`). On the CPU device and host memory are one and add up.
+A machine must have the largest moment free (`nvme.peaks`). On the CPU device and host memory are one and add up.
 Counted after DeepSpeed 0.19.8, in `runtime/zero/stage_1_and_2.py` (`DeepSpeedZeroOptimizer`), `stage3.py`
 (`DeepSpeedZeroOptimizer_Stage3`) and `runtime/swap_tensor`, with an optimizer that needs no scratch memory, as fused
 ones and DeepSpeed's own; `benchmarks/offload_host_memory` holds it against measured runs.
@@ -15,7 +15,7 @@ from typing import Literal
 from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.estimate.zero_infinity import held_gradients, zero_infinity_states
 from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
-from lightning_memfit.offload.sizing import InfinitySizes
+from lightning_memfit.nvme.sizing import InfinitySizes
 from lightning_memfit.profile.record import ParameterInfo
 
 LIBRARIES_BYTES = 80 * MIB
@@ -144,7 +144,7 @@ def _kept(run: ZeroRun) -> MemoryBreakdown:
 
 
 def _residue(run: ZeroRun) -> MemoryBreakdown:
-    """Of activations on the CPU: blocks too small to be mapped one by one (`offload.heap`) leave holes in the heap."""
+    """Of activations on the CPU: blocks too small to be mapped one by one (`memory.process`) leave holes in a heap."""
     left = run.activation_bytes // 3 if run.on_cpu else 0
     return MemoryBreakdown.on(Tier.HOST, {Category.FRAGMENTATION: left})
 

@@ -4,8 +4,10 @@ One mechanism serves three users: tracing on fake tensors (`profile`), the simul
 monitor on the CPU (`measure`). A storage is entered when an operator returns it and leaves when its last tensor dies.
 """
 
+import functools
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +15,31 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from lightning_memfit.memory.breakdown import Category
 from lightning_memfit.memory.host import is_on_host, keep_on_host, stands_for_host
-from lightning_memfit.memory.python_kernels import python_kernel
+
+# Operators on the CPU that are Python programs of their own, whose tensors a dispatch mode doesn't see by itself.
+# Written for bitsandbytes 0.49-0.50, whose CPU optimizers dequantize, step and quantize with torch operators inside
+# one custom operator; its fake kernel shows none of that. On CUDA the operator is one kernel without scratch memory.
+# `tests/unit/memory/test_python_kernels.py` fails when the names move.
+
+
+_MODULE = "bitsandbytes.backends.cpu.ops"
+_KERNELS = {
+    "optimizer_update_8bit_blockwise": "_optimizer_update_8bit_blockwise_cpu",
+    "optimizer_update_32bit": "_optimizer_update_32bit_cpu",
+}
+
+
+@functools.cache
+def python_kernel(operator: Any) -> Callable[..., Any] | None:
+    """The Python function that runs an operator of bitsandbytes on the CPU; None for every other operator."""
+    if operator.namespace != "bitsandbytes":
+        return None
+    kernel = _KERNELS.get(operator._opname)
+    return None if kernel is None else getattr(sys.modules[_MODULE], kernel)
+
+
+# ===
+
 
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc}
 _TO_COPY = torch.ops.aten._to_copy.default
@@ -38,7 +64,7 @@ class StorageLedger(TorchDispatchMode):
     they are `temporary`, elsewhere `activation`. Gradients are re-labelled when they are accumulated, optimizer states
     when the step ends, and where they were alive at the peak, in the peak's figures as well. What a step makes of
     tensors that stand for host memory lies on the host, too, and is left out. In-kernel scratch memory is invisible to
-    this mode, but for kernels on the CPU that are Python programs (`memory.python_kernels`).
+    this mode, but for kernels on the CPU that are Python programs (`memory.ledger`).
 
     Args:
         rounding_bytes: Sizes are rounded up to a multiple of this (512 for the CUDA caching allocator).

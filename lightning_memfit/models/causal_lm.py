@@ -12,16 +12,66 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_memfit.models.architecture import build, is_encoder_decoder, max_positions, resolve_config
-from lightning_memfit.models.optimizer import checked_options, optimizer_class
-from lightning_memfit.models.perplexity import LossPerplexity
-from lightning_memfit.models.random_state import collect_random_state, restore_random_state
+from lightning_memfit.models.optimizer import checked_options, cosine_with_warmup, optimizer_class, weight_decay_groups
 from lightning_memfit.models.sampling import continue_text
-from lightning_memfit.models.schedule import cosine_with_warmup
 from lightning_memfit.models.trained import ARCHITECTURE_KEY, export_folder
-from lightning_memfit.optim.groups import weight_decay_groups
+
+# Perplexity from losses that are there already: no second softmax over the vocabulary.
+
+
+class LossPerplexity(Metric):
+    """Perplexity `exp(sum of token losses / tokens)` over all updates and processes.
+
+    Equal to `torchmetrics.text.Perplexity`, which needs the logits and another `(batch, length, vocabulary)` tensor.
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    total: torch.Tensor
+    tokens: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, mean_loss: torch.Tensor, num_tokens: torch.Tensor | int) -> None:
+        """Add one batch.
+
+        Args:
+            mean_loss: Mean cross-entropy in nats of the batch's predicted tokens.
+            num_tokens: How many tokens that mean is over.
+        """
+        self.total += mean_loss.detach().float() * num_tokens
+        self.tokens += num_tokens
+
+    def compute(self) -> torch.Tensor:
+        """Perplexity so far; NaN before the first token."""
+        return torch.exp(self.total / self.tokens)
+
+
+# State of torch's random generators, kept in checkpoints so that dropout continues where it stopped.
+
+
+def collect_random_state() -> dict[str, Any]:
+    """Return the state of the CPU generator and of every visible CUDA device's."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set the generators to a state from `collect_random_state`, as far as this machine has the devices."""
+    torch.set_rng_state(state["cpu"].cpu())
+    for index, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(value.cpu(), index)
+
+
+# ===
+
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

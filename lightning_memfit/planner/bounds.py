@@ -8,14 +8,14 @@ from lightning_memfit.estimate.estimate import CUDA_ROUNDING
 from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.planner.candidates import state_bytes
-from lightning_memfit.planner.cost import Rates, StepTime, least_seconds
 from lightning_memfit.planner.placement import NCCL_BYTES, Placement, Shape, deepspeed_placement
-from lightning_memfit.planner.standing import Standing
+from lightning_memfit.planner.steady_state import Standing
+from lightning_memfit.planner.time import Rates, StepTime, least_seconds
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques import step_cost
-from lightning_memfit.techniques.cost import Cost
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.techniques.core import cost as step_cost
+from lightning_memfit.techniques.core.cost import Cost
+from lightning_memfit.techniques.core.setting import Setting
 
 _DTYPES = {"bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float16", "16-true": "float16"}
 

@@ -10,11 +10,11 @@ from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.estimate.variants import trained
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.record import ModelProfile, ParameterInfo
-from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.registry import STRATEGIES, TECHNIQUES
+from lightning_memfit.techniques.core.setting import Chosen, Setting
+from lightning_memfit.techniques.core.technique import Kind, Technique
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
-from lightning_memfit.techniques.registry import STRATEGIES, TECHNIQUES
-from lightning_memfit.techniques.setting import Chosen, Setting
-from lightning_memfit.techniques.technique import Kind, Technique
 
 SEARCHED: tuple[Kind, ...] = ("adapter", "optimizer", "precision", "gradient", "loss", "matmul")
 """Kinds that the search combines. Checkpointing and micro-batch are solved inside, the rest is the recipe's."""

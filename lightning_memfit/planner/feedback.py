@@ -12,8 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.memory import format_bytes
-from lightning_memfit.planner.calibration import CalibrationFile
-from lightning_memfit.planner.rates import cpu_name
+from lightning_memfit.planner.time import CalibrationFile, cpu_name
 
 _SKIPPED_STEPS = 2
 """The first ones make states, load kernels and fill caches."""

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from lightning_memfit.estimate.sharding import largest_block_bytes
 from lightning_memfit.estimate.zero_infinity import zero_infinity_states
 from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
-from lightning_memfit.offload.sizing import AioSettings, infinity_sizes
-from lightning_memfit.planner.standing import Standing
+from lightning_memfit.nvme.sizing import AioSettings, infinity_sizes
+from lightning_memfit.planner.steady_state import Standing
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.strategies.zero_sizes import ModelSizes, sized
-from lightning_memfit.techniques.sharding import Sharding
+from lightning_memfit.techniques.core.sharding import Sharding
 
 _MASTER = 4
 """Bytes of an fp32 master weight, of its gradient in the step, and of the step's scratch memory."""

@@ -11,14 +11,13 @@ from lightning_memfit.estimate.estimate import CUDA_ROUNDING
 from lightning_memfit.memory import Category, MemoryBreakdown
 from lightning_memfit.planner.bounds import Bounds
 from lightning_memfit.planner.candidates import Rejected, conflict_of_sizes
-from lightning_memfit.planner.cost import StepTime, step_seconds
-from lightning_memfit.planner.memory import MemoryModel
-from lightning_memfit.planner.passes import Passes
-from lightning_memfit.planner.traces import Laboratory, passes_of
+from lightning_memfit.planner.memory import MemoryModel, Passes
+from lightning_memfit.planner.time import StepTime, step_seconds
+from lightning_memfit.planner.trace_store import Laboratory, passes_of
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.setting import Setting
 
 _CORRECTIONS = 4
 """How often a checkpointing plan is made again for what its fragmentation takes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -11,13 +12,13 @@ from typing import Any, get_args
 import torch
 
 from lightning_memfit.estimate.target import Target
-from lightning_memfit.planner.cost import Rates
+from lightning_memfit.planner.time import Rates
 from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.fake import fake_pretrained_weights, tensors_in
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.techniques.facts import Facts
-from lightning_memfit.techniques.read_facts import read_facts
-from lightning_memfit.techniques.technique import Numerics
+from lightning_memfit.techniques.core.facts import Facts
+from lightning_memfit.techniques.core.read_facts import read_facts
+from lightning_memfit.techniques.core.technique import Numerics
 
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 
@@ -162,3 +163,45 @@ def check_trainable(module: Any) -> None:
     for hook in ("training_step", "configure_optimizers"):
         if not is_overridden(hook, module):
             raise ValueError(f"{type(module).__name__} has no `{hook}`, so there is no training to plan. Write one.")
+
+
+# What a user says of the machine a plan is for: how many devices, how much memory and disk.
+
+
+_COUNT = re.compile(r"\s*(\d+)\s*x\s*(\S.*)", re.IGNORECASE)
+
+
+def counted(name: str) -> tuple[int | None, str]:
+    """`8x A100 80GB` as 8 and `A100 80GB`; None where a name says no number.
+
+    Raises:
+        ValueError: If it says there are none.
+    """
+    match = _COUNT.fullmatch(name)
+    if match is None:
+        return None, name
+    count = int(match[1])
+    if count < 1:
+        raise ValueError(f"`--device {name}`: there must be at least one device.")
+    return count, match[2].strip()
+
+
+def devices_for(named: int | None, per_node: int, nodes: int, on_cpu: bool) -> Devices:
+    """Devices to plan for: those that are named, on one machine, else those of the recipe.
+
+    Args:
+        named: Number in the device's name.
+        per_node: `trainer.devices` of the recipe.
+        nodes: `trainer.num_nodes` of the recipe.
+        on_cpu: Whether the run is on the CPU.
+
+    Raises:
+        ValueError: If several processes are to share a CPU.
+    """
+    devices = Devices(named, 1) if named is not None else Devices(per_node, nodes)
+    if on_cpu and devices.total > 1:
+        raise ValueError(
+            f"{devices.total} processes on CPUs are not planned for: they share memory and cores. Set "
+            "`--trainer.devices 1`, or name a GPU with `--device`."
+        )
+    return devices

@@ -1,5 +1,6 @@
 """`profile_module`: from a module and one real batch to a `ModelProfile`, through two traces or a measurement."""
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,13 +9,15 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
+from lightning_memfit.profile.fingerprint import attached_datamodule
 from lightning_memfit.profile.integers import AssumedValues
-from lightning_memfit.profile.meanwhile import in_child
 from lightning_memfit.profile.record import LargerSizes, ModelProfile
-from lightning_memfit.profile.step import OptimizerFactory, StepOptions
+from lightning_memfit.profile.recorder import EventRecorder
+from lightning_memfit.profile.step import OptimizerFactory, StepOptions, kept_random_state, parameter_table, run_step
 from lightning_memfit.profile.trace import Emulation, Trace, TraceError, trace_step
 
 
@@ -201,3 +204,53 @@ def sequence_length(batch: Any) -> int | None:
     """Tokens per sample where the batch has `input_ids` of shape (batch, sequence)."""
     ids = batch.get("input_ids") if hasattr(batch, "get") else None
     return int(ids.size(1)) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
+
+
+# Measured profiling: two real steps of a copy, recorded event by event. The way out where a trace can't be had.
+
+
+def measure_step(
+    module: torch.nn.Module,
+    batch: Any,
+    options: StepOptions | None = None,
+    callbacks: tuple[Any, ...] = (),
+    make_optimizer: OptimizerFactory | None = None,
+) -> ModelProfile:
+    """Run two real optimizer steps of a deep copy on the CPU and record what they allocate.
+
+    The copy, its gradients and optimizer states need real memory; the module and the random state stay as they were.
+
+    Args:
+        module: LightningModule with real weights, or with `make_optimizer` a Hugging Face model.
+        batch: One real batch as the loader gives it.
+        options: Precision, accumulation, clipping.
+        callbacks: Technique callbacks to apply to the copy.
+        make_optimizer: Builds the optimizer for a module that is not a LightningModule.
+    """
+    options = options or StepOptions()
+    started = time.perf_counter()
+    trainer = getattr(module, "_trainer", None)
+    clone = copy.deepcopy(module, {id(trainer): None} if trainer is not None else {})
+    with kept_random_state():
+        recorder = EventRecorder(python_kernels=True)
+        data = attached_datamodule(module)
+        run_step(recorder, clone, copy.deepcopy(batch), options, callbacks, make_optimizer, datamodule=data)
+    total, per_block = recorder.flops()
+    return ModelProfile(
+        name=type(module).__name__,
+        events=recorder.result(),
+        micro_batch_size=batch_size(batch),
+        parameters=parameter_table(clone),
+        precision=options.precision,
+        accumulate_grad_batches=options.accumulate_grad_batches,
+        device="cpu",
+        optimizer=" + ".join(recorder.optimizers),
+        sequence_length=sequence_length(batch),
+        flops=total,
+        block_flops=per_block,
+        only_this_size="it was measured, not traced",
+        measured=True,
+        host=recorder.host_memory(0).to_dict(),
+        versions=package_versions(),
+        seconds=time.perf_counter() - started,
+    )

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
-from lightning_memfit.profile.datamodule import attached_datamodule
-from lightning_memfit.profile.describe import describe, describe_module, describe_settings
+from lightning_memfit.profile.fingerprint import attached_datamodule, describe, describe_module, describe_settings
 from lightning_memfit.profile.record import ModelProfile
 
 _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "torchmetrics", "lightning-memfit")

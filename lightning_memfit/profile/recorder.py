@@ -11,8 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.host import is_on_host, keep_on_host
-from lightning_memfit.memory.ledger import StorageLedger, held_tensors, sparse_parts
-from lightning_memfit.memory.python_kernels import python_kernel
+from lightning_memfit.memory.ledger import StorageLedger, held_tensors, python_kernel, sparse_parts
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
 from lightning_memfit.profile.kernels import kernel_scratch_bytes
 

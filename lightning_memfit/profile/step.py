@@ -3,17 +3,21 @@
 import contextlib
 import copy
 import logging
+import random
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from lightning_memfit.memory import Category
-from lightning_memfit.profile.datamodule import has_datamodule
 from lightning_memfit.profile.fake import tensors_in
+from lightning_memfit.profile.fingerprint import has_datamodule
 from lightning_memfit.profile.quiet import LIGHTNING, UNWATCHED, loggers_at
+from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -206,3 +210,41 @@ def _quiet() -> Iterator[None]:
     with loggers_at(logging.ERROR, *LIGHTNING), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+# Give the random generators of torch, NumPy and Python back as they were found.
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Undo what the code within draws from the CPU generators: a profile must not change the run that follows it."""
+    of_torch, of_python = torch.get_rng_state(), random.getstate()
+    of_numpy = np.random.get_state()  # noqa: NPY002  (the global generator, which user code may draw from)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        random.setstate(of_python)
+
+
+# The parameter table of a profile.
+
+
+def parameter_table(module: torch.nn.Module, dtype: torch.dtype | None = None) -> tuple[ParameterInfo, ...]:
+    """Every parameter with its stored size; tied ones name the first.
+
+    Args:
+        module: Not changed.
+        dtype: Count floating parameters as after `module.to(dtype)`.
+    """
+    first_name: dict[int, str] = {}
+    table = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        shared = first_name.get(id(parameter), "")
+        first_name.setdefault(id(parameter), name)
+        size = dtype.itemsize if dtype and parameter.is_floating_point() else parameter.element_size()
+        shape = tuple(parameter.shape)
+        info = ParameterInfo(name, parameter.numel(), size, parameter.requires_grad, len(shape), shared, shape)
+        table.append(info)
+    return tuple(table)

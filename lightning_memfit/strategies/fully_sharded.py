@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
-from lightning_memfit.strategies.packed_shard import save_states_plainly
-from lightning_memfit.strategies.tensor_parallel import divide_blocks
-from lightning_memfit.strategies.tensor_parallel_group import check_same_batch, share_random_state
+from lightning_memfit.strategies.tensor_parallel import check_same_batch, divide_blocks, share_random_state
+from lightning_memfit.strategies.upstream.packed_shard import save_states_plainly
 
 
 class FullyShardedStrategy(ModelParallelStrategy):

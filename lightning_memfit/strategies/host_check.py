@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_memfit.device.probe import probe_host
 from lightning_memfit.estimate.zero_moments import Place, ZeroRun, zero_moments
-from lightning_memfit.offload.preflight import host_memory, sentence
+from lightning_memfit.nvme.preflight import host_memory, sentence
 from lightning_memfit.strategies.model_shape import ModelShape
 
 _FIX = "use more machines, a smaller `bucket_size`, keep states on disk (`memfit_zero_infinity`), or end other programs"

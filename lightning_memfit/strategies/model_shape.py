@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memfit.profile.fake import fake_clone, fake_pretrained_weights
-from lightning_memfit.profile.parameters import parameter_table
 from lightning_memfit.profile.record import ParameterInfo
+from lightning_memfit.profile.step import parameter_table
 
 
 @dataclass(frozen=True)

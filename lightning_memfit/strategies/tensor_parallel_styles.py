@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_memfit.strategies.packed_shard import distribute_packed, packed_slice, save_plainly
+from lightning_memfit.strategies.upstream.packed_shard import distribute_packed, packed_slice, save_plainly
 
 
 class _Layer(ParallelStyle):

@@ -19,15 +19,15 @@ from lightning_memfit.estimate.zero_infinity import zero_infinity_states
 from lightning_memfit.estimate.zero_moments import Place, ZeroRun, zero_moments
 from lightning_memfit.memory import MemoryBreakdown, format_bytes, parse_bytes
 from lightning_memfit.memory.breakdown import Tier
-from lightning_memfit.offload.folder import RunFolder, new_run_id
-from lightning_memfit.offload.preflight import Needs, PreflightReport, preflight
-from lightning_memfit.offload.sizing import AioSettings, InfinitySizes, infinity_sizes
-from lightning_memfit.offload.traffic import step_traffic
-from lightning_memfit.offload.tuning import tuned_aio
-from lightning_memfit.offload.watermark import DiskWatermark
-from lightning_memfit.strategies.consolidate import consolidated
+from lightning_memfit.nvme.folder import RunFolder, new_run_id
+from lightning_memfit.nvme.preflight import Needs, PreflightReport, preflight
+from lightning_memfit.nvme.sizing import AioSettings, InfinitySizes, infinity_sizes
+from lightning_memfit.nvme.traffic import step_traffic
+from lightning_memfit.nvme.tuning import tuned_aio
+from lightning_memfit.nvme.watermark import DiskWatermark
+from lightning_memfit.strategies.checkpoints import consolidated
 from lightning_memfit.strategies.model_shape import ModelShape
-from lightning_memfit.strategies.nvme_internals import (
+from lightning_memfit.strategies.upstream.deepspeed import (
     SUB_GROUPS,
     copy_parameters_from_swap_buffers,
     loading_swapped_parameters,

@@ -8,11 +8,11 @@ import lightning.pytorch as pl
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_memfit.techniques.base import TechniqueCallback
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.read_facts import is_pretrained
-from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.wrapping import wrap_method
+from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.read_facts import is_pretrained
+from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.core.wrapping import wrap_method
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
 _BACKENDS = {

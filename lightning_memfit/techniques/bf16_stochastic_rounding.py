@@ -10,13 +10,12 @@ from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.rounding import Kahan, Rounding, Stochastic
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.base import TechniqueCallback
-from lightning_memfit.techniques.cost import Cost, Work
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.read_facts import run_of
-from lightning_memfit.techniques.step_cost import ROUNDING_CPU_SECONDS, num_trained
-from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.wrapping import wrap_method
+from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.cost import ROUNDING_CPU_SECONDS, Cost, Work, num_trained
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.core.wrapping import wrap_method
 
 _ROUNDINGS: dict[str, type[Rounding]] = {"stochastic": Stochastic, "kahan": Kahan}
 

@@ -14,8 +14,7 @@ from lightning_memfit.checkpointing.policies import Choice, Keep
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
 from lightning_memfit.estimate.block_figures import BudgetError
-from lightning_memfit.estimate.checkpointing_budget import BudgetPlanner, ComputeRate
-from lightning_memfit.estimate.compute_rate import cpu_rate, device_rate
+from lightning_memfit.estimate.checkpointing_budget import BudgetPlanner, ComputeRate, cpu_rate, device_rate
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_total_bytes
 from lightning_memfit.estimate.target import live_target
 from lightning_memfit.memory import parse_bytes
@@ -24,8 +23,8 @@ from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import AUTOCAST_DTYPES, TRUE_DTYPES, StepOptions
 from lightning_memfit.profile.trace import Emulation, Trace, TraceError, trace_step
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
-from lightning_memfit.techniques.base import TechniqueCallback
-from lightning_memfit.techniques.first_batch import first_batch
+from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.first_batch import first_batch
 
 _KEPT: dict[Choice, tuple[Keep, ...]] = {
     "keep_attention": ("attention",),

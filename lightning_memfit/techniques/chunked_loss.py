@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.base import TechniqueCallback
-from lightning_memfit.techniques.cost import Cost, Work
-from lightning_memfit.techniques.facts import Run
+from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.cost import Cost, Work
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.core.wrapping import wrap_method
 from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy
-from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.wrapping import wrap_method
 
 
 class ChunkedLoss(TechniqueCallback):

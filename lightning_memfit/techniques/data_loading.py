@@ -8,11 +8,11 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from lightning_memfit.techniques.base import ReversibleCallback
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.first_batch import training_data_source
-from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.wrapping import wrap_method
+from lightning_memfit.techniques.core.callback import ReversibleCallback
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.first_batch import training_data_source
+from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.core.wrapping import wrap_method
 
 _PREFETCHED = 2
 """Batches that a worker prepares ahead: torch's default."""

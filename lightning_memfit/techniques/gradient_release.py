@@ -8,12 +8,12 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning_memfit.estimate.variants import trained
 from lightning_memfit.optim import gradient_release
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.base import TechniqueCallback
-from lightning_memfit.techniques.cost import Cost, Work
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.read_facts import run_of
-from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.wrapping import wrap_method
+from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.cost import Cost, Work
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class GradientRelease(TechniqueCallback):

@@ -12,14 +12,13 @@ from torch.optim import Optimizer
 from lightning_memfit.optim.host_master import HostMaster
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.base import TechniqueCallback
-from lightning_memfit.techniques.cost import Cost, Work
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.read_facts import run_of
-from lightning_memfit.techniques.sharding import HOST_STEP_BYTES
-from lightning_memfit.techniques.step_cost import CPU_SECONDS, FOREACH_PASSES, num_trained
-from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.wrapping import wrap_method
+from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.cost import CPU_SECONDS, FOREACH_PASSES, Cost, Work, num_trained
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.sharding import HOST_STEP_BYTES
+from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.core.wrapping import wrap_method
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _CONFLICTS = {

@@ -15,12 +15,12 @@ from lightning_memfit.adapters.checkpoint import KEY, describe, without_frozen
 from lightning_memfit.adapters.linears import AUTO, linear_layers
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.base import TechniqueCallback
-from lightning_memfit.techniques.cost import Cost, Work
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.read_facts import run_of
-from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.wrapping import wrap_method
+from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.cost import Cost, Work
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.core.wrapping import wrap_method
 
 _AFTER = ("ReplaceOptimizer", "Optimizer8bit", "StochasticRounding")
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}

@@ -1,7 +1,7 @@
 """The record of `MicroBatching`, whose callback lives in `fitting`."""
 
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 _SINGLE_BACKWARD = ("GradientRelease", "HostMasterWeights")
 
@@ -23,7 +23,7 @@ TECHNIQUE = Technique(
     kind="batching",
     summary="cuts the effective batch into micro-batches that fit",
     numerics=frozenset({"exact"}),
-    callbacks=(CallbackSpec("lightning_memfit.fitting.callback.MicroBatching"),),
+    callbacks=(CallbackSpec("lightning_memfit.fitting.step.callback.MicroBatching"),),
     unsupported=unsupported,
     traced=False,
 )

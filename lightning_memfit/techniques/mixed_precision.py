@@ -1,7 +1,7 @@
 """Lightning's own half precisions, as records: trainer options without a callback."""
 
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.technique import Options, Technique
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.technique import Options, Technique
 
 _PAGE = "mixed_precision"
 

@@ -12,18 +12,19 @@ from lightning_memfit.optim.exchange import exchange
 from lightning_memfit.optim.families import FAMILIES, family_named
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.base import TechniqueCallback
-from lightning_memfit.techniques.cost import Cost, Work
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.step_cost import (
+from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.cost import (
     CPU_SECONDS,
     FOREACH_PASSES,
     FUSED_PASSES,
+    Cost,
+    Work,
     num_trained,
     other_states,
 )
-from lightning_memfit.techniques.technique import CallbackSpec, Numerics, Options, Technique
-from lightning_memfit.techniques.wrapping import wrap_method
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.technique import CallbackSpec, Numerics, Options, Technique
+from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class ReplaceOptimizer(TechniqueCallback):

@@ -10,16 +10,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_memfit.estimate.optimizers import optimizer_family
-from lightning_memfit.optim.bitsandbytes_states import check_states, embedding_parameters, repage_states
-from lightning_memfit.optim.eight_bit import to_bitsandbytes
+from lightning_memfit.optim.eight_bit import check_states, embedding_parameters, repage_states, to_bitsandbytes
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.base import TechniqueCallback
-from lightning_memfit.techniques.cost import Cost, Work
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.step_cost import other_states, state_bytes
-from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.wrapping import wrap_method
+from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.cost import Cost, Work, other_states, state_bytes
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class Optimizer8bit(TechniqueCallback):

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.cost import Cost
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.sharding import Sharding
-from lightning_memfit.techniques.technique import Options, Technique, supported
+from lightning_memfit.techniques.core.cost import Cost
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.sharding import Sharding
+from lightning_memfit.techniques.core.technique import Options, Technique, supported
 
 _MODULE = "lightning_memfit.strategies"
 _FSDP2_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")

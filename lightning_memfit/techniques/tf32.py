@@ -6,11 +6,11 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.base import ReversibleCallback
-from lightning_memfit.techniques.cost import Cost
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.read_facts import run_of
-from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.core.callback import ReversibleCallback
+from lightning_memfit.techniques.core.cost import Cost
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 
 class TF32(ReversibleCallback):

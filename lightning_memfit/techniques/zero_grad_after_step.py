@@ -3,10 +3,10 @@
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
-from lightning_memfit.techniques.base import TechniqueCallback
-from lightning_memfit.techniques.facts import Run
-from lightning_memfit.techniques.read_facts import run_of
-from lightning_memfit.techniques.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 
 class ZeroGradAfterStep(TechniqueCallback):

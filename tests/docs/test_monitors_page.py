@@ -35,7 +35,7 @@ def test_every_figure_that_is_logged_has_a_row(tmp_path: Path, limited: bool) ->
 def test_what_needs_cuda_is_named_as_the_sampler_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
-    from lightning_memfit.measure import usage
+    from lightning_memfit.measure import monitor as usage
     from lightning_memfit.memory.process import NvmlUsage
 
     for name in ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"):

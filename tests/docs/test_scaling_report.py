@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.bench_pages import RESULTS, ROOT
-from cli.experiments import FOLDER, read_recipe
-from lightning_memfit.bench.page import runs_table
+from cli.bench import FOLDER, read_recipe
 from lightning_memfit.bench.record import Result, read_result
+from lightning_memfit.bench.report import runs_table
 from lightning_memfit.bench.scaling import as_csv
 from lightning_memfit.bench.sweep import load_sweep
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.techniques.pages import RESULTS, page_of, render
-from lightning_memfit.techniques.registry import TECHNIQUES
+from lightning_memfit.techniques.core.registry import TECHNIQUES
 
 PAGES = sorted({page_of(technique) for technique in TECHNIQUES})
 

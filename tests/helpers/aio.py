@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_memfit.offload.extensions import extensions_folder
+from lightning_memfit.nvme.extensions import extensions_folder
 
 needs_aio = pytest.mark.skipif(
     not (extensions_folder() / "async_io" / "async_io.so").is_file(),

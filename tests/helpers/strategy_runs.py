@@ -105,7 +105,7 @@ class TokenData(pl.LightningDataModule):
 
 def plain_losses(case: dict[str, Any]) -> list[float]:
     """The same training in plain torch, on the batches of all ranks, with fp32 master weights in half precision."""
-    from lightning_memfit.optim.groups import weight_decay_groups
+    from lightning_memfit.models.optimizer import weight_decay_groups
 
     ranks, accumulate = case.get("devices", 1) * case.get("num_nodes", 1), case.get("accumulate", 1)
     ranks //= case.get("together", 1)  # ranks that compute on one batch

@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching, auto
-from lightning_memfit.fitting.auto import MemFit
-from lightning_memfit.fitting.probe import Probed
+from lightning_memfit.fitting.auto import MemFit, Probed
+from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.gradient_release import GradientRelease
-from lightning_memfit.techniques.setting import Setting
 
 WIDTH, LAYERS, SAMPLES = 128, 8, 64
 LIMIT = 6 << 20

@@ -289,7 +289,7 @@ def test_killed_while_probing_leaves_no_files_and_the_next_run_starts_clean(tmp_
         """
         import os, signal, sys
         from lightning_memfit.fitting import MicroBatching
-        from lightning_memfit.fitting.trial import Trial
+        from lightning_memfit.fitting.size.trial import Trial
         from tests.helpers.fitting import Tagger, fit
         probe = Trial.probe
         def killed(self, size):

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_memfit.checkpointing.apply import CheckpointedForward
 from lightning_memfit.device.limit import MemoryLimit
-from lightning_memfit.fitting import MicroBatching, patience
-from lightning_memfit.fitting.host_states import absent_bytes
+from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.fitting.recovery.host_states import absent_bytes
+from lightning_memfit.fitting.size import sizes as patience
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.fitting import difference, fit, fit_on_two_ranks, out_of_memory, trainer_of
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memfit.device import examine
+from lightning_memfit.device import health as examine
 from lightning_memfit.device.probe import probe_host
 from lightning_memfit.estimate.zero_infinity import zero_infinity_states
 from lightning_memfit.estimate.zero_moments import ZeroRun, zero_moments
 from lightning_memfit.memory import GIB, MIB, Tier, format_bytes
-from lightning_memfit.offload.folder import RunFolder
-from lightning_memfit.offload.peaks import host_peak_bytes
-from lightning_memfit.offload.preflight import Needs, PreflightReport, preflight
-from lightning_memfit.offload.sizing import infinity_sizes
-from lightning_memfit.offload.traffic import step_traffic
-from lightning_memfit.offload.watermark import DiskWatermark, DiskWatermarkError
+from lightning_memfit.nvme.folder import RunFolder
+from lightning_memfit.nvme.peaks import host_peak_bytes
+from lightning_memfit.nvme.preflight import Needs, PreflightReport, preflight
+from lightning_memfit.nvme.sizing import infinity_sizes
+from lightning_memfit.nvme.traffic import step_traffic
+from lightning_memfit.nvme.watermark import DiskWatermark, DiskWatermarkError
 from lightning_memfit.profile.record import ParameterInfo
 from tests.helpers.small_drive import drive_without_direct_io, small_drive
 
@@ -48,7 +48,7 @@ def killed_run(tmp_path: Path) -> Path:
     """The folder of a run that was killed, with 8 MiB of swap file."""
     code = (
         "import os, signal, sys\n"
-        "from lightning_memfit.offload.folder import RunFolder\n"
+        "from lightning_memfit.nvme.folder import RunFolder\n"
         "swap = RunFolder.create(sys.argv[1], 'dead').path / 'zero_stage_3/optimizer/rank0'\n"
         "swap.mkdir(parents=True)\n"
         "(swap / '0_3.tensor.swp').write_bytes(os.urandom(8 << 20))\n"
@@ -144,7 +144,7 @@ def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.Monke
 def test_file_system_that_really_refuses_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with drive_without_direct_io(tmp_path) as drive:
         assert named(preflight(drive, needs_of()), "disk space").endswith("only the parameters to it.")
-        monkeypatch.setattr("lightning_memfit.offload.preflight.free_bytes", lambda folder: GIB)
+        monkeypatch.setattr("lightning_memfit.nvme.preflight.free_bytes", lambda folder: GIB)
         problem = named(preflight(drive, needs_of()), "O_DIRECT")
         assert problem.startswith("O_DIRECT: Invalid argument in ")
         assert "a local ext4 or xfs drive" in problem
@@ -175,7 +175,7 @@ def problems_in_a_process(folder: Path, *command: str, before: str = "") -> str:
     code = (
         f"import sys\n{before}\n"
         "from tests.integration.test_nvme_preflight import needs_of\n"
-        "from lightning_memfit.offload.preflight import preflight\n"
+        "from lightning_memfit.nvme.preflight import preflight\n"
         "print(*preflight(sys.argv[1], needs_of()).problems, sep='\\n')\n"
     )
     arguments, root = [*command, sys.executable, "-c", code, str(folder)], Path(__file__).parents[2]
@@ -232,7 +232,7 @@ def test_host_memory_of_a_small_machine(tmp_path: Path, monkeypatch: pytest.Monk
     moments = zero_moments(run)
     needs = needs_of(ranks=2, moments=moments, device_free_bytes=None if on_cpu else GIB)
     free = replace(probe_host(), available_bytes=300 * MIB)
-    monkeypatch.setattr("lightning_memfit.offload.preflight.probe_host", lambda: free)
+    monkeypatch.setattr("lightning_memfit.nvme.preflight.probe_host", lambda: free)
     problem = named(report := preflight(tmp_path, needs), "host memory")
     peak = host_peak_bytes(moments, on_cpu)
     assert report.host_peak_bytes == report.to_dict()["host_peak_bytes"] == peak
@@ -243,7 +243,7 @@ def test_host_memory_of_a_small_machine(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match="host memory: "):
         report.require()
     enough = replace(free, available_bytes=2 * peak)
-    monkeypatch.setattr("lightning_memfit.offload.preflight.probe_host", lambda: enough)
+    monkeypatch.setattr("lightning_memfit.nvme.preflight.probe_host", lambda: enough)
     assert not [p for p in preflight(tmp_path, needs).problems if p.startswith("host memory")]
 
 

@@ -15,9 +15,9 @@ import torch
 
 from lightning_memfit.estimate.zero_infinity import zero_infinity_states
 from lightning_memfit.memory import MIB, Tier
-from lightning_memfit.offload.leftovers import find_runs
-from lightning_memfit.offload.sizing import infinity_sizes
-from lightning_memfit.profile.parameters import parameter_table
+from lightning_memfit.nvme.folder import find_runs
+from lightning_memfit.nvme.sizing import infinity_sizes
+from lightning_memfit.profile.step import parameter_table
 from tests.helpers.aio import needs_aio
 from tests.helpers.small_drive import small_drive
 from tests.helpers.strategy_launch import finish, launch, start
@@ -191,7 +191,7 @@ def test_killed_run_is_cleaned_up_after_resumed_and_exported(tmp_path: Path, res
     from transformers import AutoModelForCausalLM
 
     from cli.main import main
-    from lightning_memfit.strategies.consolidate import consolidated
+    from lightning_memfit.strategies.checkpoints import consolidated
 
     drive, kept = tmp_path / "drive", tmp_path / "kept"
     for folder in (drive, kept):

@@ -4,7 +4,7 @@ import pytest
 
 from cli.main import main
 from cli.recipe_files import available
-from lightning_memfit.techniques.registry import TECHNIQUES
+from lightning_memfit.techniques.core.registry import TECHNIQUES
 
 RECORDS = {f"fragments/{technique.name}": technique for technique in TECHNIQUES}
 OTHERS = [name for name in available() if name.startswith("fragments/") and name not in (*RECORDS, "fragments/wandb")]

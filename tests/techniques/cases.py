@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from lightning_memfit.optim.groups import weight_decay_groups
-from lightning_memfit.techniques.facts import Facts, Run
-from lightning_memfit.techniques.registry import find_technique
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.models.optimizer import weight_decay_groups
+from lightning_memfit.techniques.core.facts import Facts, Run
+from lightning_memfit.techniques.core.registry import find_technique
+from lightning_memfit.techniques.core.setting import Setting
 from tests.techniques.runs import LanguageModel
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from lightning_memfit.fitting.prediction import MemoryPrediction
+from lightning_memfit.fitting.size.prediction import MemoryPrediction
+from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.optim.float32_step import Float32Step
-from lightning_memfit.optim.groups import weight_decay_groups
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from tests.techniques.runs import LanguageModel, assert_same_weights, fit, trainer

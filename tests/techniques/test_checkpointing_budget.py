@@ -6,7 +6,7 @@ import torch
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.block_figures import BudgetError
-from lightning_memfit.profile.measured import measure_step
+from lightning_memfit.profile.build import measure_step
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError, trace_step
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing

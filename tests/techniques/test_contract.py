@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
-from lightning_memfit.techniques.registry import TECHNIQUES, find_technique
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.techniques.core.registry import TECHNIQUES, find_technique
+from lightning_memfit.techniques.core.setting import Setting
 from tests.techniques.cases import CASES, CPU, Case, all_cases, can_run, module
 from tests.techniques.peaks import assert_predicted_peak_is_measured
 from tests.techniques.runs import assert_same_weights, fit, loader, trainer
@@ -184,7 +184,7 @@ class Missing(MetaPathFinder):
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Missing())
-from lightning_memfit.techniques.registry import TECHNIQUES
+from lightning_memfit.techniques.core.registry import TECHNIQUES
 for technique in TECHNIQUES:
     technique.config()
 assert not {"bitsandbytes", "peft", "torchao"} & set(sys.modules)
@@ -193,7 +193,7 @@ assert not {"bitsandbytes", "peft", "torchao"} & set(sys.modules)
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("lightning_memfit.techniques.technique.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_memfit.techniques.core.technique.find_spec", lambda name: None)
     for technique in TECHNIQUES:
         if technique.package:
             assert "pip install" in str(technique.missing())

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from torch.optim import lr_scheduler
 
-from lightning_memfit.optim.groups import weight_decay_groups
+from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.gradient_release import GradientRelease

@@ -7,7 +7,7 @@ from torch.optim import lr_scheduler
 
 from lightning_memfit.adapters.checkpoint import KEY
 from lightning_memfit.adapters.lora import adapted_layers
-from lightning_memfit.optim.groups import weight_decay_groups
+from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.chunked_loss import ChunkedLoss

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from lightning_memfit.optim.groups import weight_decay_groups
+from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.optimizer import ReplaceOptimizer
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from lightning_memfit.optim.groups import weight_decay_groups
+from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from tests.techniques.runs import LanguageModel, assert_same_weights, fit, loader, trainer
 

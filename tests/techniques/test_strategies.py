@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from lightning_memfit.profile.record import ParameterInfo
-from lightning_memfit.techniques.facts import Facts, Run
-from lightning_memfit.techniques.registry import STRATEGIES, TECHNIQUES, find_technique
-from lightning_memfit.techniques.setting import Setting
-from lightning_memfit.techniques.technique import CallbackSpec
+from lightning_memfit.techniques.core.facts import Facts, Run
+from lightning_memfit.techniques.core.registry import STRATEGIES, TECHNIQUES, find_technique
+from lightning_memfit.techniques.core.setting import Setting
+from lightning_memfit.techniques.core.technique import CallbackSpec
 from tests.unit.planner.made import MadeLaboratory, made_workload
 
 NAMES = [strategy.name for strategy in STRATEGIES]

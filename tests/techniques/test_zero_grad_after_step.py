@@ -2,7 +2,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_memfit.fitting.callback import MicroBatching
+from lightning_memfit.fitting.step.callback import MicroBatching
 from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep
 from tests.techniques.runs import LanguageModel, assert_same_weights, fit
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -48,3 +49,29 @@ def check_options(peer: str, options: Options, known: tuple[str, ...]) -> None:
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ValueError(f"`options.{unknown[0]}` is nothing that peer {peer!r} knows. It takes {', '.join(known)}.")
+
+
+# `PEERS`: the tools that a row can name. Importing this imports none of them.
+
+
+PEERS = {
+    "lightning": "plain Lightning",
+    "hf_trainer": "HF Trainer",
+    "deepspeed": "DeepSpeed by hand",
+    "torchao": "torchao",
+}
+"""Names and headings, in the order of a table's columns."""
+
+_MODULES = {
+    "lightning": "plain_lightning",
+    "hf_trainer": "hf_trainer",
+    "deepspeed": "deepspeed_by_hand",
+    "torchao": "torchao_loop",
+}
+
+
+def peer_named(name: str) -> Peer:
+    """The tool of a name in `PEERS`."""
+    peer = import_module(f"lightning_memfit.bench.peers.{_MODULES[name]}").PEER
+    assert isinstance(peer, Peer)
+    return peer

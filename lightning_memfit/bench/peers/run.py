@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_memfit.bench.peers.peer import Peer
-from lightning_memfit.bench.peers.registry import peer_named
+from lightning_memfit.bench.peers.peer import Peer, peer_named
 from lightning_memfit.bench.peers.task import Task
 from lightning_memfit.bench.peers.watch import Watch
 

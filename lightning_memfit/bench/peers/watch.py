@@ -8,8 +8,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.bench.record import Memory
-from lightning_memfit.bench.resident import ResidentGrowth
-from lightning_memfit.bench.step_clock import StepClock
+from lightning_memfit.bench.step_clock import ResidentGrowth, StepClock
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.memory.process import nvml_usage, peak_rss_bytes

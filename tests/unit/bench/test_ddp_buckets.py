@@ -3,7 +3,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_memfit.bench.ddp_buckets import bucket_bytes, copies_gradients, holds_whole_model, with_buckets
+from lightning_memfit.bench.observe import bucket_bytes, copies_gradients, holds_whole_model, with_buckets
 from lightning_memfit.memory import Category
 
 

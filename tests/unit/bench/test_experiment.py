@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cli.experiments import FOLDER, experiment_file, read_recipe
+from cli.bench import FOLDER, experiment_file, read_recipe
 from lightning_memfit.bench.experiment import load_experiment
 
 MINIMAL = {

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_memfit.bench.overlay import overlay
+from lightning_memfit.bench.experiment import overlay
 
 
 def test_mappings_merge_and_the_rest_is_replaced():

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from lightning_memfit.bench.resident import ResidentGrowth
+from lightning_memfit.bench.step_clock import ResidentGrowth
 
 MIB = 2**20
 
@@ -24,7 +24,7 @@ def test_growth_is_the_peak_since_the_start() -> None:
 
 
 def test_without_the_kernels_help_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr("lightning_memfit.bench.resident._CLEAR", tmp_path / "missing" / "clear_refs")
+    monkeypatch.setattr("lightning_memfit.bench.step_clock._CLEAR", tmp_path / "missing" / "clear_refs")
     growth = ResidentGrowth()
     growth.start()
     assert growth.growth_bytes is None

@@ -1,8 +1,7 @@
 """Tools side by side, and what is said of them."""
 
 from lightning_memfit.bench.record import Memory, Result, Speed
-from lightning_memfit.bench.side_by_side import better_peers, grouped, side_by_side
-from lightning_memfit.bench.table import markdown
+from lightning_memfit.bench.table import better_peers, grouped, markdown, side_by_side
 
 from .results import out_of_memory, result
 from .test_table import cells

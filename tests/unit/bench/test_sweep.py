@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cli.experiments import FOLDER, read_recipe
+from cli.bench import FOLDER, read_recipe
 from lightning_memfit.bench.sweep import load_sweep
 
 MINIMAL = {

@@ -8,10 +8,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memfit.checkpointing import offload
-from lightning_memfit.checkpointing.apply import apply_checkpointing
+from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segments
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
-from lightning_memfit.checkpointing.segments import apply_segments
 from lightning_memfit.memory.ledger import StorageLedger
 from tests.unit.checkpointing.models import MODELS, gpt2, loss_of, make
 

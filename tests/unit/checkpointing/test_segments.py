@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memfit.checkpointing.apply import apply_segments
 from lightning_memfit.checkpointing.blocks import find_blocks
-from lightning_memfit.checkpointing.segments import apply_segments
 from lightning_memfit.memory.ledger import StorageLedger
 from tests.unit.checkpointing.models import gpt2, make
 from tests.unit.checkpointing.test_apply import assert_equal_runs, gradients

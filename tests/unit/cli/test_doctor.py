@@ -14,7 +14,7 @@ BAD = {"GPU": [Finding("driver", "problem", "1 NVIDIA card(s), no driver", "inst
 def test_exit_code_and_json(
     findings: dict[str, list[Finding]], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lightning_memfit.device.examine.examine", lambda folder: findings)
+    monkeypatch.setattr("lightning_memfit.device.health.examine", lambda folder: findings)
     assert doctor.main(["--json"]) == code
     document = json.loads(capsys.readouterr().out)
     assert document["hinders"] == bool(code)
@@ -22,7 +22,7 @@ def test_exit_code_and_json(
 
 
 def test_table_shows_the_fix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("lightning_memfit.device.examine.examine", lambda folder: BAD)
+    monkeypatch.setattr("lightning_memfit.device.health.examine", lambda folder: BAD)
     assert doctor.main([]) == 1
     output = capsys.readouterr().out
     assert "install the driver" in output

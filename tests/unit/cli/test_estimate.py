@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from cli.estimate import make_parser, split_arguments
+from cli.arguments import split_arguments
+from cli.estimate import make_parser
 from cli.main import main
 
 DATA = [
@@ -204,7 +205,7 @@ def test_batch_of_one_still_tells_the_largest(capsys):
 
 
 def test_named_model_without_device_gets_no_verdict(capsys, monkeypatch):
-    monkeypatch.setattr("cli.estimate_named.live_target", lambda: None)
+    monkeypatch.setattr("cli.estimate.live_target", lambda: None)
     code, report = estimate(capsys, "--model", "gpt2", "--sequence-length", "64")
     assert code == 2
     assert report["device"]["capacity_bytes"] is None

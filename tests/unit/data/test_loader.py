@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from lightning_memfit.data.loader import EffectiveBatchSampler, ResumableLoader
-from lightning_memfit.data.packing import PackedBlocks
+from lightning_memfit.data.batched import EffectiveBatchSampler, ResumableLoader
+from lightning_memfit.data.packed import PackedBlocks
 
 
 def make_loader(num_blocks=23, batch_size=2, accumulation=2, num_replicas=1, rank=0, num_workers=0):

@@ -3,7 +3,7 @@ import pickle
 import numpy as np
 import pytest
 
-from lightning_memfit.data.packing import PackedBlocks, join
+from lightning_memfit.data.packed import PackedBlocks, join
 
 
 def test_blocks_are_consecutive_and_the_rest_is_left_out():

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_memfit.data import PairData, StandardLibraryPairs
 from lightning_memfit.data.pairs import TokenizedPairs
-from lightning_memfit.data.standard_library_pairs import documented_functions
+from lightning_memfit.data.standard_library import documented_functions
 from lightning_memfit.data.tokenization import byte_tokenizer
 
 EOS, PAD = 256, 257

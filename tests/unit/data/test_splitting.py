@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_memfit.data.splitting import content_hash, validation_mask
+from lightning_memfit.data.sources import content_hash, validation_mask
 
 
 def hashes(texts):

@@ -5,7 +5,7 @@ import pytest
 from datasets import Dataset
 
 from lightning_memfit.data import TextData
-from lightning_memfit.data import token_files as token_files_module
+from lightning_memfit.data import text as token_files_module
 
 DOCUMENTS = [f"document {i} " * (i % 7 + 1) for i in range(60)]
 

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memfit.device import capacity, health
-from lightning_memfit.device.examine import driver_version, examine, num_nvidia_cards
-from lightning_memfit.device.health import Finding, hinders
+from lightning_memfit.device import health
+from lightning_memfit.device import health as capacity
+from lightning_memfit.device.health import Finding, driver_version, examine, hinders, num_nvidia_cards
 from lightning_memfit.memory import GIB, MIB
 
 

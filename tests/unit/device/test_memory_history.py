@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from lightning_memfit.device.memory_history import dump_snapshot, start_history, stop_history
+from lightning_memfit.fitting.recovery.oom_report import dump_snapshot, start_history, stop_history
 
 
 def test_torch_still_has_what_is_called() -> None:

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from lightning_memfit.device.simulated import SimulatedDevice
+from lightning_memfit.device.limit import SimulatedDevice
 from lightning_memfit.memory import MIB, Category
 
 KIB = 1024

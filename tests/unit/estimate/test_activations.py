@@ -6,8 +6,7 @@ from functools import cache
 import pytest
 
 from lightning_memfit.estimate.activations import checkpointed_segments, layer_activation_bytes
-from lightning_memfit.estimate.architectures import ARCHITECTURES
-from lightning_memfit.estimate.named import NamedRun
+from lightning_memfit.estimate.architectures import ARCHITECTURES, NamedRun
 from lightning_memfit.estimate.named_model import trace_named
 from lightning_memfit.memory import Category
 

@@ -11,10 +11,9 @@ from benchmarks.checkpointing_budget.milp import milp_bound_seconds
 from lightning_memfit.checkpointing.knapsack import PlanFrontier
 from lightning_memfit.device.runtime import runtime_memory
 from lightning_memfit.estimate.block_figures import BudgetError
-from lightning_memfit.estimate.checkpointing_budget import BudgetPlanner
-from lightning_memfit.estimate.compute_rate import cpu_rate, device_rate
+from lightning_memfit.estimate.checkpointing_budget import BudgetPlanner, cpu_rate, device_rate
 from lightning_memfit.estimate.estimate import predict_total_bytes
-from lightning_memfit.profile.measured import measure_step
+from lightning_memfit.profile.build import measure_step
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation

@@ -2,7 +2,7 @@ import pytest
 
 from lightning_memfit.device.runtime import runtime_memory
 from lightning_memfit.estimate.estimate import estimate_step, predict_total_bytes
-from lightning_memfit.estimate.fits import MAX_MICRO_BATCH, Verdict, judge, largest_micro_batch
+from lightning_memfit.estimate.report import MAX_MICRO_BATCH, Verdict, judge, largest_micro_batch
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import GIB, MIB
 from tests.unit.estimate.steps import GRADIENT, SAMPLE, STATE, WEIGHT, step_profile

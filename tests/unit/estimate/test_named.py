@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from lightning_memfit.estimate.architectures import ARCHITECTURES, find_architecture
-from lightning_memfit.estimate.named import OPTIMIZERS, NamedRun, architecture_of, profile_named
+from lightning_memfit.estimate.architectures import ARCHITECTURES, OPTIMIZERS, NamedRun, find_architecture
+from lightning_memfit.estimate.named import architecture_of, profile_named
 from lightning_memfit.estimate.named_model import build_model, make_batch, optimizer_factory, trace_named
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.cache import ProfileCache
@@ -118,7 +118,8 @@ def run_python(code, **environment):
 def test_lightning_is_never_imported_and_torch_only_once(folder, tmp_path):
     code = f"""
 import sys
-from lightning_memfit.estimate.named import NamedRun, profile_named
+from lightning_memfit.estimate.architectures import NamedRun
+from lightning_memfit.estimate.named import profile_named
 from lightning_memfit.estimate.report import build_report
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.profile.cache import ProfileCache

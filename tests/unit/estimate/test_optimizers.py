@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from lightning_memfit.estimate.optimizers import OPTIMIZER_FAMILIES, optimizer_family
-from lightning_memfit.profile.parameters import parameter_table
 from lightning_memfit.profile.record import ParameterInfo
+from lightning_memfit.profile.step import parameter_table
 
 SHAPES = [(300, 200), (64,), (5000,), (3, 50, 70), (100, 100), (4096,), (4095,), (1, 7)]
 

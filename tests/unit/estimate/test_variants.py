@@ -3,8 +3,7 @@ from functools import cache
 
 import pytest
 
-from lightning_memfit.estimate.architectures import ARCHITECTURES
-from lightning_memfit.estimate.named import NamedRun
+from lightning_memfit.estimate.architectures import ARCHITECTURES, NamedRun
 from lightning_memfit.estimate.named_model import build_model, make_batch, optimizer_factory, trace_named
 from lightning_memfit.estimate.variants import steady_step, with_gradient_release, with_optimizer
 from lightning_memfit.memory import Category, Tier

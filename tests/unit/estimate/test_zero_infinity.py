@@ -6,9 +6,9 @@ import torch
 from lightning_memfit.estimate.states import model_states
 from lightning_memfit.estimate.zero_infinity import checkpoint_bytes, zero_infinity_states
 from lightning_memfit.memory import GIB, Category, Tier
-from lightning_memfit.offload.sizing import AioSettings, InfinitySizes, infinity_sizes
-from lightning_memfit.profile.parameters import parameter_table
+from lightning_memfit.nvme.sizing import AioSettings, InfinitySizes, infinity_sizes
 from lightning_memfit.profile.record import ParameterInfo
+from lightning_memfit.profile.step import parameter_table
 
 
 @cache

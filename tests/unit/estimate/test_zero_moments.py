@@ -4,8 +4,8 @@ import pytest
 
 from lightning_memfit.estimate.zero_moments import ASYNC_IO_BYTES, LIBRARIES_BYTES, ZeroRun, zero_moments
 from lightning_memfit.memory import MIB, Category, Tier
-from lightning_memfit.offload.peaks import host_peak_bytes
-from lightning_memfit.offload.sizing import infinity_sizes
+from lightning_memfit.nvme.peaks import host_peak_bytes
+from lightning_memfit.nvme.sizing import infinity_sizes
 from lightning_memfit.profile.record import ParameterInfo
 
 LAYERS = tuple(ParameterInfo(f"h.{i}.weight", MIB, 2, shape=(1024, 1024)) for i in range(16))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_memfit.fitting.global_batch import check_global_batch, share_of
+from lightning_memfit.fitting.step.session import check_global_batch, share_of
 
 
 def trainer(**strategy):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.device.simulated import SimulatedDevice
-from lightning_memfit.fitting.guard import StepGuard
+from lightning_memfit.device.limit import SimulatedDevice
+from lightning_memfit.fitting.recovery.guard import StepGuard
 from tests.helpers.fitting import out_of_memory
 
 

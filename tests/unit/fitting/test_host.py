@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from lightning_memfit.fitting.host import HostCopy
+from lightning_memfit.fitting.recovery.host_states import HostCopy
 
 
 def test_a_copy_is_written_back():

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from lightning_memfit.device.simulated import SimulatedDevice
-from lightning_memfit.fitting.guard import StepGuard
-from lightning_memfit.fitting.host_states import HostStates, absent_bytes, reason_to_stay
+from lightning_memfit.device.limit import SimulatedDevice
+from lightning_memfit.fitting.recovery.guard import StepGuard
+from lightning_memfit.fitting.recovery.host_states import HostStates, absent_bytes, reason_to_stay
 from lightning_memfit.memory.host import is_on_host
 
 PLENTY = 1 << 30

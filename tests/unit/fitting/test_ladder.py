@@ -2,9 +2,9 @@
 
 import pytest
 
-from lightning_memfit.fitting.agreement import Agreement
-from lightning_memfit.fitting.ladder import Ladder, Rung
-from lightning_memfit.fitting.patience import STEPS_BEFORE_GROWTH
+from lightning_memfit.fitting.recovery.ladder import Ladder, Rung
+from lightning_memfit.fitting.size.sizes import STEPS_BEFORE_GROWTH
+from lightning_memfit.fitting.step.ranks import Agreement
 
 
 class Note(Rung):

@@ -1,4 +1,4 @@
-"""Fails when the private parts of Lightning that `fitting.loop` extends have moved."""
+"""Fails when the private parts of Lightning that `fitting.step.loop` extends have moved."""
 
 import inspect
 
@@ -10,7 +10,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_memfit.fitting import MicroBatching
-from lightning_memfit.fitting.loop import LIGHTNING_VERSION, MicroBatchLoop
+from lightning_memfit.fitting.step.loop import LIGHTNING_VERSION, MicroBatchLoop
 from tests.helpers.fitting import Tagger, fit, trainer_of
 
 
@@ -19,7 +19,7 @@ def parameters(function: object) -> list[str]:
 
 
 def test_upstream_is_where_it_was() -> None:
-    assert lightning.__version__.startswith(LIGHTNING_VERSION), "read `fitting/loop.py` against the new version"
+    assert lightning.__version__.startswith(LIGHTNING_VERSION), "read `fitting/step/loop.py` against the new version"
     assert parameters(_AutomaticOptimization.run) == ["self", "optimizer", "batch_idx", "kwargs"]
     assert parameters(_AutomaticOptimization._make_closure) == ["self", "kwargs", "optimizer", "batch_idx"]
     assert parameters(_AutomaticOptimization._make_zero_grad_fn) == ["self", "batch_idx", "optimizer"]

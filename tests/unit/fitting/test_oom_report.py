@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_memfit import MemoryLimit, MicroBatching, OutOfMemoryReport
-from lightning_memfit.fitting.gauge import find_gauge
+from lightning_memfit.fitting.size.device_memory import find_gauge
 from lightning_memfit.memory import parse_bytes
 
 WIDTH, SAMPLES = 64, 32
@@ -153,7 +153,7 @@ def test_beside_micro_batching_one_sample_is_run(tmp_path):
 
 def test_on_cuda_a_snapshot_is_written_before_anything_is_let_go(tmp_path, monkeypatch):
     """Without CUDA the calls are watched; on CUDA see the test below."""
-    from lightning_memfit.fitting import oom_report
+    from lightning_memfit.fitting.recovery import oom_report
 
     calls: list[Any] = []
     for name in ("start_history", "stop_history", "dump_snapshot"):
@@ -161,7 +161,7 @@ def test_on_cuda_a_snapshot_is_written_before_anything_is_let_go(tmp_path, monke
     monkeypatch.setattr(oom_report, "explain", lambda *a: calls.append(("explain",)) or "explained")
     monkeypatch.setattr(oom_report, "held_bytes", lambda m, o, d: held(m, o, torch.device("cpu")))
     monkeypatch.setattr(pl.strategies.SingleDeviceStrategy, "root_device", torch.device("cuda", 0))
-    held = __import__("lightning_memfit.measure.holdings", fromlist=["held_bytes"]).held_bytes
+    held = __import__("lightning_memfit.measure.resident_tensors", fromlist=["held_bytes"]).held_bytes
     report = OutOfMemoryReport(folder=tmp_path / "snapshots")
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     report._without_profile = "not traced"
@@ -198,7 +198,7 @@ def test_on_cuda_the_snapshot_names_lines_of_code(tmp_path):
 
 
 def test_alike_tensors_of_numbered_modules_are_told_together():
-    from lightning_memfit.fitting.postmortem import _largest
+    from lightning_memfit.fitting.recovery.postmortem import _largest
 
     found = [(4, "(2, 2) kept by `layer.0.mlp`"), (5, "(3,) kept by `head2`"), (4, "(2, 2) kept by `layer.1.mlp`")]
     assert _largest(found) == [(8, "2 x (2, 2) kept by `layer.*.mlp`"), (5, "(3,) kept by `head2`")]

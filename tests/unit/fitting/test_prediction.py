@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
-from lightning_memfit.fitting.prediction import MemoryPrediction
+from lightning_memfit.fitting.size.prediction import MemoryPrediction
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.fitting import difference, fit, trainer_of

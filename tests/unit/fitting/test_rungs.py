@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_memfit.checkpointing.apply import CheckpointedForward, apply_checkpointing
-from lightning_memfit.fitting import rungs
-from lightning_memfit.fitting.rungs import InputsOnHost, LastResort, Recomputation, StatesOnHost, rungs_up_to
+from lightning_memfit.fitting.recovery import ladder as rungs
+from lightning_memfit.fitting.recovery.ladder import InputsOnHost, LastResort, Recomputation, StatesOnHost, rungs_up_to
 
 
 def blocks() -> nn.Sequential:

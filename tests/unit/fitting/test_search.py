@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from lightning_memfit.fitting.search import Found, Probe, find_largest, largest_under, line_through
+from lightning_memfit.fitting.size.search import Found, Probe, find_largest, largest_under, line_through
 
 
 class Device:

@@ -2,8 +2,7 @@ import math
 
 import pytest
 
-from lightning_memfit.fitting.patience import STEPS_BEFORE_GROWTH
-from lightning_memfit.fitting.sizes import MicroBatchSize, prefer
+from lightning_memfit.fitting.size.sizes import STEPS_BEFORE_GROWTH, MicroBatchSize, prefer
 
 
 @pytest.mark.parametrize("share", [1, 7, 16, 60, 64, 96, 500, 1000])

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torchmetrics.aggregation import MeanMetric
 
-from lightning_memfit.device.simulated import SimulatedDevice
-from lightning_memfit.fitting import random_state
-from lightning_memfit.fitting.host import HostCopy
-from lightning_memfit.fitting.random_state import RandomState
-from lightning_memfit.fitting.snapshot import OptimizerSnapshot, TrainingSnapshot
+from lightning_memfit.device.limit import SimulatedDevice
+from lightning_memfit.fitting.recovery import rollback as random_state
+from lightning_memfit.fitting.recovery.host_states import HostCopy
+from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot, RandomState, TrainingSnapshot
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memfit.fitting.split import BatchSplitter, sizes_of
+from lightning_memfit.fitting.step.split import BatchSplitter, sizes_of
 
 Pair = namedtuple("Pair", ["x", "y"])
 

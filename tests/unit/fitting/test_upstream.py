@@ -1,6 +1,6 @@
 """Fails when a private name of torch, torchmetrics or Lightning that `fitting` reads has moved.
 
-What `fitting.loop` extends has its own test in `test_loop.py`.
+What `fitting.step.loop` extends has its own test in `test_loop.py`.
 """
 
 import inspect
@@ -86,5 +86,5 @@ def test_the_running_hooks_name_is_where_log_looks_for_it() -> None:
 
 
 def test_hooks_that_are_not_callable_are_skipped() -> None:
-    """What `memory.idle_hooks` relies on."""
+    """What `memory.attach` relies on."""
     assert "if callable(fn)" in inspect.getsource(call._call_callback_hooks)

@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.fitting.split import BatchSplitter
-from lightning_memfit.fitting.weights import batch_statistics, predicts_next_token, weigh
+from lightning_memfit.fitting.step.split import BatchSplitter, batch_statistics, predicts_next_token, weigh
 
 LABELS = torch.tensor([[1, 2, -100], [-100, -100, -100], [4, 5, 6], [7, -100, -100]])
 

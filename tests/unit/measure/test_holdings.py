@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.measure.holdings import held_bytes
+from lightning_memfit.measure.resident_tensors import held_bytes
 from lightning_memfit.memory import Category, Tier
 from lightning_memfit.memory.host import keep_on_host
 

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from lightning_memfit.memory import Category
-from lightning_memfit.memory.ledger import StorageLedger
-from lightning_memfit.memory.python_kernels import python_kernel
+from lightning_memfit.memory.ledger import StorageLedger, python_kernel
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 

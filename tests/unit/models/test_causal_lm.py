@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_memfit.data.packing import PackedBlocks
+from lightning_memfit.data.packed import PackedBlocks
 from lightning_memfit.data.tokenization import byte_tokenizer
 from lightning_memfit.models import CausalLM
 

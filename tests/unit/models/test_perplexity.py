@@ -2,7 +2,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torchmetrics.text import Perplexity
 
-from lightning_memfit.models.perplexity import LossPerplexity
+from lightning_memfit.models.causal_lm import LossPerplexity
 
 
 def test_equals_torchmetrics_over_batches_of_different_size():

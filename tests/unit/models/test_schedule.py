@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_memfit.models.schedule import cosine_with_warmup
+from lightning_memfit.models.optimizer import cosine_with_warmup
 
 
 def factor(step, warmup_steps=4, total_steps=12, floor=0.1):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.optim.bitsandbytes_states import check_states, embedding_parameters, repage_states
-from lightning_memfit.optim.eight_bit import to_bitsandbytes
+from lightning_memfit.optim.eight_bit import check_states, embedding_parameters, repage_states, to_bitsandbytes
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memfit.optim.bitsandbytes_states import check_states
-from lightning_memfit.optim.eight_bit import to_bitsandbytes
+from lightning_memfit.optim.eight_bit import check_states, to_bitsandbytes
 from tests.unit.optim.cases import CASES, Lion
 
 

@@ -7,8 +7,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lightning_memfit.memory.ledger import StorageLedger
-from lightning_memfit.optim.bitsandbytes_states import check_states
-from lightning_memfit.optim.eight_bit import to_bitsandbytes
+from lightning_memfit.optim.eight_bit import check_states, to_bitsandbytes
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.gradient_release import GradientRelease
 from lightning_memfit.optim.replace import replace_optimizers

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.optim.groups import weight_decay_groups
+from lightning_memfit.models.optimizer import weight_decay_groups
 
 
 class RMSNorm(nn.Module):

@@ -8,15 +8,15 @@ import numpy as np
 from lightning_memfit.device.runtime import RuntimeMemory
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import Category
-from lightning_memfit.planner.cost import Rates
-from lightning_memfit.planner.standing import Standing
-from lightning_memfit.planner.traces import passes_of, stepping_of
+from lightning_memfit.planner.steady_state import Standing
+from lightning_memfit.planner.time import Rates
+from lightning_memfit.planner.trace_store import passes_of, stepping_of
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
 from lightning_memfit.profile.record import ModelProfile, ParameterInfo
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.techniques.facts import Facts
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.techniques.core.facts import Facts
+from lightning_memfit.techniques.core.setting import Setting
 
 MIB = 1 << 20
 NUM_BLOCKS = 4

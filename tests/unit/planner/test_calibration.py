@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memfit.planner.calibration import CalibrationFile, Observation, calibrated, fit_factors, uncorrected
-from lightning_memfit.planner.cost import COMPONENTS
+from lightning_memfit.planner.time import COMPONENTS, CalibrationFile, Observation, calibrated, fit_factors, uncorrected
 
 from .made import RATES
 

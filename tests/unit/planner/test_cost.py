@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_memfit.planner.cost import PassWork, pass_seconds, step_seconds
-from lightning_memfit.techniques.cost import Cost, Work
+from lightning_memfit.planner.time import PassWork, pass_seconds, step_seconds
+from lightning_memfit.techniques.core.cost import Cost, Work
 
 from .made import NUM_PARAMETERS, RATES, MadeLaboratory, made_workload
 
@@ -72,7 +72,7 @@ def test_traffic_over_the_link_hides_behind_computing_only_where_it_overlaps() -
 
 
 def test_optimizer_on_the_cpu_takes_its_measured_seconds() -> None:
-    from lightning_memfit.techniques.step_cost import CPU_SECONDS
+    from lightning_memfit.techniques.core.cost import CPU_SECONDS
 
     assert step(rates=CPU).seconds["optimizer"] == pytest.approx(CPU_SECONDS["adamw"] * NUM_PARAMETERS / 2)
 

@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_memfit.planner.calibration import CalibrationFile
 from lightning_memfit.planner.feedback import PlanFeedback
-from lightning_memfit.planner.rates import cpu_name
+from lightning_memfit.planner.time import CalibrationFile, cpu_name
 
 
 class Line(pl.LightningModule):

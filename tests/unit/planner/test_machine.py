@@ -1,7 +1,6 @@
 import pytest
 
-from lightning_memfit.planner.machine import counted, devices_for
-from lightning_memfit.planner.workload import Devices
+from lightning_memfit.planner.workload import Devices, counted, devices_for
 
 
 @pytest.mark.parametrize(

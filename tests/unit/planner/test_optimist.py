@@ -3,11 +3,11 @@ from dataclasses import replace
 import pytest
 
 from lightning_memfit.planner.candidates import Rejected
-from lightning_memfit.planner.cost import StepTime
-from lightning_memfit.planner.optimist import Optimist
+from lightning_memfit.planner.lower_bound import Optimist
 from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.solve import Solution
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.planner.time import StepTime
+from lightning_memfit.techniques.core.setting import Setting
 
 from .made import MadeLaboratory, made_workload
 

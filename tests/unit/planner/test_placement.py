@@ -7,11 +7,11 @@ import torch
 from lightning_memfit.memory import Category, Tier
 from lightning_memfit.models.architecture import build, resolve_config
 from lightning_memfit.planner.placement import NCCL_BYTES, Shape, deepspeed_placement, torch_placement
-from lightning_memfit.planner.standing import Standing
-from lightning_memfit.profile.parameters import parameter_table
+from lightning_memfit.planner.steady_state import Standing
 from lightning_memfit.profile.record import ParameterInfo
-from lightning_memfit.techniques.registry import find_technique
-from lightning_memfit.techniques.sharding import Sharding
+from lightning_memfit.profile.step import parameter_table
+from lightning_memfit.techniques.core.registry import find_technique
+from lightning_memfit.techniques.core.sharding import Sharding
 
 MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks/results/strategies_cpu.json").read_text())
 GIB = 1 << 30

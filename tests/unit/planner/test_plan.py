@@ -3,10 +3,8 @@ import json
 import pytest
 import yaml
 
-from lightning_memfit.planner.make import smallest_device
-from lightning_memfit.planner.overlay import overlay_of
-from lightning_memfit.planner.plan import Plan, label
-from lightning_memfit.planner.search import Search
+from lightning_memfit.planner.plan import Plan, label, overlay_of
+from lightning_memfit.planner.search import Search, smallest_device
 from lightning_memfit.planner.workload import check_allow, check_trainable
 
 from .made import MIB, MadeLaboratory, made_workload
@@ -17,7 +15,7 @@ EIGHT_BIT = {"class_path": "lightning_memfit.techniques.optimizer_8bit.Optimizer
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    from lightning_memfit.planner import make
+    from lightning_memfit.planner import search as make
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(make, "Laboratory", lambda workload, cache, overlap: MadeLaboratory(workload))
@@ -25,7 +23,7 @@ def plan() -> Plan:
 
 
 def refused() -> Plan:
-    from lightning_memfit.planner import make
+    from lightning_memfit.planner import search as make
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(make, "Laboratory", lambda workload, cache, overlap: MadeLaboratory(workload))
@@ -47,7 +45,7 @@ def test_plan_says_what_it_needs_and_what_for(plan: Plan) -> None:
 def test_plan_that_its_own_trace_refutes_is_made_again() -> None:
     from dataclasses import replace
 
-    from lightning_memfit.planner import make
+    from lightning_memfit.planner import search as make
 
     class Refuting(MadeLaboratory):
         def needs_more(self, profile):  # type: ignore[no-untyped-def]

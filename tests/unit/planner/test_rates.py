@@ -1,5 +1,5 @@
 from lightning_memfit.estimate.target import named_target
-from lightning_memfit.planner.rates import cpu_name, cpu_rates, rates_of
+from lightning_memfit.planner.time import cpu_name, cpu_rates, rates_of
 
 
 def test_rates_of_a_card_are_below_its_data_sheet() -> None:

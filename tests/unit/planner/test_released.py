@@ -8,13 +8,13 @@ from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.estimate.target import host_target
 from lightning_memfit.memory import Category
 from lightning_memfit.models import CausalLM
-from lightning_memfit.planner.rates import rates_of
-from lightning_memfit.planner.released import released_levels, transients_of
 from lightning_memfit.planner.search import Search
-from lightning_memfit.planner.traces import Laboratory
+from lightning_memfit.planner.steady_state import released_levels, transients_of
+from lightning_memfit.planner.time import rates_of
+from lightning_memfit.planner.trace_store import Laboratory
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.techniques.core.setting import Setting
 
 from .made import Recorder
 

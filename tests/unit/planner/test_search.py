@@ -7,7 +7,7 @@ from lightning_memfit.planner import candidates as module
 from lightning_memfit.planner.candidates import candidates, state_bytes
 from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.workload import Limits
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.techniques.core.setting import Setting
 
 from .made import MIB, NUM_PARAMETERS, MadeLaboratory, made_workload
 

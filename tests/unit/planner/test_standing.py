@@ -5,12 +5,12 @@ import torch
 
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.models import CausalLM
-from lightning_memfit.planner.rates import rates_of
-from lightning_memfit.planner.standing import Standing
-from lightning_memfit.planner.traces import Laboratory, only_stepping
+from lightning_memfit.planner.steady_state import Standing
+from lightning_memfit.planner.time import rates_of
+from lightning_memfit.planner.trace_store import Laboratory, only_stepping
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.techniques.core.setting import Setting
 
 GPT2 = {"model_type": "gpt2", "n_layer": 9, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 16}
 

@@ -7,11 +7,11 @@ import pytest
 
 from lightning_memfit.memory import GIB, Tier
 from lightning_memfit.planner.candidates import arrangements, candidates
-from lightning_memfit.planner.cost import Rates
 from lightning_memfit.planner.search import Outcome, Search
+from lightning_memfit.planner.time import Rates
 from lightning_memfit.planner.workload import Devices, Limits, Workload
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.techniques.core.setting import Setting
 
 from .made import MIB, NUM_BLOCKS, NUM_PARAMETERS, RATES, MadeLaboratory, made_workload
 
@@ -44,7 +44,7 @@ def in_pieces(profile: ModelProfile) -> ModelProfile:
 @pytest.fixture(autouse=True)
 def with_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules are under test, not what is installed; and devices of a gigabyte, where NCCL's share would be half."""
-    monkeypatch.setattr("lightning_memfit.techniques.technique.find_spec", lambda name: object())
+    monkeypatch.setattr("lightning_memfit.techniques.core.technique.find_spec", lambda name: object())
     for module in ("bounds", "placement"):
         monkeypatch.setattr(f"lightning_memfit.planner.{module}.NCCL_BYTES", MIB)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_memfit.profile import cache as cache_module
-from lightning_memfit.profile import describe as describe_module
+from lightning_memfit.profile import fingerprint as describe_module
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache, default_cache_folder, profile_key
 from lightning_memfit.profile.step import StepOptions

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from lightning_memfit.profile.fold import fold_blocks
-from lightning_memfit.profile.repeat import TRACED_BLOCKS
+from lightning_memfit.profile.repeat import TRACED_BLOCKS, fold_blocks
 
 from .modules import Stack
 

@@ -6,7 +6,7 @@ from torch.utils import _foreach_utils
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.events import CATEGORIES
-from lightning_memfit.profile.foreach import foreach_defaults
+from lightning_memfit.profile.patches import foreach_defaults
 from lightning_memfit.profile.trace import Emulation
 
 WEIGHTS = 4 * (64 * 64 * 4)

@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from lightning_memfit.profile.garbage import collector_paused
+from lightning_memfit.profile.quiet import collector_paused
 
 
 def test_the_collector_rests_until_the_outermost_end():

@@ -7,8 +7,7 @@ from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.memory import Category, Tier
 from lightning_memfit.memory.host import is_on_host, keep_on_host, return_to_device
 from lightning_memfit.memory.ledger import StorageLedger
-from lightning_memfit.profile.build import profile_module
-from lightning_memfit.profile.measured import measure_step
+from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from lightning_memfit.profile.assumptions import TraceError
-from lightning_memfit.profile.meanwhile import in_child
+from lightning_memfit.profile.background import in_child
+from lightning_memfit.profile.trace import TraceError
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_no_fork_where_it_is_not_safe(obstacle: str, monkeypatch: pytest.MonkeyP
 
 PARALLEL_IN_BOTH = """
 import torch
-from lightning_memfit.profile.meanwhile import in_child
+from lightning_memfit.profile.background import in_child
 
 torch.set_num_threads(2)
 rows = torch.arange(1 << 20)

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from lightning_memfit.memory import Category
-from lightning_memfit.profile.build import profile_module
-from lightning_memfit.profile.measured import measure_step
+from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
 

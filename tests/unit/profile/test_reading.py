@@ -4,7 +4,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memfit.profile.integers import RealIntegers
-from lightning_memfit.profile.reading import readable_fakes
+from lightning_memfit.profile.patches import readable_fakes
 
 
 @pytest.fixture

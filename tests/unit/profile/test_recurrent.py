@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.profile.recurrent import UnknownKernelError, refuse_fused_recurrence
+from lightning_memfit.profile.patches import UnknownKernelError, refuse_fused_recurrence
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import TraceError, trace_step
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_memfit.strategies.checkpoint_folder import rewritten
+from lightning_memfit.strategies.checkpoints import rewritten
 
 
 def save(path, content):

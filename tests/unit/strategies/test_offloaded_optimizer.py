@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lightning_memfit.strategies.offloaded_optimizer import prefer_fused
+from lightning_memfit.strategies.zero import prefer_fused
 
 
 def parameters():

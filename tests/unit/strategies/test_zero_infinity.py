@@ -7,7 +7,7 @@ pytest.importorskip("deepspeed")
 
 import torch
 
-from lightning_memfit.strategies.nvme_internals import copy_parameters_from_swap_buffers, loading_swapped_parameters
+from lightning_memfit.strategies.upstream.deepspeed import copy_parameters_from_swap_buffers, loading_swapped_parameters
 from lightning_memfit.strategies.zero_infinity import ZeroInfinityStrategy
 
 
@@ -86,7 +86,7 @@ def test_optimizers_that_can_not_be_swapped() -> None:
 def test_monitors_are_told_what_lies_on_the_drive(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
-    from lightning_memfit.offload.folder import RunFolder
+    from lightning_memfit.nvme.folder import RunFolder
 
     swapped_bytes = ZeroInfinityStrategy.swapped_bytes.fget
     assert swapped_bytes is not None

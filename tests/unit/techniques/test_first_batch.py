@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_memfit.techniques.first_batch import first_batch
+from lightning_memfit.techniques.core.first_batch import first_batch
 from tests.techniques.runs import LanguageModel, trainer
 
 

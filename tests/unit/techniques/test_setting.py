@@ -3,10 +3,10 @@ import json
 import pytest
 import yaml
 
-from lightning_memfit.techniques.cost import Cost, Work
-from lightning_memfit.techniques.facts import Facts
-from lightning_memfit.techniques.registry import find_technique
-from lightning_memfit.techniques.setting import Setting
+from lightning_memfit.techniques.core.cost import Cost, Work
+from lightning_memfit.techniques.core.facts import Facts
+from lightning_memfit.techniques.core.registry import find_technique
+from lightning_memfit.techniques.core.setting import Setting
 
 
 def test_order_of_choosing_does_not_matter():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memfit.techniques.step_cost import CPU_SECONDS, ROUNDING_CPU_SECONDS
+from lightning_memfit.techniques.core.cost import CPU_SECONDS, ROUNDING_CPU_SECONDS
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "optimizer_step_cpu.json"
 DOCUMENT = json.loads(RESULTS.read_text())

@@ -3,7 +3,7 @@ from types import MethodType
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_memfit.techniques.wrapping import wrap_method
+from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class Counter:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_memfit.bench.peers.peer import Peer, UnsupportedError
-from lightning_memfit.bench.peers.registry import PEERS, peer_named
+from lightning_memfit.bench.peers.peer import PEERS, Peer, UnsupportedError, peer_named
 from lightning_memfit.bench.peers.run import PeerRun
 from lightning_memfit.memory import Category
 
@@ -73,7 +72,7 @@ def test_deepspeed_trains_the_same(lightning: dict[str, Any], tmp_path: Path) ->
     """In a process of its own, and without its shared-memory collectives, which it compiles for minutes."""
     code = (
         "import json, sys; from pathlib import Path; import os; os.environ['DS_ACCELERATOR'] = 'cpu'\n"
-        "from lightning_memfit.strategies.deepspeed_internals import disable_shared_memory_collectives\n"
+        "from lightning_memfit.strategies.upstream.deepspeed import disable_shared_memory_collectives\n"
         "from tests.unit.bench.peers.test_peers import run_peer\n"
         "disable_shared_memory_collectives()\n"
         "folder = Path(sys.argv[1])\n"

@@ -1,0 +1,128 @@
+"""`memfit fit|validate|test|predict`, and what `memfit: auto` in a recipe does before a run.
+
+On one device `MemFit` takes the place of the techniques that a recipe names. With several, strategies are planned as
+`memfit plan` does, and the plan is laid over the recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from lightning_memfit.planner.plan import is_technique
+
+from .lightning_cli import MemFitCLI
+
+PLAN_VARIABLE = "MEMFIT_AUTO_PLAN"
+"""Names the plan's file for the processes that a strategy starts, so that all of them train by one plan."""
+
+_STARTED_BY_OTHERS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "NODE_RANK", "GROUP_RANK")
+
+_MEM_FIT = "lightning_memfit.fitting.auto.MemFit"
+
+
+def main(argv: list[str]) -> int:
+    """Run `fit`, `validate`, `test` or `predict`."""
+    FitCLI(argv)
+    return 0
+
+
+class FitCLI(MemFitCLI):
+    """The command line that trains: it plans first where a recipe says `memfit: auto`."""
+
+    def before_instantiate_classes(self) -> None:
+        """Put `MemFit`, or with several devices a plan, in the place of techniques where it says `memfit: auto`."""
+        if getattr(self, "subcommand", None) != "fit" or self.config.fit.memfit != "auto":
+            return
+        trainer = self.config.fit.trainer
+        if self._arguments is None or num_devices(trainer) == 1:
+            plan_automatically(trainer)
+            return
+        plan = plan_file(self._arguments[1:], trainer.num_nodes)
+        seed = self.config.fit.seed_everything  # drawn already
+        self.config = self.parser.parse_args([*self._arguments, "--config", str(plan), "--memfit=off"])
+        self.config.fit.seed_everything = seed
+
+
+def plan_automatically(trainer: Any) -> None:
+    """Change a trainer's configuration, and say which callbacks the plan replaces.
+
+    Args:
+        trainer: Of a parsed recipe, nothing of it instantiated.
+    """
+    named = trainer.callbacks or []
+    callbacks = named if isinstance(named, list) else [named]
+    replaced = [spec.class_path for spec in callbacks if is_technique(spec.class_path)]
+    kept = [spec for spec in callbacks if spec.class_path not in replaced]
+    if not any(spec.class_path.endswith(".MemFit") for spec in kept):
+        kept = [Namespace(class_path=_MEM_FIT, init_args=Namespace(allow=None, host_memory=None, probe=True)), *kept]
+    if replaced:
+        names = ", ".join(path.rpartition(".")[2] for path in replaced)
+        print(f"memfit: auto: the plan replaces {names}.", file=sys.stderr)
+    trainer.callbacks = kept
+
+
+def num_devices(trainer: Any) -> int:
+    """Devices of all machines that a trainer's configuration asks for."""
+    on_cuda = str(trainer.accelerator) in ("auto", "gpu", "cuda")
+    if on_cuda and str(trainer.devices) in ("auto", "-1"):
+        import torch
+
+        return max(1, torch.cuda.device_count()) * int(trainer.num_nodes)
+    from .recipe_run import num_processes
+
+    return num_processes(trainer.devices) * int(trainer.num_nodes)
+
+
+def plan_file(arguments: Sequence[str], num_nodes: int = 1) -> Path:
+    """The plan of a `fit` for several devices: made here, or by the process that started this one.
+
+    Args:
+        arguments: Behind `fit`.
+        num_nodes: Machines.
+
+    Raises:
+        ValueError: If nothing fits, or processes are started by others, each of which would plan by itself.
+    """
+    known = os.environ.get(PLAN_VARIABLE)
+    if known:
+        return Path(known)
+    if num_nodes > 1 or any(name in os.environ for name in _STARTED_BY_OTHERS):
+        raise ValueError(
+            "`memfit: auto` plans in one process, which starts the others. With several machines, torchrun or SLURM "
+            "make the plan first (`memfit plan --config RECIPE --device '2x NAME' --out plan.yaml`), then train with "
+            "`memfit fit --config RECIPE --config plan.yaml`."
+        )
+    return _made(list(arguments))
+
+
+def _made(arguments: list[str]) -> Path:
+    from .arguments import split_arguments
+    from .plan import make_parser, write_overlay
+    from .plan_recipe import plan_recipe
+
+    of_fit_alone = argparse.ArgumentParser()
+    of_fit_alone.add_argument("--ckpt-path")
+    of_fit_alone.add_argument("--memfit")
+    _, of_recipe = split_arguments(of_fit_alone, arguments)
+    made = plan_recipe(make_parser().parse_args([]), of_recipe)
+    if made is None:
+        raise ValueError("`memfit: auto`: without a trace there is no plan. Choose techniques yourself: `memfit: off`.")
+    plan, _ = made
+    if not plan["fits"]:
+        raise ValueError(f"`memfit: auto`: {plan['summary']} {' '.join(plan['advice'][1:])}".rstrip())
+    folder = tempfile.TemporaryDirectory(prefix="memfit-")
+    atexit.register(folder.cleanup)
+    path = Path(folder.name) / "plan.yaml"
+    write_overlay(path, plan)
+    os.environ[PLAN_VARIABLE] = str(path)
+    print(f"memfit: auto: {plan['summary']}", file=sys.stderr)
+    return path

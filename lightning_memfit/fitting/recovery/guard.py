@@ -1,0 +1,172 @@
+"""Surviving an out-of-memory error inside `optimizer.step`.
+
+A step changes weights and states tensor by tensor. When it fails midway, repeating it would apply the first part
+twice. So it is repeated only from a known state: nothing was changed yet (told by the tensors' version counters), or a
+copy in host memory was taken before. The copy is taken when the risk is real: before the first step, which allocates
+the states, and while less memory is free than a step may need for its temporaries. An optimizer that breaks off midway
+without a copy leaves weights nobody should train on, and the error says so.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_memfit.fitting.recovery.host_states import absent_bytes
+from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
+from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot
+from lightning_memfit.fitting.size.device_memory import MemoryGauge
+
+_STEPS_BETWEEN_CHECKS = 16
+_MAX_RETRIES = 3
+
+
+class StepGuard:
+    """Make optimizer steps repeatable.
+
+    The retry runs with `foreach=False` and an emptied cache, so that it needs the temporaries of one tensor only.
+
+    Args:
+        gauge: Tells how much memory is free; without it only the first step is copied.
+
+    Attributes:
+        num_retries: Steps repeated so far.
+    """
+
+    def __init__(self, gauge: MemoryGauge | None) -> None:
+        self._gauge = gauge
+        self._steps_to_check = 0
+        self._is_at_risk = True
+        self._is_first = True
+        self.num_retries = 0
+
+    def __call__(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Guard the steps of an optimizer within the context."""
+        if isinstance(optimizer, LBFGS):  # evaluates its closure several times within a step
+            return nullcontext()
+        return _Guarded(self, optimizer)
+
+    def step(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Run the closure, then the step, and repeat the step if memory ran out in it.
+
+        A call without a closure is a trial step's, which runs inside the closure of the real step it prepares: it is
+        copied, since it allocates the states, and the real step still counts as the first.
+
+        Raises:
+            torch.OutOfMemoryError: If it runs out in every retry, too; weights and states are those before the step.
+            RuntimeError: If it ran out when some weights were changed, and there is no copy.
+        """
+        loss = None
+        if closure is not None:
+            loss = closure()
+            kwargs["closure"] = lambda: loss
+        at_risk = closure is None or self._check(optimizer)
+        snapshot = OptimizerSnapshot(optimizer) if at_risk else None
+        versions = None if snapshot else _versions(optimizer)
+        try:
+            return step(**kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error
+        if snapshot is None and _versions(optimizer) != versions:
+            raise RuntimeError(
+                "Memory ran out in the middle of `optimizer.step`, some weights are updated and some are not. Resume "
+                "from the last checkpoint with a smaller optimizer state, `foreach=False` or less memory in use."
+            ) from failure
+        self._steps_to_check = 0
+        return self._repeat(optimizer, partial(step, **kwargs), failure, snapshot)
+
+    def _repeat(
+        self, optimizer: Optimizer, step: Callable[[], Any], failure: Exception, snapshot: OptimizerSnapshot | None
+    ) -> Any:
+        """Repeat a step from the state before it, tensor by tensor."""
+        for _ in range(_MAX_RETRIES):
+            release(failure)
+            if snapshot is None:
+                snapshot = OptimizerSnapshot(optimizer)  # nothing has changed yet
+            else:
+                snapshot.restore()
+            self.num_retries += 1
+            rank_zero_warn(
+                "Memory ran out in `optimizer.step`; the step is repeated tensor by tensor (`foreach=False`)."
+            )
+            try:
+                with _one_tensor_at_a_time(optimizer):
+                    return step()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error
+        assert snapshot is not None
+        release(failure)
+        snapshot.restore()
+        raise torch.OutOfMemoryError(
+            f"Memory ran out in `optimizer.step` {_MAX_RETRIES + 1} times in a row, at last with the temporaries of "
+            "one tensor only. Weights and states are those before the step. Smaller states need less: "
+            f"`Optimizer8bit()` or `ReplaceOptimizer('torch.Adafactor')`. {str(failure).splitlines()[0]}"
+        ) from failure
+
+    def _check(self, optimizer: Optimizer) -> bool:
+        if self._steps_to_check == 0:
+            self._steps_to_check = _STEPS_BETWEEN_CHECKS
+            self._is_at_risk = self._is_first or self._lacks_memory(optimizer)
+            if self._is_first:
+                self._is_first = False
+                self._steps_to_check = 1
+        self._steps_to_check -= 1
+        return self._is_at_risk
+
+    def _lacks_memory(self, optimizer: Optimizer) -> bool:
+        if self._gauge is None:
+            return False
+        sizes = [p.nbytes for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return self._gauge.limit_bytes - self._gauge.live_bytes < 2 * sum(sizes) + absent_bytes(optimizer)
+
+
+class _Guarded(AbstractContextManager[None]):
+    """An optimizer whose `step` is the guard's meanwhile. A class, not a generator: it is entered in every step."""
+
+    __slots__ = ("_attributes", "_guard", "_optimizer", "_own")
+
+    def __init__(self, guard: StepGuard, optimizer: Optimizer) -> None:
+        self._guard = guard
+        self._optimizer = optimizer
+        self._attributes = vars(optimizer)
+        self._own = self._attributes.get("step")
+
+    def __enter__(self) -> None:
+        self._attributes["step"] = partial(self._guard.step, self._optimizer, self._optimizer.step)
+
+    def __exit__(self, *_: Any) -> None:
+        if self._own is None:
+            del self._attributes["step"]
+        else:
+            self._attributes["step"] = self._own
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    found = [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
+    for state in optimizer.state.values():
+        found.extend(value._version for value in state.values() if isinstance(value, torch.Tensor))
+    return found
+
+
+@contextmanager
+def _one_tensor_at_a_time(optimizer: Optimizer) -> Iterator[None]:
+    before = [group.get("foreach") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        if "foreach" in group and not group.get("fused"):
+            group["foreach"] = False
+    try:
+        yield
+    finally:
+        for group, foreach in zip(optimizer.param_groups, before, strict=True):
+            if "foreach" in group:
+                group["foreach"] = foreach

@@ -1,0 +1,205 @@
+"""Optimizer states that wait in host memory while forward and backward run."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_memfit.checkpointing.offload import MIN_OFFLOAD_BYTES
+from lightning_memfit.fitting.recovery.oom import is_out_of_memory
+from lightning_memfit.memory import Category, format_bytes
+from lightning_memfit.memory.host import copy_to_host, is_on_host
+
+_AWAY = WeakIdKeyDictionary()
+"""States that wait on the host, of all optimizers."""
+
+
+class HostStates:
+    """Sends the states of an optimizer to host memory now and after each step, and fetches them before each step.
+
+    A state stays the tensor that it is and only its values change their place, so that `state_dict` is complete at any
+    time. They are fetched by a hook of `optimizer.step`, and hooks are called before the step's closure: forward and
+    backward must have run by then, which `StepGuard` sees to.
+
+    Copies run on the current stream, as there is nothing to compute beside them: states leave after a step that used
+    them, and forward needs the memory they leave. On CUDA the host side is pinned if there is room, and kept for reuse.
+
+    Args:
+        optimizer: One that `reason_to_stay` has nothing against.
+        free_bytes: Host memory that may be used.
+
+    Attributes:
+        size_bytes: What was on the host first.
+    """
+
+    def __init__(self, optimizer: Optimizer, free_bytes: int) -> None:
+        self._optimizer = optimizer
+        self._buffers = WeakIdKeyDictionary()
+        # torch rounds pinned memory up to powers of two.
+        self._pins = sum(1 << (state.nbytes - 1).bit_length() for state in _present(optimizer)) <= free_bytes
+        self._send()
+        self.size_bytes = absent_bytes(optimizer)
+        self._handles = [optimizer.register_step_pre_hook(self._fetch), optimizer.register_step_post_hook(self._send)]
+
+    def stop(self) -> None:
+        """Send no more, and fetch what is on the host: now, or where there is no room for it now, by the next step."""
+        fetch, *send = self._handles
+        for handle in send:
+            handle.remove()
+        self._handles = [fetch]
+        with suppress(RuntimeError):  # out of memory, or the device has failed, which the next step says better
+            self._fetch()
+            fetch.remove()
+
+    @torch.no_grad()
+    def _send(self, *_: Any) -> None:
+        """Have all states on the host when this returns, where a checkpoint may be written of them."""
+        device = None
+        for state in list(_present(self._optimizer)):
+            buffer = self._buffers.get(state)
+            if buffer is None or buffer.shape != state.shape or buffer.dtype != state.dtype:
+                self._buffers[state] = buffer = self._host_like(state)
+            buffer.copy_(state, non_blocking=True)
+            _AWAY[state], device = True, state.device
+            state.data = buffer
+        if device is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    @torch.no_grad()
+    def _fetch(self, *_: Any) -> None:
+        """Have all states on the device. If memory runs out midway, calling it again does the rest."""
+        for parameter, state in list(_states(self._optimizer)):
+            if state in _AWAY:
+                values = torch.empty_strided(state.size(), state.stride(), dtype=state.dtype, device=parameter.device)
+                values.copy_(state, non_blocking=True)
+                state.data = values
+                del _AWAY[state]
+
+    def _host_like(self, state: Tensor) -> Tensor:
+        """Memory on the host for a state."""
+        if not state.is_cuda:
+            return copy_to_host(state, Category.OPTIMIZER_STATE)
+        try:
+            return torch.empty_strided(state.size(), state.stride(), dtype=state.dtype, pin_memory=self._pins)
+        except RuntimeError as error:
+            if not (self._pins and is_out_of_memory(error)):
+                raise
+            self._pins = False
+            return self._host_like(state)
+
+
+def reason_to_stay(optimizer: Optimizer, free_bytes: int) -> str | None:
+    """Why the states of an optimizer can't wait in host memory, or None where they can.
+
+    Args:
+        optimizer: After its first step.
+        free_bytes: Host memory that may be used.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
+        return "LBFGS runs forward and backward within its step"
+    if getattr(optimizer, "is_paged", False):
+        return f"{name} pages them between device and host by itself"
+    if hasattr(optimizer, "consolidate_state_dict"):
+        return f"{name} divides them among ranks"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "with `capturable=True` a captured step expects them where they are"
+    size_bytes = sum(state.nbytes for state in _present(optimizer))
+    if not size_bytes and not absent_bytes(optimizer):
+        return f"{name} has {_kinds(optimizer)}"
+    if size_bytes > free_bytes:
+        return f"they take {format_bytes(size_bytes)}, and {format_bytes(free_bytes)} of host memory are free for them"
+    return None
+
+
+def absent_bytes(optimizer: Optimizer) -> int:
+    """Bytes of states that wait on the host and will be on the device in the step."""
+    return sum(state.nbytes for _, state in _states(optimizer) if state in _AWAY)
+
+
+def _states(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parameters with their states, each state once."""
+    seen: set[int] = set()
+    for parameter, state in getattr(optimizer, "state", {}).items():
+        for value in state.values() if isinstance(parameter, Tensor) else ():
+            if isinstance(value, Tensor) and id(value) not in seen:
+                seen.add(id(value))
+                yield parameter, value
+
+
+def _present(optimizer: Optimizer) -> Iterator[Tensor]:
+    """States on their parameter's device that can leave it: ordinary, alone in their storage, and not small."""
+    for parameter, state in _states(optimizer):
+        if type(state) is Tensor and state.layout is torch.strided and state.device == parameter.device:
+            is_alone = state.untyped_storage().nbytes() == state.nbytes and state._base is None
+            if is_alone and state.nbytes >= MIN_OFFLOAD_BYTES and not is_on_host(state) and state not in _AWAY:
+                yield state
+
+
+def _kinds(optimizer: Optimizer) -> str:
+    """Words for what an optimizer has instead of states that can leave."""
+    states = [state for _, state in _states(optimizer)]
+    if not states:
+        return "no states yet, or never any"
+    wrapped = {type(state).__name__ for state in states} - {"Tensor"}
+    if wrapped:
+        return f"states of a kind of their own ({', '.join(sorted(wrapped))}), which stay where they are"
+    return f"no states of {MIN_OFFLOAD_BYTES >> 10} KiB or more on the device"
+
+
+# Copies of tensors in host memory, out of sight of the device's accounting. `_disable_current_modes` is private torch
+# API (there since 2.0): a simulated device is a dispatch mode, and what is copied to "the host" must not count there.
+
+
+class HostCopy:
+    """The values of one tensor, kept in host memory.
+
+    Args:
+        tensor: Any tensor; a sparse one or a subclass keeps its kind. Of a wrapper, such as a quantized optimizer
+            state, the tensors inside are copied: few wrappers can be cloned.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._parts: dict[str, HostCopy] = {}
+        self._wrap: Callable[[dict[str, Tensor]], Tensor] | None = None
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh, too
+            self._parts = {name: HostCopy(part) for name, part in parts.items() if isinstance(part, Tensor)}
+            others = {name: part for name, part in parts.items() if name not in self._parts}
+            self._wrap = partial(_wrapped, type(tensor), others, context, tensor.size(), tensor.stride())
+            return
+        with _disable_current_modes(), torch.no_grad():
+            self._values = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+
+    def restore(self, tensor: Tensor) -> None:
+        """Write the values back, in place."""
+        for name, part in self._parts.items():
+            part.restore(getattr(tensor, name))
+        if not self._parts:
+            with _disable_current_modes(), torch.no_grad():
+                tensor.detach().copy_(self._values)
+
+    def moved_to(self, device: torch.device) -> Tensor:
+        """A new tensor with the values, on a device."""
+        if self._wrap is not None:
+            return self._wrap({name: part.moved_to(device) for name, part in self._parts.items()})
+        return self._values.clone() if device.type == "cpu" else self._values.to(device)
+
+
+def _wrapped(
+    kind: Any,
+    others: dict[str, Any],
+    context: Any,
+    size: torch.Size,
+    stride: tuple[int, ...],
+    parts: dict[str, Tensor],
+) -> Tensor:
+    wrapper: Tensor = kind.__tensor_unflatten__({**parts, **others}, context, size, stride)
+    return wrapper

@@ -1,0 +1,248 @@
+"""`OutOfMemoryReport`: what filled the memory when a run ran out of it, and what would have fitted."""
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_memfit.estimate.estimate import estimate_step
+from lightning_memfit.fitting.recovery.oom import error_chain, is_out_of_memory
+from lightning_memfit.fitting.recovery.postmortem import explain
+from lightning_memfit.fitting.size.device_memory import find_gauge
+from lightning_memfit.fitting.size.prediction import profile_fit, runtime_of
+from lightning_memfit.fitting.size.search import largest_under
+from lightning_memfit.measure.resident_tensors import held_bytes
+from lightning_memfit.memory import format_bytes
+from lightning_memfit.profile.build import batch_size, resize_batch
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.trace import TraceError
+from lightning_memfit.techniques.core.first_batch import first_batch
+
+# Torch's own record of CUDA allocations, for https://pytorch.org/memory_viz.
+# `torch.cuda.memory._record_memory_history` and `_dump_snapshot` are documented by torch, but their names are
+# private; written for torch 2.11 to 2.13. `tests/unit/device/test_memory_history.py` fails when they move.
+
+
+_MAX_ENTRIES = 100_000  # the last allocations and frees: some tens of MiB of host memory
+
+
+def start_history() -> None:
+    """Record from now on where every block of CUDA memory is allocated and freed."""
+    torch.cuda.memory._record_memory_history(max_entries=_MAX_ENTRIES, stacks="python")
+
+
+def stop_history() -> None:
+    """Record no longer, and forget what was recorded."""
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def dump_snapshot(path: Path) -> None:
+    """Write what is allocated now, and its history where one is recorded, as a pickle."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+# ===
+
+
+_ADVICE = "`memfit plan` finds the fastest techniques that fit."
+
+
+class OutOfMemoryReport(Callback):
+    """Explain an out-of-memory error that ends a run, before it is raised on.
+
+    Said on stderr and kept in `text`: what module and optimizers hold by category, the largest tensors with the modules
+    that made them, and the largest micro-batch that would have fitted. On CUDA torch's memory snapshot is written, too.
+
+    - The largest tensors are found by running the failing micro-batch once more. Runs of several processes, manual
+      optimization and errors outside of training are told without. What local variables of the error's frames held
+      is let go before that.
+    - What would have fitted is read off a trace of the step on tensors without memory, made before the run (seconds,
+      kept in a cache). Beside `MicroBatching`, which looks for that size, it is left out, and one sample is run.
+
+    Args:
+        folder: Where snapshots go, as `out_of_memory_rank0.pickle`; older ones stay. None takes the Trainer's
+            `default_root_dir`.
+        record_history: On CUDA, record where allocations come from, so that a snapshot shows the lines of code; costs
+            some microseconds an allocation.
+
+    Attributes:
+        text: The report, None before an error.
+        snapshot_path: The snapshot, None without one.
+    """
+
+    def __init__(self, folder: str | Path | None = None, record_history: bool = True) -> None:
+        self.folder = folder
+        self.record_history = record_history
+        self.text: str | None = None
+        self.snapshot_path: Path | None = None
+        self._profile: ModelProfile | None = None
+        self._without_profile = ""
+        self._running: tuple[Any, int] | None = None
+        self._records = False
+
+    # --- hooks ------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Trace the step, for what would have fitted."""
+        self.text = self.snapshot_path = self._profile = None
+        if stage != "fit":
+            self._without_profile = "only training steps are traced"
+        elif trainer.world_size > 1:
+            self._without_profile = "several processes are not traced"
+        elif not _finds_its_size(trainer):
+            try:
+                self._profile = profile_fit(trainer, pl_module, first_batch(trainer), any_micro_batch=True)
+            except (TraceError, ValueError) as error:
+                self._without_profile = str(error)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to record where CUDA memory is allocated."""
+        if self.record_history and trainer.strategy.root_device.type == "cuda":
+            start_history()
+            self._records = True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keep the batch while it is worked on."""
+        self._running = batch, batch_idx
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Let the batch go."""
+        self._running = None
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Record no longer."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Explain; Lightning calls no `teardown` after an exception."""
+        running, self._running = self._running, None
+        try:
+            if is_out_of_memory(exception):
+                self._explain(trainer, pl_module, exception, running)
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._records:
+            stop_history()
+            self._records = False
+
+    # --- the report -------------------------------------------------------------------------------------------------
+
+    def _explain(
+        self, trainer: Trainer, module: LightningModule, error: BaseException, running: tuple[Any, int] | None
+    ) -> None:
+        device = trainer.strategy.root_device
+        rank = trainer.global_rank
+        if device.type == "cuda":
+            self.snapshot_path = _free_path(Path(self.folder or trainer.default_root_dir), rank)
+            dump_snapshot(self.snapshot_path)
+        held = held_bytes(module, trainer.optimizers, device)
+        sizes = ", ".join(f"{str(category).replace('_', ' ')} {format_bytes(n)}" for _, category, n in held)
+        lines = [
+            f"Out of memory on {device}, rank {rank}, after {trainer.global_step} optimizer steps. "
+            f"Module and optimizers hold {format_bytes(held.total())} there: {sizes or 'nothing'}."
+        ]
+        lines.append(explain(module, trainer.optimizers, self._step_again(trainer, module, error, running), None))
+        lines.append(self._what_fits(trainer))
+        if self.snapshot_path is not None:
+            lines.append(f"Memory snapshot: {self.snapshot_path}; open it at https://pytorch.org/memory_viz.")
+        self.text = "\n".join(lines)
+        print(f"OutOfMemoryReport: {self.text}", file=sys.stderr, flush=True)
+
+    def _step_again(
+        self, trainer: Trainer, module: LightningModule, error: BaseException, running: tuple[Any, int] | None
+    ) -> Callable[[], Any]:
+        """What runs the failing micro-batch once more, or nothing where that could do harm."""
+        if running is None or trainer.world_size > 1 or not module.automatic_optimization:
+            return lambda: None
+        batch, batch_idx = running
+        if _finds_its_size(trainer):
+            batch = _one_sample(batch)
+        for one in error_chain(error):
+            traceback.clear_frames(one.__traceback__)
+
+        def step() -> None:
+            with isolate_rng(), _mute(module), trainer.precision_plugin.train_step_context():
+                named = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+                output = module.training_step(batch, batch_idx) if named else module.training_step(batch)
+                loss = output.get("loss") if isinstance(output, dict) else output
+                if isinstance(loss, torch.Tensor):
+                    loss.backward()
+
+        return step
+
+    def _what_fits(self, trainer: Trainer) -> str:
+        if _finds_its_size(trainer):
+            return f"`MicroBatching` found no micro-batch that fits. {_ADVICE}"
+        gauge = find_gauge(trainer)
+        if gauge is None:
+            return "What would have fitted is not known: the CPU has no limit. `MemoryLimit` gives it one."
+        limit = gauge.limit_bytes
+        profile = self._profile
+        if profile is None:
+            return f"What would have fitted is not known: {self._without_profile}. {_ADVICE}"
+        whole = profile.micro_batch_size
+        if not profile.knows_every_size:
+            return f"Other micro-batches than {whole} are not known: {profile.only_this_size}. {_ADVICE}"
+
+        def needs(size: int) -> int:
+            return estimate_step(profile, size, runtime_of(trainer)).reserved_bytes
+
+        predicted = f"{format_bytes(needs(whole))} predicted for {_samples(whole)}, {format_bytes(limit)} there"
+        size = largest_under(needs, limit, whole)
+        if size == whole:
+            return f"By prediction it should have fitted ({predicted}): something else takes memory. {_ADVICE}"
+        if size == 0:
+            return f"Not even one sample would have fitted ({predicted}; one takes {format_bytes(needs(1))}). {_ADVICE}"
+        return (
+            f"What would have fitted: {_samples(size)} at a time ({format_bytes(needs(size))}; {predicted}). "
+            f"`MicroBatching(global_batch_size={whole * trainer.accumulate_grad_batches})` goes on with the same "
+            f"effective batch. {_ADVICE}"
+        )
+
+
+def _finds_its_size(trainer: Trainer) -> bool:
+    return any(getattr(callback, "predicts_memory", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def _one_sample(batch: Any) -> Any:
+    """The first sample; the whole batch where it can't be cut."""
+    try:
+        return resize_batch(batch, batch_size(batch), 1)
+    except ValueError:
+        return batch
+
+
+def _samples(size: int) -> str:
+    return "1 sample" if size == 1 else f"{size} samples"
+
+
+def _free_path(folder: Path, rank: int) -> Path:
+    number, path = 1, folder / f"out_of_memory_rank{rank}.pickle"
+    while path.exists():
+        number += 1
+        path = folder / f"out_of_memory_rank{rank}-{number}.pickle"
+    return path
+
+
+@contextmanager
+def _mute(module: LightningModule) -> Iterator[None]:
+    """Log nothing of a step that is run for its tensors alone."""
+    names = [name for name in ("log", "log_dict") if name not in vars(module)]
+    vars(module).update(dict.fromkeys(names, lambda *_, **__: None))
+    try:
+        yield
+    finally:
+        for name in names:
+            del vars(module)[name]

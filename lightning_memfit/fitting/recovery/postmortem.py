@@ -1,0 +1,118 @@
+"""What filled the memory when not even one sample fits."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memfit.fitting.recovery.host_states import absent_bytes
+from lightning_memfit.memory import format_bytes
+
+_NUM_NAMED = 5
+_NUMBER = re.compile(r"\b\d+\b")
+
+
+class TensorCensus:
+    """Note the tensors a forward pass keeps for backward, with the module that made them.
+
+    Args:
+        module: The module to watch.
+
+    Attributes:
+        largest: Bytes and description of the tensors kept, by storage.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._owners: list[str] = []
+        self.largest: dict[int, tuple[int, str]] = {}
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Take notes while the context is open."""
+        known = {p.untyped_storage().data_ptr() for p in self._module.parameters()}
+        handles = []
+        for name, child in self._module.named_modules():
+            handles.append(child.register_forward_pre_hook(lambda *_, name=name: self._owners.append(name)))
+            handles.append(child.register_forward_hook(lambda *_: self._leave(), always_call=True))
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                owner = self._owners[-1] if self._owners else ""
+                text = (
+                    f"{tuple(tensor.shape)} {str(tensor.dtype)[6:]} kept for backward by `{owner or 'training_step'}`"
+                )
+                self.largest.setdefault(storage.data_ptr(), (storage.nbytes(), text))
+            return tensor
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _leave(self) -> None:
+        if self._owners:
+            self._owners.pop()
+
+
+def explain(
+    module: nn.Module, optimizers: list[Optimizer], run: Callable[[], Any], advise: Callable[[], str] | None
+) -> str:
+    """Run the failing micro-batch once more and name the largest tensors alive when it fails.
+
+    Args:
+        module: The module in training.
+        optimizers: Its optimizers.
+        run: Runs the micro-batch; its error is expected.
+        advise: What would make it fit, from the memory model.
+    """
+    census, kept_until = TensorCensus(module), "by the whole micro-batch"
+    try:
+        with census.watch():
+            run()
+    except Exception as error:
+        kept_until = "until the error"
+        del error
+    found = list(census.largest.values())
+    for name, parameter in module.named_parameters():
+        found.append((parameter.nbytes, f"{tuple(parameter.shape)} parameter `{name}`"))
+        if parameter.grad is not None:
+            found.append((parameter.grad.nbytes, f"{tuple(parameter.shape)} gradient of `{name}`"))
+    states = sum(
+        value.nbytes
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+    states -= sum(map(absent_bytes, optimizers))
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    kept = sum(size for size, _ in census.largest.values())
+    summary = f"Parameters {format_bytes(weights)}, optimizer states {format_bytes(states)}"
+    if kept:
+        summary += f", kept for backward {kept_until} {format_bytes(kept)}"
+    lines = [f"{summary}. The largest tensors:"]
+    lines += [f"  {format_bytes(size)}  {text}" for size, text in _largest(found)]
+    if advise is not None:
+        lines.append(advise())
+    return "\n".join(lines)
+
+
+def _largest(found: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Bytes and description of the largest; alike ones of numbered modules, such as the blocks of a model, together."""
+    alike: dict[str, list[tuple[int, str]]] = {}
+    for size, text in found:
+        what, mark, owner = text.partition("`")
+        alike.setdefault(what + mark + _NUMBER.sub("*", owner), []).append((size, text))
+    together = [
+        (sum(size for size, _ in members), f"{len(members)} x {text}" if len(members) > 1 else members[0][1])
+        for text, members in alike.items()
+    ]
+    return sorted(together, reverse=True)[:_NUM_NAMED]

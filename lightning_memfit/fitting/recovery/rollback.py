@@ -1,0 +1,397 @@
+"""Everything a trial step may touch, kept and put back bitwise.
+
+`TrainingSnapshot` is for probing: after `restore`, the run that follows is the run that would have been without the
+probe. `OptimizerSnapshot` is the part an optimizer step changes.
+"""
+
+import ctypes
+import random
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memfit.fitting.recovery.host_states import HostCopy
+from lightning_memfit.fitting.step.outputs import StepMetrics
+
+# The states of all random generators, cheap enough to save in every step.
+
+
+_MT19937_BYTES = 625 * 4  # 624 words and the position
+_PEEKED_BYTES = 16  # the position and the three words beside it
+
+
+class RandomState:
+    """The states of Python's, NumPy's and torch's generators, and of the accelerator's.
+
+    Args:
+        device: The device in use.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._python = _python.state()
+        self._numpy = _numpy.state()
+        self._cpu = torch.default_generator.get_state()
+        self._accelerator: Tensor | None = None
+        if device.type != "cpu":
+            self._accelerator = torch.get_device_module(device).get_rng_state()
+
+    def restore(self) -> None:
+        """Set all generators back."""
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)  # noqa: NPY002
+        torch.set_rng_state(self._cpu)
+        if self._accelerator is not None:
+            torch.get_device_module(self._device).set_rng_state(self._accelerator)
+
+
+class _Generator:
+    """A global generator whose state is expensive to ask for, and which training rarely draws from.
+
+    A Mersenne twister moves its position with every draw and makes all words anew each 624. So the position and a few
+    words beside it tell whether anything was drawn since the state was last asked for; if not, that answer stands.
+    While it keeps the second of a pair of normal numbers, given out without moving, it is asked every time.
+
+    Args:
+        ask: Returns the state.
+        peek: Returns the bytes to compare, None where they can't be read.
+        keeps_normal: Whether a state has the second of a pair of normal numbers in it.
+    """
+
+    def __init__(
+        self, ask: Callable[[], Any], peek: Callable[[], bytes | None], keeps_normal: Callable[[Any], bool]
+    ) -> None:
+        self._ask = ask
+        self._peek = peek
+        self._keeps_normal = keeps_normal
+        self._seen: bytes | None = None
+        self._state: Any = None
+        self._is_hidden = False
+
+    def state(self) -> Any:
+        """The generator's state."""
+        now = self._peek()
+        if now is None or self._is_hidden or now != self._seen:
+            self._seen, self._state = now, self._ask()
+            self._is_hidden = self._keeps_normal(self._state)
+        return self._state
+
+
+def _ask_numpy() -> Any:
+    return numpy.random.get_state(legacy=False)  # noqa: NPY002
+
+
+class _NumpyWords:
+    """The bytes to compare of NumPy's global generator, which the user may exchange."""
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._bytes: Any = None
+
+    def __call__(self) -> bytes | None:
+        generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+        if generator is not self._generator:
+            self._generator, self._bytes = generator, None
+            if isinstance(generator, numpy.random.MT19937):  # the position comes last
+                self._bytes = _bytes_at(generator.ctypes.state_address + _MT19937_BYTES - _PEEKED_BYTES)
+        return None if self._bytes is None else self._bytes.raw
+
+
+def _peek_python() -> bytes | None:
+    return None if _python_bytes is None else _python_bytes.raw
+
+
+def _bytes_at(address: int) -> Any:
+    return (ctypes.c_char * _PEEKED_BYTES).from_address(address)
+
+
+def _find_python_state() -> int | None:
+    """Where CPython keeps the position and words of the global generator: behind the object's header, if proven so."""
+    generator = getattr(random, "_inst", None)
+    size = object.__basicsize__ + _MT19937_BYTES
+    if sys.implementation.name != "cpython" or generator is None or type(generator).__basicsize__ < size:
+        return None
+    address = id(generator) + object.__basicsize__
+    words = struct.unpack("=625I", ctypes.string_at(address, _MT19937_BYTES))
+    return address if (*words[1:], words[0]) == random.getstate()[1] else None
+
+
+_python_address = _find_python_state()
+_python_bytes = None if _python_address is None else _bytes_at(_python_address)
+_python = _Generator(random.getstate, _peek_python, lambda state: state[2] is not None)
+_numpy = _Generator(_ask_numpy, _NumpyWords(), lambda state: bool(state.get("has_gauss")))
+
+
+# ===
+
+
+_MAX_WALKED_ITEMS = 1000
+_MAX_WALKED_DEPTH = 4
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric", "_log_hyperparams", "_metric_attributes"}
+
+
+class OptimizerSnapshot:
+    """Parameters of an optimizer, its states, hyper-parameters and own attributes.
+
+    Tensors keep their identity on restoring. States that did not exist are removed again.
+
+    Args:
+        optimizer: The optimizer. Its parameters and states are copied to host memory.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = [(p, HostCopy(p)) for group in optimizer.param_groups for p in group["params"]]
+        self._states = [(p, _Values(dict(state))) for p, state in optimizer.state.items()]
+        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._group_tensors = [(v, HostCopy(v)) for group in self._groups for v in group.values() if _is_tensor(v)]
+        self._attributes = dict(vars(optimizer))
+
+    def restore(self) -> None:
+        """Put everything back."""
+        optimizer = self._optimizer
+        for parameter, copy in self._parameters:
+            copy.restore(parameter)
+        for tensor, copy in self._group_tensors:
+            copy.restore(tensor)
+        optimizer.state.clear()
+        for parameter, values in self._states:
+            optimizer.state[parameter] = values.restored()
+        for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
+            for key in [key for key in group if key != "params" and key not in saved]:
+                del group[key]
+            group.update(saved)
+        _restore_dict(vars(optimizer), self._attributes)
+
+
+class TrainingSnapshot:
+    """All state of a module in training: what trial steps on it may change.
+
+    Parameters, buffers (also those not in `state_dict`), gradients, optimizers, LR schedulers, the gradient scaler,
+    random generators, the modules' Python attributes (metric states among them), training flags, and cuDNN's switches.
+    Objects the module merely refers to (trainer, datasets, open files) are not copied.
+
+    Args:
+        module: The module in training.
+        optimizers: Its optimizers.
+        device: The device in use.
+        others: Further plain objects whose attributes may change: schedulers, the gradient scaler.
+        with_parameters: False where only forward passes are tried, which leave parameters and gradients alone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Iterable[Optimizer],
+        device: torch.device,
+        others: Iterable[object] = (),
+        with_parameters: bool = True,
+    ) -> None:
+        self._random = RandomState(device)
+        self._optimizers = [OptimizerSnapshot(optimizer) for optimizer in optimizers]
+        stepped = {id(p) for snapshot in self._optimizers for p, _ in snapshot._parameters}
+        parameters = list(module.parameters()) if with_parameters else []
+        self._parameters = [(p, HostCopy(p)) for p in parameters if id(p) not in stepped]
+        self._flags = [(p, p.requires_grad) for p in parameters]
+        self._gradients = [(p, p.grad, None if p.grad is None else HostCopy(p.grad)) for p in parameters]
+        self._modules = [(child, _Values(dict(child._buffers)), _attributes(child)) for child in module.modules()]
+        self._others = [(vars(other), _Values(dict(vars(other)))) for other in others]
+        cudnn = torch.backends.cudnn
+        self._cudnn = (cudnn.enabled, cudnn.benchmark, cudnn.deterministic)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for snapshot in self._optimizers:
+            snapshot.restore()
+        for parameter, copy in self._parameters:
+            copy.restore(parameter)
+        for parameter, requires_grad in self._flags:
+            parameter.requires_grad_(requires_grad)
+        for parameter, grad, grad_copy in self._gradients:
+            parameter.grad = grad
+            if grad is not None and grad_copy is not None:
+                grad_copy.restore(grad)
+        for child, buffers, attributes in self._modules:
+            _restore_dict(child._buffers, buffers.restored())
+            _restore_dict(vars(child), attributes.restored(), keep=_MODULE_INTERNALS - {"training"})
+        for target, values in self._others:
+            _restore_dict(target, values.restored())
+        cudnn = torch.backends.cudnn
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self._cudnn
+        self._random.restore()
+
+
+class _Values:
+    """A dict of attributes with the contents of tensors, arrays and plain containers in it."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = {key: (value, _content(value)) for key, value in values.items()}
+
+    def restored(self) -> dict[str, Any]:
+        """The same objects with the contents they had."""
+        return {key: _with_content(value, content) for key, (value, content) in self._values.items()}
+
+
+def _attributes(module: nn.Module) -> _Values:
+    return _Values({k: v for k, v in vars(module).items() if k not in _MODULE_INTERNALS or k == "training"})
+
+
+def _content(value: Any, depth: int = 0) -> Any:
+    if _is_tensor(value):
+        return HostCopy(value)
+    if isinstance(value, (list, tuple, set, frozenset, deque, dict)):
+        # Items of long or deep containers (a data set kept on the module) are taken as they are.
+        walk = _content if len(value) <= _MAX_WALKED_ITEMS and depth < _MAX_WALKED_DEPTH else _nothing
+        if isinstance(value, dict):
+            return [(key, item, walk(item, depth + 1)) for key, item in value.items()]
+        return [(item, walk(item, depth + 1)) for item in value]
+    if type(value).__module__ == "numpy" and hasattr(value, "copy") and hasattr(value, "flags"):
+        return value.copy()
+    return None
+
+
+def _nothing(value: Any, depth: int) -> None:
+    return None
+
+
+def _with_content(value: Any, content: Any) -> Any:
+    if content is None:
+        return value
+    if isinstance(content, HostCopy):
+        content.restore(value)
+    elif isinstance(value, dict):
+        items = {key: _with_content(item, inner) for key, item, inner in content}
+        _restore_dict(value, items)
+    elif isinstance(value, (tuple, frozenset)):
+        for item, inner in content:
+            _with_content(item, inner)
+    elif isinstance(value, list):
+        value[:] = [_with_content(item, inner) for item, inner in content]
+    elif isinstance(content, list):  # set, deque
+        value.clear()
+        extend = value.update if isinstance(value, set) else value.extend
+        extend([_with_content(item, inner) for item, inner in content])
+    else:
+        value[...] = content
+    return value
+
+
+def _restore_dict(target: dict[Any, Any], values: dict[Any, Any], keep: frozenset[str] = frozenset()) -> None:
+    for key in [key for key in target if key not in values and key not in keep]:
+        del target[key]
+    for key, value in values.items():
+        if key not in target or target[key] is not value:
+            target[key] = value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+# Going back to the start of an effective batch after a failed attempt.
+
+
+class MutableBuffers:
+    """Buffers that a forward pass changes (running statistics, counters), saved before each step.
+
+    Which those are is learned: the first `save` copies all, later ones only what has changed before. A buffer that
+    changes for the first time in a step that fails keeps the change.
+
+    Args:
+        module: Where the buffers are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._slots = [(child, name) for child in module.modules() for name in child._buffers]
+        self._watched: list[tuple[nn.Module, str]] = self._slots
+        self._seen: list[tuple[int, int]] | None = None
+
+    def save(self) -> list[tuple[nn.Module, str, Tensor, HostCopy]]:
+        """Copies of the buffers that change."""
+        if not self._slots:
+            return []
+        self._learn()
+        return [
+            (child, name, buffer, HostCopy(buffer))
+            for child, name in self._watched
+            if (buffer := child._buffers[name]) is not None
+        ]
+
+    @staticmethod
+    def load(saved: list[tuple[nn.Module, str, Tensor, HostCopy]]) -> None:
+        """Put the buffers back."""
+        for child, name, buffer, copy in saved:
+            copy.restore(buffer)
+            child._buffers[name] = buffer
+
+    def _learn(self) -> None:
+        now = [_identity(child._buffers[name]) for child, name in self._slots]
+        if self._seen is not None:
+            known = set(self._watched) if self._watched is not self._slots else set()
+            known |= {slot for slot, before, after in zip(self._slots, self._seen, now, strict=True) if before != after}
+            self._watched = [slot for slot in self._slots if slot in known]
+        self._seen = now
+
+
+def _identity(buffer: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if buffer is None else (id(buffer), buffer._version)
+
+
+@dataclass
+class RewindPoint:
+    """State at the start of a loader batch."""
+
+    random: RandomState
+    metrics: list[dict[str, Any]]
+    buffers: list[Any]
+    hook_name: str | None
+
+
+class Rewind:
+    """Save what forward and backward change, and put it back.
+
+    Args:
+        module: The module in training.
+        metrics: Its metrics.
+        device: The device in use.
+    """
+
+    def __init__(self, module: nn.Module, metrics: StepMetrics, device: torch.device) -> None:
+        self._module = module
+        self._parameters = list(module.parameters())
+        self._metrics = metrics
+        self._device = device
+        self._buffers = MutableBuffers(module)
+        self._kept_zeros: list[nn.Parameter] = []
+
+    def save(self) -> RewindPoint:
+        """Save the state before a loader batch. Gradients need none: an effective batch starts without."""
+        hook_name = getattr(self._module, "_current_fx_name", None)
+        return RewindPoint(RandomState(self._device), self._metrics.save(), self._buffers.save(), hook_name)
+
+    def load(self, point: RewindPoint) -> None:
+        """Go back to a loader batch's start, gradients aside."""
+        point.random.restore()
+        self._metrics.load(point.metrics)
+        self._buffers.load(point.buffers)
+
+    def remember_zeros(self) -> None:
+        """Remember which gradients `zero_grad` left as zeros instead of None."""
+        self._kept_zeros = [parameter for parameter in self._parameters if parameter.grad is not None]
+
+    def clear_gradients(self) -> None:
+        """Set the gradients to what `zero_grad` made of them."""
+        kept = {id(parameter) for parameter in self._kept_zeros}
+        for parameter in self._parameters:
+            if parameter.grad is not None and id(parameter) in kept:
+                parameter.grad.zero_()
+            else:
+                parameter.grad = None

@@ -1,0 +1,109 @@
+"""Which micro-batch size to use for the next step."""
+
+from dataclasses import dataclass
+
+# How long to wait before trying again what needs more memory.
+
+
+STEPS_BEFORE_GROWTH = 100
+_LONGEST = 100 * STEPS_BEFORE_GROWTH
+
+
+class Patience:
+    """Counts steps without failure; each failure that comes soon doubles how many it takes.
+
+    A try costs at most one repeated batch, so that with doubling the cost of tries that fail is soon negligible.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = STEPS_BEFORE_GROWTH
+        self._num_quiet = 0
+
+    def fail(self) -> None:
+        """Begin anew; where the last try is not yet known to be good, wait twice as long."""
+        if self._num_quiet < self._num_steps:
+            self._num_steps = min(2 * self._num_steps, _LONGEST)
+        self._num_quiet = 0
+
+    def restart(self) -> None:
+        """Begin anew after a failure that no try has brought about."""
+        self._num_quiet = 0
+
+    def succeed(self) -> bool:
+        """Count a step without failure and tell whether it is time for a try."""
+        self._num_quiet += 1
+        is_time = self._num_quiet >= self._num_steps
+        if is_time:
+            self._num_quiet = 0
+        return is_time
+
+
+# ===
+
+
+def prefer(share: int, largest: int) -> int:
+    """The best micro-batch size up to `largest` for a share of samples.
+
+    Of the sizes that need no more micro-batches than `largest` does, those that divide the share come first (all
+    micro-batches equal), then multiples of 8 (tensor cores), then `largest` itself. Nothing is lost: the number of
+    micro-batches stays the same.
+
+    Raises:
+        ValueError: If `largest` is below 1.
+    """
+    if largest < 1:
+        raise ValueError(f"`largest={largest}` must be at least 1.")
+    largest = min(largest, share)
+    fewest = -(-share // -(-share // largest))
+    candidates = range(largest, fewest - 1, -1)
+    for is_good in (lambda size: share % size == 0, lambda size: size % 8 == 0):
+        for size in candidates:
+            if is_good(size):
+                return size
+    return largest
+
+
+@dataclass
+class MicroBatchSize:
+    """The size in use: lowered after a failure, raised again after a quiet spell.
+
+    Args:
+        share: Samples per device and loader batch.
+        target: The size wanted; growth ends there.
+
+    Attributes:
+        current: The size in use.
+    """
+
+    share: int
+    target: int
+
+    def __post_init__(self) -> None:
+        self.current = self.target
+        self._patience = Patience()
+
+    def shrink(self, failed: int) -> int:
+        """Lower the size after one failed, by a quarter at least, and wait twice as long before growing again.
+
+        Returns:
+            The new size, 0 if there is none below `failed`.
+        """
+        if failed <= 1:
+            return 0
+        self.current = min(self.current, prefer(self.share, max(1, failed * 3 // 4)))
+        self._patience.fail()
+        return self.current
+
+    def succeed(self) -> int:
+        """Count a step without failure.
+
+        Returns:
+            The size for the next step.
+        """
+        if self.current >= self.target:
+            return self.current
+        if self._patience.succeed():
+            fewer = -(-self.share // self.current) - 1
+            saves_one = -(-self.share // fewer) if fewer else self.share
+            self.current = prefer(self.share, min(self.target, max(saves_one, self.current * 4 // 3)))
+        return self.current

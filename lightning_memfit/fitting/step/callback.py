@@ -1,0 +1,242 @@
+"""`MicroBatching`: the effective batch is the user's business, the micro-batch is ours."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_memfit.fitting.recovery.guard import StepGuard
+from lightning_memfit.fitting.recovery.ladder import LAST_RESORTS, LastResort
+from lightning_memfit.fitting.size.device_memory import MemoryGauge, find_gauge, knows_limit
+from lightning_memfit.fitting.size.prediction import SizePrediction, predict_sizes
+from lightning_memfit.fitting.size.search import Found, PeakPredictor
+from lightning_memfit.fitting.step.evaluation import EvaluationSplitter
+from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
+from lightning_memfit.fitting.step.session import FitSession, Options, lend_batch_size, share_of
+from lightning_memfit.fitting.step.split import BatchSplitter, LossWeight, SplitHook
+from lightning_memfit.memory.attach import hide_idle_hooks
+
+
+class MicroBatching(Callback):
+    """Train with an effective batch of any size: it is cut into micro-batches that fit the device.
+
+    The loader delivers each device's share of the effective batch. Gradients, logged values, schedules, checkpoints and
+    `global_step` are those of a run with the whole share at once. Out-of-memory errors lower the micro-batch and
+    repeat the effective batch; they don't end the run.
+
+    Works with automatic optimization on one device or with DDP, where one rank may run out of memory alone. Sharded
+    strategies (FSDP) communicate inside forward, so that a rank can't stop alone: there sizes are fitted, but an
+    out-of-memory error ends the run.
+
+    Args:
+        global_batch_size: Samples per optimizer step over all devices. Checked against the loader's batch size x
+            devices x `accumulate_grad_batches`; a `batch_size` attribute of the datamodule or module is set to fit.
+            Left out, the loader decides.
+        micro_batch_size: `auto`, or a number of samples.
+        allow_batch_statistics: Accept layers and losses that depend on the other samples of their micro-batch
+            (BatchNorm, in-batch contrastive losses).
+        max_sequence_length: Longest sequence the data can give, for the trial steps. Not needed where the data set has
+            `lengths` or a column `length`.
+        recover: False lets an out-of-memory error end the run.
+        last_resort: How far to go, step by step, when not even one sample fits any more, instead of ending the run:
+            `recompute` the activations of all repeated blocks, or `offload`, too: first the inputs of these blocks,
+            then the optimizer states go to host memory. All of it is exact, and taken back when it is no longer needed.
+        predictor: From a micro-batch size to the predicted peak in bytes. By default the memory model, from a trace of
+            the training step; where that can't be traced, two small trials take its place.
+        limit_bytes: Memory that may be used. By default what the device tells.
+        loss_weight: From a batch, or a part of it, to what its loss is a mean over. By default the module's method
+            `loss_weight`, else unmasked label tokens where the batch has integer `labels`, else samples.
+        split_batch: From a batch and a list of sizes to its parts. By default the module's method `split_batch`, else
+            everything with the batch size as first dimension is split.
+        num_samples: From a batch to its number of samples. By default the module's method `num_samples`.
+        advise: Gives the last line of the error when not even one sample fits: what would make it fit.
+
+    Attributes:
+        micro_batch_size_in_use: The size in use, None before training.
+        changes: Steps at which the size was chosen or changed: `(global_step, size, reason)`.
+        description: One line that says what was chosen and why.
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] = "auto",
+        allow_batch_statistics: bool = False,
+        max_sequence_length: int | None = None,
+        recover: bool = True,
+        last_resort: LastResort = "none",
+        predictor: PeakPredictor | None = None,
+        limit_bytes: int | None = None,
+        loss_weight: LossWeight | None = None,
+        split_batch: SplitHook | None = None,
+        num_samples: Callable[[Any], int] | None = None,
+        advise: Callable[[], str] | None = None,
+    ) -> None:
+        if micro_batch_size != "auto" and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
+            raise ValueError(f'`micro_batch_size={micro_batch_size!r}` must be "auto" or at least 1.')
+        if global_batch_size is not None and global_batch_size < 1:
+            raise ValueError(f"`global_batch_size={global_batch_size}` must be at least 1.")
+        if last_resort not in LAST_RESORTS:
+            raise ValueError(f"`last_resort={last_resort!r}` is unknown. Choose from {', '.join(LAST_RESORTS)}.")
+        self.global_batch_size = global_batch_size
+        self.options = Options(
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            allow_batch_statistics=allow_batch_statistics,
+            max_sequence_length=max_sequence_length,
+            recover=recover,
+            last_resort=last_resort,
+            predictor=predictor,
+            limit_bytes=limit_bytes,
+            advise=advise,
+        )
+        self._hooks = (loss_weight, split_batch, num_samples)
+        self.changes: list[tuple[int, int, str]] = []
+        self.description = ""
+        self._kept: dict[str, Any] = {}
+        self._evaluation_sizes: dict[str, int] = {}
+        self._loop: MicroBatchLoop | None = None
+        self._session: FitSession | None = None
+        self._guard: StepGuard | None = None
+        self._evaluation: EvaluationSplitter | None = None
+        self._lent: tuple[Any, int] | None = None
+        self._predictor = predictor
+        hide_idle_hooks(self)
+
+    @property
+    def micro_batch_size_in_use(self) -> int | None:
+        """The size in use, None before training."""
+        return None if self._session is None or self._session.sizes is None else self._session.sizes.current
+
+    @property
+    def found(self) -> Found | None:
+        """What the search for the size found, None where there was none."""
+        return None if self._session is None else self._session.found
+
+    # --- Lightning's hooks ------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the place of Lightning's optimization loop and of the strategy's evaluation steps."""
+        self._undo(trainer)
+        splitter, loss_weight = self._splitter(pl_module)
+        self._evaluation = EvaluationSplitter(trainer, pl_module, splitter, loss_weight, self._evaluation_sizes)
+        self._evaluation.install()
+        if stage != "fit":
+            return
+        _check_support(trainer, pl_module)
+        if self.global_batch_size is not None:
+            self._lent = lend_batch_size(trainer, pl_module, share_of(trainer, self.global_batch_size))
+        self._predictor = self.options.predictor
+        if self._predictor is None and self._searches(trainer):
+            self._predictor = predict_sizes(trainer, pl_module)
+        self._loop = MicroBatchLoop(trainer, self._run_step, self._guard_step)
+        self._loop.install()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prepare what needs the optimizers, the loader and all ranks."""
+        assert self._loop is not None
+        splitter, loss_weight = self._splitter(pl_module)
+        gauge: MemoryGauge | None = find_gauge(trainer)
+        self._guard = StepGuard(gauge)
+        options = replace(self.options, predictor=self._predictor)
+        self._session = FitSession(self._loop, options, splitter, loss_weight, gauge, self._note)
+        self._session.check_loader()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Put back what was replaced."""
+        self._undo(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Put back what was replaced; Lightning calls no `teardown` after an exception."""
+        self._undo(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The size found and the rungs of the ladder in use, with the device and number of ranks they are for."""
+        if self._session is not None and self._session.sizes is not None:
+            self._kept = self._session.kept()
+        return self._kept
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep what an earlier run found for reuse on the same device and number of ranks."""
+        self._kept = dict(state_dict)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    @property
+    def predicts_memory(self) -> bool:
+        """Whether a prediction for the size in use comes from here."""
+        return isinstance(self._predictor, SizePrediction)
+
+    def _searches(self, trainer: Trainer) -> bool:
+        """Whether a size will be searched for that a prediction can help to find."""
+        _, split_batch, num_samples = self._hooks
+        module = trainer.lightning_module
+        own_batches = split_batch or num_samples or hasattr(module, "split_batch") or hasattr(module, "num_samples")
+        has_limit = self.options.limit_bytes is not None or knows_limit(trainer)
+        return self.options.micro_batch_size == "auto" and has_limit and not own_batches
+
+    def _run_step(self, request: StepRequest) -> ClosureResult:
+        assert self._session is not None
+        return self._session.run(request, self._kept)
+
+    def _guard_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        assert self._guard is not None
+        return self._guard(optimizer)
+
+    def _note(self, size: int, reason: str) -> None:
+        assert self._loop is not None
+        trainer = self._loop.trainer
+        self.changes.append((trainer.global_step, size, reason))
+        self.description = reason if reason.startswith("MicroBatching:") else self.description
+        if reason.startswith("MicroBatching:"):
+            rank_zero_info(reason)
+        if isinstance(self._predictor, SizePrediction):
+            self._predictor.tell_monitors(trainer, size)
+        for logger in trainer.loggers:
+            logger.log_metrics({"micro_batch_size": float(size)}, step=trainer.global_step)
+
+    def _splitter(self, module: LightningModule) -> tuple[BatchSplitter, LossWeight | None]:
+        loss_weight, split_batch, num_samples = self._hooks
+        splitter = BatchSplitter(
+            split_batch or getattr(module, "split_batch", None), num_samples or getattr(module, "num_samples", None)
+        )
+        return splitter, loss_weight or getattr(module, "loss_weight", None)
+
+    def _undo(self, trainer: Trainer) -> None:
+        if self._session is not None:
+            self.state_dict()
+            self._session.close()
+        if self._loop is not None:
+            self._loop.uninstall()
+        if self._evaluation is not None:
+            self._evaluation.uninstall()
+        if self._lent is not None:
+            owner, before = self._lent
+            owner.batch_size = before
+        self._loop, self._guard, self._evaluation, self._lent = None, None, None, None
+
+
+def _check_support(trainer: Trainer, module: LightningModule) -> None:
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "`MicroBatching` needs automatic optimization; with `automatic_optimization = False` the module runs its "
+            "own forward and backward. Leave `MicroBatching` out or let Lightning optimize."
+        )
+    strategy = trainer.strategy
+    if strategy.handles_gradient_accumulation:
+        raise MisconfigurationException(
+            f"`{type(strategy).__name__}` reduces gradients inside every backward pass, which `MicroBatching` can't "
+            "repeat or put off. Set the loader's batch size to the micro-batch and `accumulate_grad_batches` to the "
+            "number of micro-batches, or use `memfit_ddp` or `memfit_fsdp2`."
+        )
+    if getattr(strategy, "_ddp_comm_hook", None) is not None:
+        raise MisconfigurationException(
+            "`MicroBatching` adds up the gradients of ranks itself, so that `ddp_comm_hook` would not be used. Remove "
+            "one of the two."
+        )

@@ -1,0 +1,296 @@
+"""What `training_step` returned for the micro-batches, as one result for the whole batch."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+
+class OutputMerger:
+    """Collect the results of micro-batches without keeping their graphs.
+
+    Args:
+        num_parts: How many there will be. A single one stays as it is.
+
+    Attributes:
+        loss: Sum of the divided losses so far, without a graph.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self._is_single = num_parts == 1
+        self._single: ClosureResult | None = None
+        self._uncounted: Tensor | None = None
+        self._extras: list[tuple[dict[str, Any], float, int]] = []
+        self.loss: Tensor | None = None
+
+    def add(self, output: ClosureResult, weight: float, size: int) -> None:
+        """Add the result of one micro-batch."""
+        if self._is_single:
+            self._single = output
+            return
+        if output.loss is not None and weight:
+            self.loss = output.loss if self.loss is None else self.loss + output.loss
+        elif output.loss is not None:
+            self._uncounted = output.loss
+        if output.extra:
+            self._extras.append((detached(output.extra), weight, size))
+
+    def merged(self, factor: float) -> ClosureResult:
+        """The result of the whole batch.
+
+        Args:
+            factor: From the sum of the divided losses to the loss Lightning reports: the mean over this rank's batch,
+                divided by `accumulate_grad_batches`.
+        """
+        if self._single is not None:
+            if factor != 1.0 and self._single.loss is not None:
+                self._single.loss = self._single.loss * factor
+            return self._single
+        loss = self.loss if self.loss is not None else self._uncounted
+        result = ClosureResult(loss if loss is None or factor == 1.0 else loss * factor)
+        if self._extras:
+            result.extra = merge(
+                [extra for extra, _, _ in self._extras],
+                [w for _, w, _ in self._extras],
+                [size for _, _, size in self._extras],
+            )
+        return result
+
+
+def merge(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
+    """Merge equal structures.
+
+    Scalars become their weighted mean, tensors of samples follow one behind the other, the rest becomes a list.
+
+    Args:
+        values: One per micro-batch.
+        weights: What each micro-batch counts.
+        sizes: Samples of each.
+    """
+    first = values[0]
+    if len(values) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return _merge_tensors(values, weights, sizes)
+    if isinstance(first, Mapping):
+        return {key: merge([value[key] for value in values], weights, sizes) for key in first}
+    if isinstance(first, tuple):
+        columns = [merge(list(column), weights, sizes) for column in zip(*values, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
+    if isinstance(first, list):
+        return [item for value in values for item in value]
+    return None if first is None else values
+
+
+def _merge_tensors(values: list[Tensor], weights: list[float], sizes: list[int]) -> Any:
+    if all(value.ndim and len(value) == size for value, size in zip(values, sizes, strict=True)):
+        same_shape = len({value.shape[1:] for value in values}) == 1
+        return torch.cat(values) if same_shape else values
+    if any(value.ndim for value in values):
+        return values
+    kept = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    total = sum(weight for _, weight in kept)
+    return sum(value * (weight / total) for value, weight in kept) if total else values[0]
+
+
+def detached(value: Any) -> Any:
+    """The same structure without graphs."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return {key: detached(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(detached(item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(detached(item) for item in value)
+    return value
+
+
+# Values logged by the micro-batches of one step, held back and logged once for the whole batch.
+
+
+_REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    **dict.fromkeys(("sum", torch.sum, sum), torch.add),
+    **dict.fromkeys(("max", torch.max, max), torch.maximum),
+    **dict.fromkeys(("min", torch.min, min), torch.minimum),
+}
+
+
+@dataclass
+class _Record:
+    """One name, logged once by every micro-batch. Values are combined as they come, so that few tensors stay alive."""
+
+    arguments: dict[str, Any]
+    last: Any = None
+    combined: Tensor | None = None
+    weight: float = 0.0
+    count: int = 0
+
+    def add(self, value: Any, weight: float) -> None:
+        """Add the value of one micro-batch; one without weight (all labels masked) is left out."""
+        self.count += 1
+        self.last = value
+        if not weight or not isinstance(value, Tensor):
+            return
+        reduce = _REDUCTIONS.get(self.arguments.get("reduce_fx", "mean"))
+        if reduce is not None:
+            self.combined = value if self.combined is None else reduce(self.combined, value)
+        else:
+            self.combined = value * weight if self.combined is None else self.combined + value * weight
+            self.weight += weight
+
+    def value(self) -> Any:
+        """The value over the whole batch."""
+        if self.count == 1 or self.combined is None:
+            return self.last
+        return self.combined / self.weight if self.weight else self.combined
+
+
+class _Capture(AbstractContextManager[None]):
+    """A result collection whose `log` is ours meanwhile. A class, not a generator: it is entered in every step."""
+
+    __slots__ = ("_record", "_results")
+
+    def __init__(self, results: Any, record: Callable[..., None]) -> None:
+        self._results = results
+        self._record = record
+
+    def __enter__(self) -> None:
+        self._results.log = self._record
+
+    def __exit__(self, *_: Any) -> None:
+        del self._results.log
+
+
+class StepLogs:
+    """Stand in for a `_ResultCollection.log` while micro-batches run.
+
+    Nothing reaches Lightning before `commit`: a failed attempt leaves no trace, `sync_dist=True` reduces once a step
+    and never between a failure and its discovery. Means are weighted by the `batch_size` passed to `self.log`,
+    otherwise as the loss is; values of micro-batches without weight (all labels masked) are left out.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[str, str], _Record] = {}
+        self.weight = 1.0
+
+    def __bool__(self) -> bool:
+        return bool(self._records)
+
+    def clear(self) -> None:
+        """Forget what was logged."""
+        self._records.clear()
+
+    def capture(self, results: Any) -> AbstractContextManager[None]:
+        """Receive what is logged to a result collection of Lightning within the context."""
+        return _Capture(results, self._record)
+
+    def commit(self, results: Any) -> None:
+        """Log every name once, with its value over the whole batch."""
+        records, self._records = self._records, {}
+        for (fx, name), record in records.items():
+            results.log(fx, name, record.value(), **record.arguments)
+
+    def metrics_on_step(self) -> set[int]:
+        """Ids of the metric objects that were logged with `on_step=True`."""
+        return {
+            id(record.last)
+            for record in self._records.values()
+            if isinstance(record.last, Metric) and record.arguments.get("on_step")
+        }
+
+    def _record(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
+        batch_size = arguments.get("batch_size")
+        record = self._records.get((fx, name))
+        if record is None:
+            record = self._records[fx, name] = _Record(arguments)
+        # The clone is taken because what is logged may be changed in place by the next micro-batch.
+        value = value.detach().clone() if isinstance(value, Tensor) else value
+        record.add(value, self.weight if batch_size is None else float(batch_size))
+        if batch_size is not None and record.count > 1:
+            record.arguments["batch_size"] += batch_size
+
+
+# Torchmetrics objects of a module across the micro-batches of a step.
+
+
+class StepMetrics:
+    """Keep the metrics of a module exact: every sample counted once, step values over the whole batch.
+
+    `metric(preds, target)` returns, and `self.log(name, metric, on_step=True)` logs, the value over the last call,
+    which is one micro-batch. A second copy of each metric so logged sees all micro-batches of a step and supplies the
+    value.
+
+    Args:
+        module: Where the metrics are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._metrics = [child for child in module.modules() if isinstance(child, Metric)]
+        self._shadows: dict[int, Metric] = {}
+        self._handles: list[Any] = []
+        self._on_step: set[int] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._metrics)
+
+    def save(self) -> list[dict[str, Any]]:
+        """Copies of all states."""
+        return [_state(metric) for metric in self._metrics]
+
+    def load(self, states: list[dict[str, Any]]) -> None:
+        """Put copies back; they stay usable."""
+        for metric, state in zip(self._metrics, states, strict=True):
+            for name, value in state.items():
+                object.__setattr__(metric, name, _copy(value))
+
+    def begin(self) -> None:
+        """Start a step of several micro-batches."""
+        for shadow in self._shadows.values():
+            shadow.reset()
+        self._handles = [
+            metric.register_forward_hook(self._observe, with_kwargs=True)
+            for metric in self._metrics
+            if self._on_step is None or id(metric) in self._on_step
+        ]
+
+    def end(self) -> None:
+        """End the step, or a failed attempt of it."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def finish(self, logged_on_step: set[int]) -> None:
+        """Set the step value of the metrics that are logged with `on_step=True` to that of the whole batch."""
+        if logged_on_step or self._on_step is not None:
+            self._on_step = logged_on_step | (self._on_step or set())
+        for metric in self._metrics:
+            if id(metric) in logged_on_step and id(metric) in self._shadows:
+                metric._forward_cache = self._shadows[id(metric)].compute()
+
+    def _observe(self, metric: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        shadow = self._shadows.get(id(metric))
+        if shadow is None:
+            assert isinstance(metric, Metric)
+            shadow = self._shadows[id(metric)] = metric.clone()
+            shadow._forward_hooks.clear()
+            shadow._forward_hooks_with_kwargs.clear()
+            shadow.reset()
+        with torch.no_grad():
+            shadow.update(*args, **kwargs)
+
+
+def _state(metric: Metric) -> dict[str, Any]:
+    names = (*metric._defaults, "_update_count", "_computed", "_forward_cache")
+    return {name: _copy(getattr(metric, name)) for name in names}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value

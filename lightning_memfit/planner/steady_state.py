@@ -1,0 +1,167 @@
+"""`Standing`: what an optimizer's steps keep alive and need, read off a trace of steps alone."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from lightning_memfit.memory import Category
+from lightning_memfit.profile.events import CATEGORIES, EventList, Integers
+from lightning_memfit.profile.record import ModelProfile
+
+# Levels of a traced step as they would be if every gradient were stepped and freed as soon as it is complete.
+
+
+Transients = tuple[tuple[int, int], ...]
+"""`(bytes of a gradient, highest level while it is made and stepped, the gradient included)`, ascending."""
+
+_NEGLIGIBLE = 4096
+"""Bytes of the loss, of its gradient and the like, which are alive between two gradients of parameters."""
+
+_PRODUCT = "aten.mm.default"
+_GRADIENT = CATEGORIES.index(Category.GRADIENT)
+
+
+def transients_of(levels: Integers) -> Transients:
+    """What gradients take that are stepped one after the other, read off the levels of a backward pass of steps alone.
+
+    Args:
+        levels: Live bytes after every event; the first is what is alive between two gradients.
+
+    Returns:
+        By size of the gradient, which is the first allocation above that level; empty where the pass ends higher than
+        it began, as gradients are kept.
+    """
+    above = levels - levels[0]
+    if above[-1] > _NEGLIGIBLE:
+        return ()
+    found: dict[int, int] = {}
+    size = 0
+    for level in above.tolist():
+        if level <= _NEGLIGIBLE:
+            size = 0
+            continue
+        size = size or level
+        found[size] = max(found.get(size, 0), level)
+    return tuple(sorted(found.items()))
+
+
+def released_levels(events: EventList, rounding: int, transients: Transients) -> tuple[Integers, Integers]:
+    """Live bytes after every event without gradients, and with those that are on their way.
+
+    A gradient is on its way from its allocation until another operator allocates: before that, what its own operator
+    read is freed, autograd hands the gradient on, and it is stepped with what that takes beside it. A product that
+    follows a single gradient is the other half of the same operator: the gradient of its input.
+
+    Args:
+        events: Of steps that keep their gradients.
+        rounding: Of the allocator, in bytes.
+        transients: Of the optimizer that steps them.
+    """
+    rounded = events.rounded_sizes(rounding)
+    is_gradient = (events.categories == _GRADIENT)[events.storages]
+    levels = events.live_bytes(rounding)
+    levels = levels - np.cumsum(np.where(is_gradient, np.sign(events.events) * rounded[events.storages], 0))
+    is_made = is_gradient & (events.events > 0)
+    made, others = np.flatnonzero(is_made), np.flatnonzero(~is_made & (events.events > 0))
+    nexts = np.searchsorted(others, made)
+    alone = np.append(np.diff(nexts) > 0, True) & np.append(True, np.diff(nexts) > 0)
+    of_product = np.array([name.endswith(_PRODUCT) for name in events.site_names])[events.sites]
+    others = np.append(others, [len(events), len(events)])
+    halves = alone & np.append(of_product, False)[np.append(events.storages, -1)[others[nexts]]]
+    ends = others[nexts + halves]
+    sizes = rounded[events.storages[made]]
+    on_their_way = np.zeros(len(events), dtype=np.int64)
+    last_end, pending, beside = -1, 0, 0
+    for at, end, size in zip(made.tolist(), ends.tolist(), sizes.tolist(), strict=True):
+        if end != last_end:
+            last_end, pending, beside = end, 0, 0
+        pending += size
+        beside = max(beside, _transient(transients, size) - size)
+        on_their_way[at:end] = pending
+        on_their_way[end - 1] += beside
+    return levels, levels + on_their_way
+
+
+def _transient(transients: Transients, size: int) -> int:
+    """Of a gradient of that size; of the next larger one where there was none, as its step takes no less."""
+    place = bisect_left(transients, (size, 0))
+    return transients[min(place, len(transients) - 1)][1]
+
+
+# ===
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Bytes on the device around the second optimizer step."""
+
+    kept_bytes: int
+    """Alive when the second step begins: weights, gradients, states."""
+    backward_bytes: int
+    """Highest level of the second backward pass."""
+    step_bytes: int
+    """Highest level of the optimizer's second step."""
+    state_bytes: int
+    parameter_bytes: int = 0
+    buffer_bytes: int = 0
+    gradient_bytes: int = 0
+    communication_bytes: int = 0
+    """Buckets and gathered weights of a strategy."""
+    transients: Transients = ()
+    """Of gradients that are stepped and freed during backward; empty where they are kept."""
+
+    @classmethod
+    def of(cls, profile: ModelProfile, rounding: int) -> Standing:
+        """Read it off a trace of two steps; `rounding` is the allocator's, in bytes."""
+        events = profile.events
+        live = events.live_bytes(rounding)
+        spans = second_step(events)
+        start = spans["forward"][0]
+        alive = events.breakdown_at(start - 1, rounding)
+        backwards = later_phases(events, "backward")
+        return cls(
+            kept_bytes=int(live[start - 1]),
+            backward_bytes=max(int(live[a:b].max()) for a, b in backwards),
+            step_bytes=max(int(live[a:b].max()) for a, b in later_phases(events, "step")),
+            state_bytes=events.breakdown_at(spans["step"][1] - 1, rounding).get(Category.OPTIMIZER_STATE),
+            parameter_bytes=alive.get(Category.PARAMETER),
+            buffer_bytes=alive.get(Category.BUFFER),
+            gradient_bytes=alive.get(Category.GRADIENT),
+            transients=transients_of(live[backwards[-1][0] - 1 : backwards[-1][1]]),
+        )
+
+    def extended(self, larger: Standing, blocks: int, larger_blocks: int, num_blocks: int) -> Standing:
+        """The same with more repeated blocks, each of which adds what it adds between two numbers of them.
+
+        Args:
+            larger: With more blocks than this.
+            blocks: Of this.
+            larger_blocks: Of `larger`.
+            num_blocks: Wanted.
+        """
+        values = {}
+        for name in (field.name for field in fields(self) if field.name != "transients"):
+            own, other = getattr(self, name), getattr(larger, name)
+            values[name] = own + (num_blocks - blocks) * (other - own) // (larger_blocks - blocks)
+        return Standing(**values, transients=larger.transients)
+
+
+def later_phases(events: EventList, wanted: str) -> list[tuple[int, int]]:
+    """First event and the one after the last of every phase of a name, the first optimizer step's left out."""
+    names = [name for _, name in events.phases]
+    starts = [*(at for at, _ in events.phases), len(events)]
+    second = names.index("step") + 1
+    return [
+        (starts[i], starts[i + 1])
+        for i, name in enumerate(names)
+        if i >= second and name == wanted and starts[i + 1] > starts[i]
+    ]
+
+
+def second_step(events: EventList) -> dict[str, tuple[int, int]]:
+    """The first phase of every name after the first optimizer step."""
+    found = {name: later_phases(events, name) for name in ("forward", "backward", "step")}
+    return {name: spans[0] for name, spans in found.items() if spans}

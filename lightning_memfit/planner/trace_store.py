@@ -1,0 +1,217 @@
+"""`Laboratory`: traces of the fake step with techniques applied, each made once and kept on disk."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from lightning_memfit.checkpointing.blocks import find_blocks
+from lightning_memfit.checkpointing.policies import Choice
+from lightning_memfit.planner.steady_state import Standing
+from lightning_memfit.planner.workload import Workload
+from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
+from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import Emulation
+from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memfit.techniques.core.setting import Setting
+from lightning_memfit.techniques.core.technique import Kind
+
+CHOICES: tuple[Choice, ...] = ("none", "full", "keep_matmul_attention")
+"""Of the checkpointing choices those that a plan mixes: everything, nothing, and the expensive part kept."""
+
+_TRACED_SIZE = 2
+"""Samples: one is laid out in memory its own way, larger batches follow from two and three."""
+
+_FEW_BLOCKS, _MORE_BLOCKS = 3, 5
+"""Blocks whose steps are traced where a module has many alike."""
+
+_LARGEST_CHUNK = 1 << 25
+"""Elements: with blocks below it, pieces in which optimizers step might hold several of them (`Float32Step`)."""
+
+
+class Laboratory:
+    """Profiles of a workload under settings.
+
+    What runs in forward and backward (precision, loss, adapter, checkpointing) and how the optimizer steps are traced
+    apart: a setting's memory is put together from both, so that `p` of the one and `o` of the other take `p + o`
+    traces and not `p x o`.
+
+    Args:
+        workload: What is trained.
+        cache: Where profiles are kept between runs; none by default.
+        overlap: Trace two sizes at a time, in a fork; for commands only (`profile_module`).
+    """
+
+    def __init__(self, workload: Workload, cache: ProfileCache | None = None, overlap: bool = False) -> None:
+        self.workload = workload
+        self.num_traces = 0
+        self._cache = cache
+        self._overlap = overlap
+        self._known: dict[tuple[Any, ...], ModelProfile] = {}
+        size = batch_size(workload.batch)
+        self._batch = resize_batch(workload.batch, size, _TRACED_SIZE)
+        self._emulation = Emulation(workload.target.kind, workload.target.capability)
+
+    def plain(self) -> ModelProfile:
+        """The step in the recipe's precision without any technique, traced with several assumed values."""
+        return self._profile(("plain",), self.workload.module, self._options(self.workload.options.precision), ())
+
+    def passes(self, setting: Setting, choice: Choice) -> ModelProfile:
+        """The step with what a setting does in forward and backward, all blocks following one checkpointing choice.
+
+        The optimizer is the module's own, and two micro-batches are accumulated.
+
+        Raises:
+            TraceError: If it can't be traced.
+        """
+        pure = passes_of(setting)
+        callbacks = (*pure.traced_callbacks(), *_checkpointing(choice))
+        return self._profile(("passes", pure, choice), self.workload.module, self._options(pure.precision), callbacks)
+
+    def has_passes(self, setting: Setting, choice: Choice) -> bool:
+        """Whether `passes` needs no further trace."""
+        return ("passes", passes_of(setting), choice) in self._known
+
+    def stepping(self, setting: Setting, rounding: int) -> Standing:
+        """What the optimizer's steps alone, over all parameters, keep and need.
+
+        Of many blocks two numbers of them are traced: what each adds is the same.
+
+        Args:
+            setting: Whose optimizer steps.
+            rounding: Of the allocator, in bytes.
+
+        Raises:
+            TraceError: If it can't be traced.
+        """
+        pure = stepping_of(setting)
+        plain = self.plain()
+        elements_per_block = plain.num_parameters // max(1, plain.num_blocks)
+        if plain.traced_blocks == plain.num_blocks or elements_per_block * _FEW_BLOCKS < _LARGEST_CHUNK:
+            return Standing.of(self._stepping(pure, None), rounding)
+        few, more = (Standing.of(self._stepping(pure, blocks), rounding) for blocks in (_FEW_BLOCKS, _MORE_BLOCKS))
+        return few.extended(more, _FEW_BLOCKS, _MORE_BLOCKS, plain.num_blocks)
+
+    def _stepping(self, pure: Setting, num_blocks: int | None) -> ModelProfile:
+        options = self._options(pure.precision, 1)
+        module = only_stepping(self.workload.module, num_blocks)
+        return self._profile(("stepping", pure, num_blocks), module, options, pure.traced_callbacks(), whole=True)
+
+    def exactly(self, setting: Setting) -> ModelProfile:
+        """The step of a complete setting at its own micro-batch, all of its techniques applied.
+
+        Raises:
+            TraceError: If it can't be traced.
+        """
+        assert setting.micro_batch_size is not None
+        batch = resize_batch(self._batch, _TRACED_SIZE, setting.micro_batch_size)
+        options = self._options(setting.precision, min(2, setting.accumulate_grad_batches))
+        alone = Setting(chosen=setting.chosen)
+        return self._run(self.workload.module, batch, options, alone.traced_callbacks(), any_size=False)
+
+    def _options(self, precision: Any, accumulate: int = 2) -> StepOptions:
+        own = self.workload.options
+        return StepOptions(precision, accumulate, own.gradient_clip_val, own.gradient_clip_algorithm)
+
+    def _profile(
+        self, key: tuple[Any, ...], module: Any, options: StepOptions, callbacks: tuple[Any, ...], whole: bool = False
+    ) -> ModelProfile:
+        if key not in self._known:
+            self._known[key] = self._run(module, self._batch, options, callbacks, not whole, not whole)
+        return self._known[key]
+
+    def _run(
+        self,
+        module: Any,
+        batch: Any,
+        options: StepOptions,
+        callbacks: tuple[Any, ...],
+        any_size: bool = True,
+        shorten: bool = True,
+    ) -> ModelProfile:
+        self.num_traces += 1
+        return profile_module(
+            module,
+            batch,
+            options,
+            self._emulation,
+            (*self.workload.fixed, *callbacks),
+            any_micro_batch=any_size,
+            shorten=shorten,
+            check_assumptions=False,
+            overlap=self._overlap,
+            cache=self._cache,
+        )
+
+
+_NOT_IN_PASSES: tuple[Kind, ...] = ("optimizer", "gradient", "checkpointing", "strategy")
+
+
+def passes_of(setting: Setting) -> Setting:
+    """What of a setting decides forward and backward: Lightning's precision in place of what is built on it.
+
+    DeepSpeed computes in the weights' own half precision, whatever it is called.
+    """
+    pure = Setting(chosen=setting.chosen)
+    for kind in _NOT_IN_PASSES:
+        pure = pure.without(kind)
+    precision = setting.of_kind("precision")
+    if setting.sharding is not None and setting.sharding.weight_bytes(setting.precision) == 2:
+        return pure.without("precision").choose("bf16_true")
+    if precision is None or not precision.technique.callbacks:
+        return pure
+    return pure.without("precision").choose(precision.technique.trainer["precision"].replace("-", "_"))
+
+
+def stepping_of(setting: Setting) -> Setting:
+    """What of a setting decides how the optimizer steps. Paged states are as large as others."""
+    kinds = ("adapter", "optimizer", "precision", "gradient")
+    pure = Setting(chosen=tuple(choice for choice in setting.chosen if choice.technique.kind in kinds))
+    optimizer = pure.of_kind("optimizer")
+    return pure.choose("optimizer_8bit") if optimizer and optimizer.name == "paged_optimizer_8bit" else pure
+
+
+def only_stepping(module: Any, num_blocks: int | None = None) -> Any:
+    """A shallow copy of a module whose training step gives every parameter a gradient and does nothing else.
+
+    Args:
+        module: LightningModule; not changed, as only a copy of the copy configures itself.
+        num_blocks: How many of its repeated blocks are kept; all by default.
+    """
+    base = type(module)
+
+    def configure_model(self: Any) -> None:
+        base.configure_model(self)
+        if num_blocks is not None:
+            _keep_blocks(self, num_blocks)
+
+    alike = copy.copy(module)
+    changed = {"training_step": _sum_of_parameters, "configure_model": configure_model}
+    alike.__class__ = type(f"Stepping{base.__name__}", (base,), changed)
+    alike.memfit_num_blocks = num_blocks  # simple attributes are part of a profile's key
+    return alike
+
+
+def _keep_blocks(module: Any, num_blocks: int) -> None:
+    """Take all but the first of the largest group of repeated blocks out."""
+    group = max(find_blocks(module), key=lambda candidate: candidate.num_parameters)
+    container = module.get_submodule(group.container)
+    for name in group.names[num_blocks:]:
+        del container._modules[name.rpartition(".")[2]]
+
+
+def _sum_of_parameters(module: Any, batch: Any, batch_idx: int) -> Any:
+    return sum(parameter.sum() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _checkpointing(choice: Choice) -> tuple[Any, ...]:
+    if choice == "none":
+        return ()
+    if choice == "full":
+        callback = ActivationCheckpointing()
+    else:
+        callback = ActivationCheckpointing("selective", keep=("matmul", "attention"))
+    callback.largest_group_only = True
+    return (callback,)

@@ -1,0 +1,153 @@
+"""Stable texts for modules, settings and batches, from which cache keys are made."""
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from types import BuiltinFunctionType
+from typing import Any
+
+_MAX_DEPTH = 8
+"""Deeper nesting is named by its class only."""
+
+_MAX_PATH = 1000
+
+_NOT_STATE = {"_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_compiler_ctx", "_jit_is_scripting"} | {
+    "log",  # Lightning binds these to the module while it runs
+    "log_dict",
+}
+
+_COVERED_BY_VERSION = {"builtins", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers"}
+
+
+def describe_module(module: Any) -> object:
+    """Classes with the hashes of their source files, simple attributes, and the shapes of all tensors."""
+    parts: list[object] = []
+    defined_in = {kind.__module__ for child in module.modules() for kind in type(child).__mro__}
+    sources = {path: _file_hash(path) for name in defined_in for path in _source_files(name)}
+    for name, child in module.named_modules():
+        attributes = [(key, describe(value)) for key, value in vars(child).items() if key not in _NOT_STATE]
+        parts.append((name, type(child).__qualname__, attributes))
+    for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
+        parts.append((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad))
+    return parts, sorted(sources.values())
+
+
+def describe_settings(value: Any) -> object:
+    """Class with the hash of its source files, and simple attributes.
+
+    For what a training step may ask, such as a data module, and whose other contents reach it in the batch.
+    """
+    simple = [(key, item) for key, item in sorted(vars(value).items()) if isinstance(item, (bool, int, float, str))]
+    files = {path for kind in type(value).__mro__ for path in _source_files(kind.__module__)}
+    return type(value).__qualname__, simple, sorted(map(_file_hash, files))
+
+
+def describe(value: Any, values: bool = False, _depth: int = 0) -> object:
+    """A stable description of a value; tensors by shape and dtype, with `values` also by integer contents."""
+    if value is None or isinstance(value, (bool, int, float, complex, bytes)):
+        return value
+    if isinstance(value, str):
+        return _describe_text(value)
+    if hasattr(value, "untyped_storage"):
+        return _describe_tensor(value, values)
+    if _depth >= _MAX_DEPTH or hasattr(value, "named_modules"):
+        return type(value).__qualname__
+
+    def inner(item: Any) -> object:
+        return describe(item, values, _depth + 1)
+
+    if hasattr(value, "items"):
+        return [(str(key), inner(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [inner(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(repr(inner(item)) for item in value)
+    if isinstance(value, partial):
+        return [inner(value.func), inner(value.args), inner(value.keywords)]
+    if isinstance(value, BuiltinFunctionType):
+        return value.__module__, value.__qualname__
+    if hasattr(value, "__code__"):
+        closure = [inner(cell.cell_contents) for cell in value.__closure__ or ()]
+        return value.__qualname__, _code_hash(value.__code__), closure, inner(value.__defaults__)
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        state = ((key, item) for key, item in vars(value).items() if key not in _NOT_STATE)
+        return type(value).__qualname__, [(key, inner(item)) for key, item in state]
+    text = repr(value)
+    return text if " at 0x" not in text else type(value).__qualname__
+
+
+def _describe_text(text: str) -> object:
+    """A text; one that names a model folder stands for its configuration, too."""
+    if 0 < len(text) < _MAX_PATH and "\n" not in text:
+        config = Path(text, "config.json")
+        if config.is_file():
+            return text, _file_hash(str(config))
+    return text
+
+
+def _describe_tensor(tensor: Any, values: bool) -> object:
+    contents = ""
+    if values and not tensor.is_floating_point() and tensor.device.type != "meta":
+        contents = hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+    return tuple(tensor.shape), str(tensor.dtype), contents
+
+
+def _source_files(module_name: str) -> Iterator[str]:
+    """A module's file and those of its package that are imported, as it may call what they define.
+
+    A module of no package, such as a script, is taken with its neighbours in the folder.
+    """
+    package = module_name.partition(".")[0]
+    own = getattr(sys.modules.get(module_name), "__file__", None)
+    if package in _COVERED_BY_VERSION or own is None:
+        return
+    yield own
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if path is None or path == own or not path.endswith(".py"):
+            continue
+        if name.partition(".")[0] == package or ("." not in name and Path(path).parent == Path(own).parent):
+            yield path
+
+
+def _code_hash(code: Any) -> str:
+    constants = [item for item in code.co_consts if not hasattr(item, "co_code")]
+    return hashlib.sha256(code.co_code + repr((constants, code.co_names)).encode()).hexdigest()
+
+
+@cache
+def _file_hash(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return path
+
+
+# The data module that a training step may ask through `self.trainer.datamodule`. Imports nothing heavy.
+
+
+def attached_datamodule(module: Any) -> Any:
+    """The data module of the trainer that a module belongs to; None without either."""
+    return getattr(getattr(module, "_trainer", None), "datamodule", None)
+
+
+def has_datamodule(datamodule: Any) -> Any:
+    """A callback that lets a traced or measured module ask a data module, none of whose hooks is called.
+
+    It stands there from after Lightning would prepare and set it up until before it would be torn down.
+    """
+    import lightning.pytorch as pl
+
+    class HasDataModule(pl.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            trainer.datamodule = datamodule
+
+        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.datamodule = None
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            trainer.datamodule = None
+
+    return HasDataModule()

@@ -1,0 +1,132 @@
+"""`Cost`: the work that a technique adds to training, in the units a time model multiplies with a device's rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from lightning_memfit.estimate.optimizers import OptimizerFamily
+from lightning_memfit.estimate.variants import trained
+from lightning_memfit.memory import Category
+from lightning_memfit.profile.record import ModelProfile
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work that is added; negative where a technique saves it. None of it is time yet but `host_seconds`."""
+
+    flops: float = 0.0
+    """Matrix products on the device."""
+    device_bytes: float = 0.0
+    """Read from and written to the device's memory."""
+    host_link_bytes: float = 0.0
+    """Moved between device and pinned host memory, both directions together."""
+    disk_bytes: float = 0.0
+    """Read from and written to disk."""
+    host_seconds: float = 0.0
+    """Computed by one core of the CPU, as measured on one with AVX-512 (`techniques/core/cost.py`)."""
+    kernels: float = 0.0
+    """Kernels launched."""
+    interconnect_bytes: float = 0.0
+    """Sent by each device to others."""
+    host_bytes: float = 0.0
+    """Read from and written to host memory while the CPU computes."""
+    staged_bytes: float = 0.0
+    """Read from and written to the device's memory around an exchange, which no trace of one process shows."""
+    disk_written_bytes: float = 0.0
+    """The part of `disk_bytes` that is written."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Work)))
+
+    def __mul__(self, factor: float) -> Work:
+        return Work(*(getattr(self, field.name) * factor for field in fields(Work)))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a technique adds to the plain run of the same module."""
+
+    micro_batch: Work = Work()
+    """To every forward and backward pass."""
+    step: Work = Work()
+    """To every optimizer step."""
+    overlap: bool = False
+    """Whether `host_link_bytes` of micro-batches move while the device computes."""
+    once_seconds: float = 0.0
+    """Before the first step: compiling."""
+    matmul_rate: str = ""
+    """Rate in the device catalogue at which fp32 matrix products run instead of `float32`."""
+    last_micro_batch: Work = Work()
+    """To the last micro-batch of a step alone: gradients that are exchanged when they are complete."""
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.micro_batch + other.micro_batch,
+            self.step + other.step,
+            # Traffic of two techniques hides only if both hide theirs; one without traffic has no say.
+            _hides(self, other),
+            self.once_seconds + other.once_seconds,
+            self.matmul_rate or other.matmul_rate,
+            self.last_micro_batch + other.last_micro_batch,
+        )
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything goes over the host link."""
+        return bool(self.micro_batch.host_link_bytes or self.step.host_link_bytes)
+
+
+def _hides(first: Cost, second: Cost) -> bool:
+    moving = [cost for cost in (first, second) if cost.moves]
+    return bool(moving) and all(cost.overlap for cost in moving)
+
+
+# What optimizer steps cost, for the records of those that change them. Traffic counts what an elementwise step reads
+# and writes, by the operators of each step. On the CPU it explains little, so there stand times per parameter of one
+# core (AVX-512), as `benchmarks/optimizer_step` measured them with the weights of a GPT-2 of 124 million parameters
+# (`benchmarks/results/optimizer_step_cpu.json`); a test holds them to that file.
+
+
+FOREACH_PASSES = 20
+"""Times that batched AdamW (`foreach`, CUDA's default) reads or writes a tensor of a parameter's size."""
+FUSED_PASSES = 7
+"""Weight, gradient and two states read, weight and states written."""
+
+CPU_SECONDS: dict[str, float] = {
+    "adamw": 4.4e-9,
+    "adamw_fused": 6.0e-10,
+    "adamw_8bit": 2.4e-8,
+    "adafactor": 6.3e-9,
+    "lion": 8.1e-9,
+    "lion_8bit": 1.6e-8,
+    "torchao_8bit": 2.9e-8,
+    "torchao_4bit": 4.6e-8,
+    "torchao_fp8": 7.8e-9,
+}
+"""Seconds per parameter of one step on one core; torch's AdamW, then bitsandbytes', then torchao's compiled ones. The
+last three are of a single run by hand, with 50 million parameters, of which no record is kept."""
+ROUNDING_CPU_SECONDS = 7.5e-9
+"""What widening and stochastic rounding of bfloat16 weights add to fused AdamW, per parameter, on one core."""
+
+
+def num_trained(profile: ModelProfile) -> int:
+    """Elements that a step updates."""
+    return sum(parameter.numel for parameter in trained(profile.parameters))
+
+
+def state_bytes(profile: ModelProfile) -> int:
+    """Bytes of the plain run's optimizer states, whatever the optimizer."""
+    return profile.events.breakdown_at(len(profile.events) - 1).get(Category.OPTIMIZER_STATE)
+
+
+def other_states(profile: ModelProfile, family: OptimizerFamily, cpu: str) -> Work:
+    """Work that a step saves or adds with states of another size.
+
+    Args:
+        profile: Of the plain step.
+        family: Of the new optimizer.
+        cpu: Its name in `CPU_SECONDS`.
+    """
+    if profile.device == "cpu":
+        return Work(host_seconds=(CPU_SECONDS[cpu] - CPU_SECONDS["adamw"]) * num_trained(profile))
+    return Work(device_bytes=2.0 * (family.total_bytes(profile.parameters) - state_bytes(profile)))

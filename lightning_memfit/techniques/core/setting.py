@@ -1,0 +1,258 @@
+"""`Setting`: everything that is chosen for a run, as one frozen record that renders itself as YAML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_memfit.profile.step import Precision, StepOptions
+from lightning_memfit.techniques.core.cost import Cost
+from lightning_memfit.techniques.core.facts import Facts, Run
+from lightning_memfit.techniques.core.registry import find_technique
+from lightning_memfit.techniques.core.sharding import Sharding
+from lightning_memfit.techniques.core.technique import KINDS, Kind, Numerics, Technique, overlay
+
+MICRO_BATCHING = "micro_batching"
+_STRATEGIES = {
+    "auto": "SingleDeviceStrategy",
+    "ddp": "DDPStrategy",
+    "fsdp": "FSDPStrategy",
+    "DataParallelStrategy": "DDPStrategy",
+    "FullyShardedStrategy": "ModelParallelStrategy",
+    "ZeroStrategy": "DeepSpeedStrategy",
+    "ZeroInfinityStrategy": "DeepSpeedStrategy",
+}
+"""Kind of a strategy, as `read_facts.run_of` names it, by its name or class."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A technique with its options."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Options are kept as JSON would give them back, so that a saved setting equals itself."""
+        object.__setattr__(self, "options", json.loads(json.dumps(dict(self.options), sort_keys=True)))
+
+    def __hash__(self) -> int:
+        return hash((self.name, json.dumps(self.options, sort_keys=True)))
+
+    @property
+    def technique(self) -> Technique:
+        """Its record."""
+        return find_technique(self.name)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All choices of a run. Equal choices make equal settings, whichever was made first.
+
+    Strategies (DDP, FSDP2, DeepSpeed with its stage and offload targets) are techniques of kind `strategy`.
+    """
+
+    micro_batch_size: int | None = None
+    """Samples per forward pass; None leaves the loader's batch whole."""
+    accumulate_grad_batches: int = 1
+    """Micro-batches per optimizer step and device."""
+    chosen: tuple[Chosen, ...] = ()
+    """In the order of `KINDS`; at most one per kind."""
+    world_size: int = 1
+    """Devices."""
+
+    def __post_init__(self) -> None:
+        """Put the choices in order.
+
+        Raises:
+            ValueError: If two are of one kind, a name is unknown, or a number is less than 1.
+        """
+        for name in ("micro_batch_size", "accumulate_grad_batches", "world_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}={value}` must be at least 1.")
+        by_kind: dict[Kind, Chosen] = {}
+        for choice in self.chosen:
+            other = by_kind.setdefault(choice.technique.kind, choice)
+            if other is not choice:
+                raise ValueError(
+                    f"{other.name} and {choice.name} both decide the {choice.technique.kind}. Leave one of them out."
+                )
+        object.__setattr__(self, "chosen", tuple(by_kind[kind] for kind in KINDS if kind in by_kind))
+
+    # --- choosing ---------------------------------------------------------------------------------------------------
+
+    def choose(self, name: str, **options: Any) -> Setting:
+        """This setting with a technique in the place of what decided the same before.
+
+        Raises:
+            ValueError: If there is no such technique.
+        """
+        kind = find_technique(name).kind
+        others = tuple(choice for choice in self.chosen if choice.technique.kind != kind)
+        return replace(self, chosen=(*others, Chosen(name, options)))
+
+    def without(self, kind: Kind) -> Setting:
+        """This setting with nothing that decides this."""
+        return replace(self, chosen=tuple(choice for choice in self.chosen if choice.technique.kind != kind))
+
+    def without_sizes(self) -> Setting:
+        """The techniques, for any micro-batch."""
+        return replace(self, micro_batch_size=None, accumulate_grad_batches=1)
+
+    def has(self, name: str) -> bool:
+        """Whether a technique is chosen."""
+        return any(choice.name == name for choice in self._complete())
+
+    def of_kind(self, kind: Kind) -> Chosen | None:
+        """The technique that decides this, if any."""
+        return next((choice for choice in self._complete() if choice.technique.kind == kind), None)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples per optimizer step over all devices; None where the loader decides."""
+        if self.micro_batch_size is None:
+            return None
+        return self.micro_batch_size * self.accumulate_grad_batches * self.world_size
+
+    @property
+    def precision(self) -> Precision:
+        """Lightning's name."""
+        precision: Precision = self._trainer_options().get("precision", "32-true")
+        return precision
+
+    @property
+    def numerics(self) -> frozenset[Numerics]:
+        """Everything that must be allowed for it; empty where all numbers are the plain run's."""
+        return frozenset().union(*(technique.numerics for technique in self.techniques())) - {"exact"}
+
+    def techniques(self) -> tuple[Technique, ...]:
+        """Records of all that is chosen, micro-batching included where batches are accumulated."""
+        return tuple(choice.technique for choice in self._complete())
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """What the strategy divides and moves; None on one device that holds everything."""
+        strategy = self.of_kind("strategy")
+        return strategy.technique.sharding if strategy is not None else None
+
+    def cost(self, profile: Any) -> Cost:
+        """What all techniques together add to the plain step of a profile, on each device."""
+        total = Cost()
+        for choice in self._complete():
+            technique, options = choice.technique, dict(choice.options)
+            if technique.kind == "strategy":
+                options["precision"] = self.precision  # decides how large what is moved is
+            cost = technique.cost(profile, options)
+            if technique.kind == "optimizer" and self.sharding is not None and self.sharding.stage:
+                cost = replace(cost, step=cost.step * (1 / self.world_size))  # a share is stepped
+            total += cost
+        return total
+
+    # --- applying ---------------------------------------------------------------------------------------------------
+
+    def callbacks(self) -> list[Any]:
+        """New callbacks for a Trainer.
+
+        Raises:
+            ModuleNotFoundError: If a technique's package is missing.
+        """
+        return [callback for choice in self._complete() for callback in choice.technique.build(**choice.options)]
+
+    def traced_callbacks(self) -> tuple[Any, ...]:
+        """New callbacks for `profile_module`: those that change what a step allocates."""
+        traced = [choice for choice in self.chosen if choice.technique.traced]
+        return tuple(callback for choice in traced for callback in choice.technique.build(**choice.options))
+
+    def step_options(self, facts: Facts | None = None) -> StepOptions:
+        """How `profile_module` runs its step."""
+        facts = facts or Facts()
+        algorithm = facts.gradient_clip_algorithm if facts.gradient_clip_val else None
+        return StepOptions(self.precision, self.accumulate_grad_batches, facts.gradient_clip_val, algorithm)
+
+    def overlay(self) -> dict[str, Any]:
+        """What `fit --config recipe.yaml --config plan.yaml` lays over a recipe."""
+        specs = [spec for choice in self._complete() for spec in choice.technique.configured(**choice.options)[1]]
+        return overlay(self._trainer_options(), specs)
+
+    def validate(self, facts: Facts) -> list[str]:
+        """Every conflict, with the reason and the fix; empty where the setting can run."""
+        run = self.run(facts)
+        reasons = (
+            (choice.name, choice.technique.missing() or choice.technique.unsupported(run, choice.options))
+            for choice in self._complete()
+        )
+        return [f"{name}: {reason}" for name, reason in reasons if reason is not None]
+
+    def run(self, facts: Facts) -> Run:
+        """Facts and choices together, for rules."""
+        options = self._trainer_options()
+        specs = [spec for choice in self._complete() for spec in choice.technique.configured(**choice.options)[1]]
+        name, sharding = options.get("strategy", "auto" if self.world_size == 1 else "ddp"), self.sharding
+        return Run(
+            facts,
+            self.precision,
+            self.accumulate_grad_batches,
+            _class_name(name),
+            sharding is not None and sharding.deepspeed and sharding.stage == 3,
+            self.world_size,
+            tuple(spec.name for spec in specs),
+        )
+
+    # --- storing ----------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON; equal settings give equal ones."""
+        return {
+            "micro_batch_size": self.micro_batch_size,
+            "accumulate_grad_batches": self.accumulate_grad_batches,
+            "world_size": self.world_size,
+            "techniques": {choice.name: dict(choice.options) for choice in self.chosen},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Setting:
+        """Read what `to_dict` gave.
+
+        Raises:
+            ValueError: If a technique is not known.
+        """
+        rest = {name: value for name, value in values.items() if name != "techniques"}
+        chosen = tuple(Chosen(name, options or {}) for name, options in values.get("techniques", {}).items())
+        return cls(chosen=chosen, **rest)
+
+    def _complete(self) -> tuple[Chosen, ...]:
+        """The choices, with micro-batching where sizes ask for it and the strategy told how many devices there are."""
+        chosen = tuple(self._with_devices(c) if c.technique.kind == "strategy" else c for c in self.chosen)
+        batching = next((choice for choice in chosen if choice.technique.kind == "batching"), None)
+        if batching is None and self.accumulate_grad_batches == 1:
+            return chosen
+        sizes = {"global_batch_size": self.global_batch_size, "micro_batch_size": self.micro_batch_size}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        name, options = (batching.name, batching.options) if batching is not None else (MICRO_BATCHING, {})
+        complete = Chosen(name, {**given, **options})
+        return (*(choice for choice in chosen if choice is not batching), complete)
+
+    def _with_devices(self, strategy: Chosen) -> Chosen:
+        nodes = int(strategy.options.get("num_nodes", 1))
+        return Chosen(strategy.name, {**strategy.options, "devices": self.world_size // nodes})
+
+    def _trainer_options(self) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        for choice in self.chosen:
+            completed = self._with_devices(choice) if choice.technique.kind == "strategy" else choice
+            merged |= choice.technique.configured(**completed.options)[0]
+        if self.world_size > 1:
+            merged.setdefault("devices", self.world_size)
+        if self.accumulate_grad_batches > 1:
+            merged["accumulate_grad_batches"] = 1  # the loader gives the whole batch, which micro-batching cuts
+        return merged
+
+
+def _class_name(strategy: Any) -> str:
+    name = str(strategy["class_path"]).rpartition(".")[2] if isinstance(strategy, Mapping) else str(strategy)
+    return _STRATEGIES.get(name, name)

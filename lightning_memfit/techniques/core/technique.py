@@ -1,0 +1,166 @@
+"""`Technique`: one way to trade memory for time or precision, as a record that can be listed, applied and refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.techniques.core.cost import Cost
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.sharding import Sharding
+
+Kind = Literal[
+    "adapter",
+    "optimizer",
+    "precision",
+    "gradient",
+    "zero_grad",
+    "loss",
+    "attention",
+    "checkpointing",
+    "compile",
+    "matmul",
+    "loader",
+    "batching",
+    "strategy",
+]
+"""What a technique decides. A run has at most one of a kind; callbacks are listed in this order."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+Numerics = Literal["exact", "tf32", "bf16", "fp16", "stochastic", "8bit", "4bit", "optimizer", "lora"]
+"""How results may differ from the plain run in fp32: `exact` up to the order of additions, products in `tf32`, weights
+or activations in half precision, random rounding, quantized states or weights, another optimizer, adapters."""
+
+
+Options = Mapping[str, Any]
+"""Arguments by name."""
+
+
+@dataclass(frozen=True)
+class CallbackSpec:
+    """A callback as YAML names it."""
+
+    class_path: str
+    init_args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Class name."""
+        return self.class_path.rpartition(".")[2]
+
+    def load(self) -> type:
+        """Import the class."""
+        module, _, name = self.class_path.rpartition(".")
+        found: type = getattr(import_module(module), name)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """`class_path` and, where there are any, `init_args`."""
+        arguments = {"init_args": dict(self.init_args)} if self.init_args else {}
+        return {"class_path": self.class_path, **arguments}
+
+
+def supported(run: Run, options: Options) -> str | None:
+    """The rule of a technique that goes with everything."""
+    return None
+
+
+def free(profile: ModelProfile, options: Options) -> Cost:
+    """The cost of a technique that takes no time."""
+    return Cost()
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One entry of the registry. Its memory comes from tracing what `build` gives, never from a second formula."""
+
+    name: str
+    """Also of its fragment, `recipes/fragments/<name>.yaml`."""
+    kind: Kind
+    summary: str
+    """One line for tables."""
+    numerics: frozenset[Numerics]
+    """What must be allowed for it; only `exact` promises the plain run's numbers."""
+    callbacks: tuple[CallbackSpec, ...] = ()
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    """Trainer options it sets."""
+    presets: tuple[Options, ...] = ({},)
+    """Options worth trying in a search, each where those before it are refused."""
+    unsupported: Callable[[Run, Options], str | None] = supported
+    """Reason and fix, or None where it goes with the rest of a run that includes it with these options. Pure."""
+    cost: Callable[[ModelProfile, Options], Cost] = free
+    """What it adds to a step; from a profile of the plain step and this technique's options. Pure."""
+    package: str = ""
+    """Module that must be importable."""
+    extra: str = ""
+    """What to install for it, as `pip install` takes it."""
+    traced: bool = True
+    """Whether its callbacks change what a traced step allocates."""
+    page: str = ""
+    """Page in docs/techniques, without the ending; by default the name."""
+    sharding: Sharding | None = None
+    """Of a strategy: what it divides and where it puts it, from which its memory and its traffic follow."""
+
+    def missing(self) -> str | None:
+        """Why it can't be used in this environment, and what to install; None where it can."""
+        if not self.package or find_spec(self.package) is not None:
+            return None
+        return f"needs {self.package}: pip install {self.extra or self.package}"
+
+    def configured(self, **options: Any) -> tuple[dict[str, Any], tuple[CallbackSpec, ...]]:
+        """Trainer options and callbacks. Every option goes to the trainer option or callback that has that name.
+
+        Raises:
+            ValueError: If none has it.
+        """
+        left = dict(options)
+        trainer = {name: left.pop(name, value) for name, value in self.trainer.items()}
+        specs = []
+        known = list(self.trainer)
+        for spec in self.callbacks:
+            names = list(inspect.signature(spec.load()).parameters)
+            taken = {name: left.pop(name) for name in names if name in left}
+            known += names
+            specs.append(CallbackSpec(spec.class_path, {**spec.init_args, **taken}))
+        if left:
+            name = next(iter(left))
+            closest = get_close_matches(name, known, n=3, cutoff=0.5) or known
+            raise ValueError(
+                f"`{name}={left[name]!r}` is no option of {self.name}. Closest: {', '.join(closest) or 'none'}."
+            )
+        return trainer, tuple(specs)
+
+    def config(self, **options: Any) -> dict[str, Any]:
+        """What a YAML file says to use it: `trainer` with its options and `callbacks+`.
+
+        Raises:
+            ValueError: If it has no such option.
+        """
+        trainer, specs = self.configured(**options)
+        return overlay(trainer, specs)
+
+    def build(self, **options: Any) -> list[Any]:
+        """Callbacks for a Trainer, or for `profile_module(..., callbacks=...)`.
+
+        Raises:
+            ModuleNotFoundError: If a package is missing.
+            ValueError: If it has no such option, or a value is wrong.
+        """
+        reason = self.missing()
+        if reason is not None:
+            raise ModuleNotFoundError(f"{self.name} {reason}")
+        _, specs = self.configured(**options)
+        return [spec.load()(**spec.init_args) for spec in specs]
+
+
+def overlay(trainer: Mapping[str, Any], callbacks: Sequence[CallbackSpec]) -> dict[str, Any]:
+    """Trainer options and callbacks to append, as `fit --config` reads them."""
+    appended = {"callbacks+": [spec.to_dict() for spec in callbacks]} if callbacks else {}
+    return {"trainer": {**trainer, **appended}} if trainer or appended else {}

@@ -1,0 +1,67 @@
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli import fit, plan_recipe
+from cli.fit import PLAN_VARIABLE, num_devices, plan_file
+
+FITTING = {"fits": True, "summary": "Fits: zero_2 on 2 devices", "overlay": {"trainer": {"strategy": "memfit_zero_2"}}}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*fit._STARTED_BY_OTHERS, PLAN_VARIABLE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def trainer(devices: Any, num_nodes: int = 1, accelerator: str = "cpu") -> Namespace:
+    return Namespace(devices=devices, num_nodes=num_nodes, accelerator=accelerator)
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"), [(2, 2), ("2", 2), ("auto", 1), (-1, 1), ([0, 3], 2), ("0,3", 2), (1, 1)]
+)
+def test_devices_are_counted_as_lightning_does(devices: Any, expected: int) -> None:
+    assert num_devices(trainer(devices)) == expected
+    assert num_devices(trainer(devices, num_nodes=3)) == 3 * expected
+
+
+def test_the_plan_is_made_once_and_found_by_processes_that_are_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[str]] = []
+
+    def plan(arguments: Any, overrides: list[str]) -> tuple[dict[str, Any], list[Path]]:
+        asked.append(overrides)
+        return FITTING, []
+
+    monkeypatch.setattr(plan_recipe, "plan_recipe", plan)
+    given = ["--config", "mine.yaml", "--memfit", "auto", "--ckpt_path=last", "--trainer.devices", "2", "--memfit=auto"]
+    path = plan_file(given)
+    assert asked == [["--config", "mine.yaml", "--trainer.devices", "2"]]
+    assert "memfit_zero_2" in path.read_text()
+    assert plan_file(given) == path
+    assert len(asked) == 1
+    assert FITTING["summary"] in capsys.readouterr().err  # type: ignore[operator]
+
+
+def test_what_fits_nowhere_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = {"fits": False, "summary": "Nothing fits.", "advice": ["least", "A larger card would do."]}
+    monkeypatch.setattr(plan_recipe, "plan_recipe", lambda *_: (refused, []))
+    with pytest.raises(ValueError, match=r"Nothing fits\. A larger card would do\."):
+        plan_file([])
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"])
+def test_processes_that_others_start_are_refused_with_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match="memfit plan --config"):
+        plan_file([])
+
+
+def test_several_machines_are_refused_with_the_command() -> None:
+    with pytest.raises(ValueError, match="memfit plan --config"):
+        plan_file([], num_nodes=2)

@@ -1,0 +1,231 @@
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lightning_memfit.nvme.folder import OWNER_FILE, Owner, RunFolder, find_runs, new_run_id, remove_run
+
+# A rank of a run: makes or joins the folder, writes a swap file as DeepSpeed does, says so, and waits for its end.
+RANK = """
+import sys
+from lightning_memfit.nvme.folder import RunFolder
+how, parent, run_id, rank = sys.argv[1:]
+folder = getattr(RunFolder, how)(parent, run_id)
+swap = folder.path / "zero_stage_3" / "optimizer" / f"rank{rank}"
+swap.mkdir(parents=True)
+(swap / "exp_avg-0_3.tensor.swp").write_bytes(bytes(8192))
+print(folder.path, flush=True)
+command = sys.stdin.readline().strip()
+if command == "raise":
+    raise SystemError("training failed")
+"""
+
+
+@contextmanager
+def rank(how: str, parent: Path, run_id: str, number: int = 0) -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RANK, how, str(parent), run_id, str(number)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip(), process.communicate()[1]
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def write_swap(folder: Path, name: str = "zero_stage_3/bfloat16params/rank0/7_param.tensor.swp") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(4096))
+    return path
+
+
+def test_folder_is_there_while_the_run_is_and_gone_afterwards(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path, "run1") as folder:
+        before = folder.used_bytes
+        write_swap(folder.path)
+        assert folder.used_bytes - before >= 4096
+        owner = json.loads((folder.path / OWNER_FILE).read_text())
+        assert (owner["run_id"], owner["pid"]) == ("run1", os.getpid())
+    assert list(tmp_path.iterdir()) == []
+    assert folder.close()  # again
+
+
+@pytest.mark.parametrize("ending", ["return", "raise"])
+def test_folder_is_gone_however_a_process_ends_by_itself(tmp_path: Path, ending: str) -> None:
+    with rank("create", tmp_path, "run1") as process:
+        process.communicate(f"{ending}\n", timeout=20)
+    assert (process.returncode == 0) == (ending == "return")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_killed_run_is_reaped_by_the_next(tmp_path: Path) -> None:
+    with rank("create", tmp_path, "dead") as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    (state,) = find_runs(tmp_path)
+    assert state.is_leftover
+    assert state.size_bytes >= 8192
+    with RunFolder.create(tmp_path, "next") as folder:
+        assert [found.path for found in folder.reaped] == [state.path]
+        assert list(tmp_path.iterdir()) == [folder.path]
+
+
+def test_live_run_is_neither_removed_nor_used(tmp_path: Path) -> None:
+    with rank("create", tmp_path, "live") as process:
+        with RunFolder.create(tmp_path, "other") as folder:
+            assert folder.reaped == []
+        with pytest.raises(RuntimeError, match=rf"process {process.pid} on .* still runs. End that run"):
+            RunFolder.create(tmp_path, "live")
+        (state,) = find_runs(tmp_path)
+        assert "still runs" in state.kept_because
+
+
+def test_run_whose_first_rank_was_killed_lives_while_another_does(tmp_path: Path) -> None:
+    with rank("create", tmp_path, "run1") as first, rank("join", tmp_path, "run1", 1):
+        first.kill()
+        first.wait()
+        (state,) = find_runs(tmp_path)
+        assert not state.is_leftover
+        with pytest.raises(RuntimeError, match="still runs"):
+            RunFolder.create(tmp_path, "run1")
+        with pytest.raises(RuntimeError, match="must create it first"):
+            RunFolder.join(tmp_path, "run1")
+    (state,) = find_runs(tmp_path)
+    assert state.is_leftover
+
+
+def test_owner_waits_for_the_other_ranks(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run1")
+    with rank("join", tmp_path, "run1", 1) as other:
+        assert not folder.close(timeout_s=0.2)
+        assert find_runs(tmp_path)
+        assert other.poll() is None
+
+
+def test_owner_removes_the_folder_once_the_others_are_done(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run1")
+    with rank("join", tmp_path, "run1", 1) as other:
+        assert other.stdin is not None
+        other.stdin.write("return\n")
+        other.stdin.flush()
+        assert folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_joining_needs_an_owner(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="must create it first"):
+        RunFolder.join(tmp_path, "run1")
+
+
+def test_nothing_foreign_is_deleted(tmp_path: Path) -> None:
+    with rank("create", tmp_path, "dead") as process:
+        process.kill()
+        process.wait()
+    (state,) = find_runs(tmp_path)
+    foreign = state.path / "zero_stage_3" / "thesis.txt"
+    foreign.write_text("years of work")
+    (tmp_path / "memfit-run-mine-here").mkdir()  # the name alone makes no run folder
+    write_swap(tmp_path)
+    before = sorted(path for path in tmp_path.rglob("*"))
+    with RunFolder.create(tmp_path, "next") as folder:
+        assert folder.reaped == []
+    assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(OSError, match=r"thesis\.txt, which no run wrote"):
+        remove_run(state.path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_run_that_ends_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunFolder.create(tmp_path, "run1") as folder:
+        for number in range(3):
+            write_swap(folder.path, f"zero_stage_3/optimizer/rank0/0_{number}.tensor.swp")
+        lstat = Path.lstat
+
+        def vanish(path: Path) -> os.stat_result:
+            if path.name == "optimizer":
+                shutil.rmtree(path / "rank0")
+            elif path.name == "lock":
+                raise FileNotFoundError(path)
+            return lstat(path)
+
+        monkeypatch.setattr(Path, "lstat", vanish)
+        (state,) = find_runs(tmp_path)
+        monkeypatch.undo()
+        assert "still runs" in state.kept_because
+        assert state.size_bytes < 3 * 4096 + 4 * 4096
+
+
+def test_links_are_foreign_and_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere" / "rank0"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "0_param.tensor.swp").write_bytes(bytes(10))
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    folder = RunFolder.create(nvme, "run1")
+    (folder.path / "zero_stage_3").mkdir()
+    (folder.path / "zero_stage_3" / "optimizer").symlink_to(elsewhere.parent)
+    with pytest.raises(OSError, match="zero_stage_3/optimizer, which no run wrote"):
+        folder.close()
+    assert (elsewhere / "0_param.tensor.swp").exists()
+
+
+def test_folder_of_another_machine_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "memfit-run-far1-faraway"
+    path.mkdir()
+    Owner("far1", "faraway", 1, 1, "boot").write(path)
+    (state,) = find_runs(tmp_path)
+    assert "faraway" in state.kept_because
+    RunFolder.create(tmp_path, "run1").close()
+    assert path.is_dir()
+
+
+def test_number_given_out_again_is_not_the_owner() -> None:
+    mine = Owner.this_process("run1")
+    assert mine.is_running
+    assert not Owner(mine.run_id, mine.host, mine.pid, mine.started - 1, mine.boot_id).is_running
+    assert not Owner(mine.run_id, mine.host, mine.pid, mine.started, "another boot").is_running
+
+
+def test_forked_worker_does_not_remove_the_folder(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path, "run1") as folder:
+        child = os.fork()
+        if child == 0:
+            folder.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert (folder.path / OWNER_FILE).exists()
+
+
+@pytest.mark.parametrize("wrong", ["missing", "file", "inside"])
+def test_unusable_parent(tmp_path: Path, wrong: str) -> None:
+    with RunFolder.create(tmp_path, "run1") as folder:
+        (tmp_path / "file").touch()
+        parent = {"missing": tmp_path / "missing", "file": tmp_path / "file", "inside": folder.path}[wrong]
+        message = {
+            "missing": "does not exist",
+            "file": "is not a folder",
+            "inside": "of a run .* that still runs: name",
+        }[wrong]
+        with pytest.raises(ValueError, match=message):
+            RunFolder.create(parent, "run2")
+    assert not (tmp_path / "missing").exists()
+
+
+def test_run_ids() -> None:
+    assert new_run_id() != new_run_id()
+    with pytest.raises(ValueError, match=r"run_id='\.\./x'"):
+        RunFolder.create("/tmp", "../x")

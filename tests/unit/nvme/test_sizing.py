@@ -1,0 +1,158 @@
+from functools import cache
+
+import pytest
+import torch
+
+from lightning_memfit.memory import MIB
+from lightning_memfit.nvme.sizing import (
+    AioSettings,
+    choose_sub_group_size,
+    infinity_sizes,
+    optimizer_buffer_count,
+    params_in_host,
+    sub_groups,
+    tiling_hints,
+    tiling_splits,
+)
+
+
+@cache
+def gpt2_xl() -> tuple[dict[str, tuple[int, ...]], tuple[tuple[int, ...], ...]]:
+    """Shapes, and elements by parameter group with and without weight decay, in the order of the module."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=48, n_embd=1600, n_head=25))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    numels = [parameter.numel() for parameter in model.parameters()]
+    dims = [parameter.dim() for parameter in model.parameters()]
+    decayed = tuple(n for n, d in zip(numels, dims, strict=True) if d > 1)
+    return shapes, (decayed, tuple(n for n, d in zip(numels, dims, strict=True) if d == 1))
+
+
+def test_gpt2_xl_pins_a_tenth_of_what_the_defaults_pin() -> None:
+    _, groups = gpt2_xl()
+    total, embedding = sum(map(sum, groups)), 50257 * 1600
+    assert total == 1_557_611_200
+    sizes = infinity_sizes(groups, itemsize=2)
+    assert sizes.largest_sub_group == embedding  # nothing can make it smaller
+    assert len(sizes.sub_groups) == 23
+    assert sum(sizes.sub_groups) == total
+    assert sizes.param_buffer_size == embedding
+    # the default: one sub-group for each parameter group
+    default = 4 * 4 * sum(groups[0])
+    assert default == pytest.approx(24.9e9, rel=0.01)
+    assert sizes.optimizer_buffer_bytes == pytest.approx(default / 19.4, rel=0.01)
+    assert sizes.optimizer_buffer_bytes + sizes.param_buffer_bytes == pytest.approx(2.25e9, rel=0.01)
+
+
+def test_partitions_of_eight_ranks_are_an_eighth() -> None:
+    _, groups = gpt2_xl()
+    one, eight = infinity_sizes(groups), infinity_sizes(groups, world_size=8)
+    assert eight.param_buffer_size == pytest.approx(one.param_buffer_size / 8, abs=1)
+    assert eight.largest_sub_group <= 1 << 25  # files of 128 MiB are long enough: not one per parameter
+    assert len(eight.sub_groups) < 12
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8, 64])
+def test_sub_groups_never_exceed_the_largest_parameter_or_the_useful_size(world_size: int) -> None:
+    _, groups = gpt2_xl()
+    partitions = [[-(-n // world_size) for n in group] for group in groups]
+    size = choose_sub_group_size(partitions)
+    largest = max(sum(sub) for group in partitions for sub in sub_groups(group, size))
+    assert largest <= max(max(map(max, partitions)), 1 << 25)
+    # the next larger choice would not do, unless everything is one sub-group already
+    bigger = max(sum(sub) for group in partitions for sub in sub_groups(group, 2 * size))
+    assert bigger > largest or len(sub_groups(partitions[0], size)) == 1
+
+
+def test_sub_groups_are_upstreams() -> None:
+    assert sub_groups([5, 5, 5, 5], 10) == [[5, 5], [5, 5]]
+    assert sub_groups([5, 5, 5, 5], 11) == [[5, 5, 5], [5]]
+    assert sub_groups([5, 30, 5], 10) == [[5, 30], [5]]
+    assert sub_groups([5, 5], 10) == [[5, 5]]
+
+
+def test_sub_groups_agree_with_deepspeed() -> None:
+    pytest.importorskip("deepspeed")
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    _, groups = gpt2_xl()
+    size = choose_sub_group_size(groups)
+    for group in groups:
+        fake = [SimpleNamespace(numel=n, partition_numel=lambda n=n: n) for n in group]
+        theirs = DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups(SimpleNamespace(sub_group_size=size), fake)
+        assert [[p.numel for p in sub] for sub in theirs] == sub_groups(group, size)
+
+
+def test_small_tensors_are_no_reason_for_buffers() -> None:
+    sizes = infinity_sizes([[1000, 2000]], itemsize=2)
+    assert sizes.param_buffer_size == 0
+    assert infinity_sizes([[MIB // 2]], itemsize=2).param_buffer_size == MIB // 2
+    assert infinity_sizes([[MIB // 2]], itemsize=2, aio=AioSettings(block_size=8 * MIB)).param_buffer_size == 0
+
+
+def test_alignment_follows_the_threads() -> None:
+    assert AioSettings().aligned(1, 2) == 512
+    assert AioSettings(intra_op_parallelism=4).aligned(1025, 4) == 2048
+
+
+def test_pipelining_needs_buffers_for_each_sub_group_in_flight() -> None:
+    assert optimizer_buffer_count() == 4
+    assert optimizer_buffer_count(pipeline_read=True) == 8
+    assert optimizer_buffer_count(2, True, True) == 12
+    assert optimizer_buffer_count(num_states=1) == 3
+
+
+def test_config_is_what_deepspeed_reads() -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+    from deepspeed.runtime.zero.config import get_zero_config
+
+    config = infinity_sizes([[MIB]], aio=AioSettings(128 << 10, 32, 2)).config("/somewhere")
+    zero = get_zero_config(config)
+    assert str(zero.offload_param.nvme_path) == "/somewhere"
+    assert zero.offload_optimizer.device == "nvme"
+    assert (zero.sub_group_size, zero.prefetch_bucket_size, zero.max_reuse_distance) == (1 << 25, 0, 0)
+    aio = get_aio_config(config)
+    assert (aio["block_size"], aio["queue_depth"], aio["intra_op_parallelism"]) == (128 << 10, 32, 2)
+    assert "offload_param" not in infinity_sizes([[MIB]]).config("/x", parameters=False)["zero_optimization"]
+
+
+@pytest.mark.parametrize("shape", [(50257, 1600), (6400, 1600), (7, 1000), (1000, 7)])
+@pytest.mark.parametrize("limit", [1, 13, 4096, 10**7])
+def test_tiles_fit(shape: tuple[int, int], limit: int) -> None:
+    splits = tiling_splits(shape, limit)
+    if splits is None:
+        assert shape[0] * shape[1] <= limit
+        return
+    rows, columns = splits
+    assert -(-shape[0] // rows) * -(-shape[1] // columns) <= limit
+
+
+def test_tiling_hint_names_the_layer() -> None:
+    shapes, _ = gpt2_xl()
+    (hint,) = tiling_hints(shapes, 20_000_000)
+    assert "transformer.wte.weight (50257 x 1600)" in hint
+    assert "TiledLinear" in hint
+    with pytest.raises(ValueError, match="max_numel=0"):
+        tiling_splits((2, 2), 0)
+
+
+def test_partial_offload_of_parameters() -> None:
+    assert params_in_host(10**9, 2) == 500_000_000
+    assert params_in_host(-5, 2) == 0
+
+
+def test_no_parameters() -> None:
+    with pytest.raises(ValueError, match="no parameter"):
+        infinity_sizes([[], []])
+
+
+def test_buffer_for_writing_weights_has_room_for_whole_ones() -> None:
+    """`reserve_partitioned_swap_space` is given `ds_numel`; a rank of four writes a quarter of them."""
+    one, four = (infinity_sizes([[2**24] * 4], world_size=world_size) for world_size in (1, 4))
+    assert one.write_buffer_size == sum(one.sub_groups[:1])
+    assert four.write_buffer_size == 4 * four.largest_sub_group
