@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_memfit.estimate.architectures import Architecture, Kind, NamedRun, find_architecture
 from lightning_memfit.profile.cache import ProfileCache, text_key
+from lightning_memfit.profile.describe import describe_processor
 from lightning_memfit.profile.record import ModelProfile
 
 _ENDINGS: dict[str, Kind] = {
@@ -96,4 +97,4 @@ def _check_length(run: NamedRun, architecture: Architecture) -> None:
 def _key(run: NamedRun, architecture: Architecture, shorten: bool) -> str:
     own = [Path(__file__), Path(__file__).with_name("named_model.py")]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in own)).hexdigest()
-    return text_key("named", asdict(run), asdict(architecture), shorten, code)
+    return text_key("named", asdict(run), asdict(architecture), shorten, code, describe_processor(run.device))

@@ -11,6 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
+from lightning_memfit.profile.describe import describe_processor
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import attached_datamodule
@@ -56,7 +57,8 @@ def profile_module(
     options, emulation = options or StepOptions(), emulation or Emulation()
     key = ""
     if cache is not None:
-        key = profile_key(module, batch, options, emulation, callbacks, make_optimizer, any_micro_batch, shorten)
+        settings = (options, emulation, callbacks, make_optimizer, any_micro_batch, shorten)
+        key = profile_key(module, batch, *settings, describe_processor(emulation.device))
         known = cache.load(key)
         if known is not None:
             return known

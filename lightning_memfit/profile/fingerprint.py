@@ -1,6 +1,8 @@
 """Stable texts for modules, settings and batches, from which cache keys are made."""
 
 import hashlib
+import os
+import platform
 import sys
 from collections.abc import Iterator
 from functools import cache, partial
@@ -19,6 +21,12 @@ _NOT_STATE = {"_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_co
 }
 
 _COVERED_BY_VERSION = {"builtins", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers"}
+
+
+_PROCESSOR_FACTS = ("model name", "flags", "cache size")
+
+_PROCESSOR_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+"""Variables that keep oneDNN and torch from using all that the processor can do."""
 
 
 def describe_module(module: Any) -> object:
@@ -42,6 +50,31 @@ def describe_settings(value: Any) -> object:
     simple = [(key, item) for key, item in sorted(vars(value).items()) if isinstance(item, (bool, int, float, str))]
     files = {path for kind in type(value).__mro__ for path in _source_files(kind.__module__)}
     return type(value).__qualname__, simple, sorted(map(_file_hash, files))
+
+
+def describe_processor(device: str) -> object:
+    """What decides which kernels a trace for the CPU learns scratch memory from; nothing for a trace for CUDA.
+
+    Found without torch, so that a profile that is known is had without it.
+
+    Args:
+        device: `cpu` or `cuda`, as in `Emulation`.
+    """
+    if device != "cpu":
+        return None
+    return hashlib.sha256(_processor().encode()).hexdigest(), [
+        (name, os.environ.get(name)) for name in _PROCESSOR_LIMITS
+    ]
+
+
+@cache
+def _processor() -> str:
+    """Model, instruction sets and cache of the first processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(line for line in lines if line.startswith(_PROCESSOR_FACTS))
 
 
 def describe(value: Any, values: bool = False, _depth: int = 0) -> object:

@@ -13,7 +13,7 @@ from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.host import is_on_host, keep_on_host
 from lightning_memfit.memory.ledger import StorageLedger, held_tensors, python_kernel, sparse_parts
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
-from lightning_memfit.profile.kernels import kernel_scratch_bytes
+from lightning_memfit.profile.kernels import CONVOLUTIONS, kernel_scratch_peaks
 
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 
@@ -196,8 +196,9 @@ class EventRecorder(StorageLedger):
                     for inner in value:
                         if isinstance(inner, torch.Tensor):
                             self._see(func, args, inner)
-        if self._python_kernels:
-            self._record_scratch(kernel_scratch_bytes(func, args, result))
+        if self._python_kernels and func in CONVOLUTIONS:
+            for size_bytes in kernel_scratch_peaks(func, args, result):
+                self._record_scratch(size_bytes)
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -213,11 +214,11 @@ class EventRecorder(StorageLedger):
             self._traffic[key] = self._traffic.get(key, 0) + _bytes_of(args) + _bytes_of((result,))
 
     def _record_scratch(self, size_bytes: int) -> None:
-        if size_bytes:
-            identity = self._next_identity
-            self._next_identity += 1
-            self.on_allocate(identity, size_bytes, Category.TEMPORARY, "kernel scratch")
-            self.on_free(identity, size_bytes, Category.TEMPORARY)
+        """Write scratch memory down, even none: at another size there may be some, and traces must stay aligned."""
+        identity = self._next_identity
+        self._next_identity += 1
+        self.on_allocate(identity, size_bytes, Category.TEMPORARY, "kernel scratch")
+        self.on_free(identity, size_bytes, Category.TEMPORARY)
 
     def _spans_blocks(self, tensors: Any) -> bool:
         """Whether tensors that one operator joins come from several blocks."""

@@ -130,6 +130,25 @@ def test_the_key_changes_with_settings_and_versions(load, monkeypatch):
     assert len(keys) == 7
 
 
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 3), ("cuda", 1)])
+def test_only_the_key_of_a_trace_for_the_cpu_changes_with_the_processor(monkeypatch, device, expected):
+    """What convolutions take there is learned from the processor."""
+    keys, known = set(), object()
+    monkeypatch.setattr(ProfileCache, "load", lambda cache, key: keys.add(key) or known)
+
+    def look_up():
+        assert profile_module(Classifier(), batch(), emulation=Emulation(device), cache=ProfileCache()) is known
+
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    look_up()
+    look_up()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    look_up()
+    monkeypatch.setattr(describe_module, "_processor", lambda: "another")
+    look_up()
+    assert len(keys) == expected
+
+
 def test_another_process_has_the_same_key(load, tmp_path):
     mine = key(load()(rate=0.3))
     script = textwrap.dedent(
