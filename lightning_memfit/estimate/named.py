@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_memfit.estimate.architectures import Architecture, Kind, NamedRun, find_architecture
 from lightning_memfit.profile.cache import ProfileCache, text_key
-from lightning_memfit.profile.describe import describe_processor
+from lightning_memfit.profile.fingerprint import describe_processor
 from lightning_memfit.profile.record import ModelProfile
 
 _ENDINGS: dict[str, Kind] = {

@@ -11,10 +11,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
-from lightning_memfit.profile.describe import describe_processor
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
-from lightning_memfit.profile.fingerprint import attached_datamodule
+from lightning_memfit.profile.fingerprint import attached_datamodule, describe_processor
 from lightning_memfit.profile.integers import AssumedValues
 from lightning_memfit.profile.record import LargerSizes, ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
@@ -48,7 +47,7 @@ def profile_module(
         shorten: Trace five repeated blocks and unroll where they are proved alike.
         check_assumptions: See `trace_step`.
         overlap: Trace the second size in a forked process meanwhile. For a process that has done nothing else yet, such
-            as a command's (`meanwhile.in_child`).
+            as a command's (`background.in_child`).
         cache: Where profiles are kept between runs; none by default.
 
     Raises:

@@ -218,7 +218,7 @@ def _outside_of_everything() -> Iterator[None]:
     """No modes, gradients or autocast, and one thread.
 
     With several threads scratch memory jumps with the number of samples, so that nothing could be told from two sizes;
-    and a forked process (`meanwhile.in_child`) has only one.
+    and a forked process (`background.in_child`) has only one.
     """
     threads = torch.get_num_threads()
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):

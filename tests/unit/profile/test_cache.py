@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_memfit.profile import cache as cache_module
-from lightning_memfit.profile import fingerprint as describe_module
+from lightning_memfit.profile import fingerprint
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache, default_cache_folder, profile_key
 from lightning_memfit.profile.step import StepOptions
@@ -42,7 +42,7 @@ def load(tmp_path, monkeypatch):
             spec = importlib.util.spec_from_file_location(part, path)
             sys.modules[part] = module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-        describe_module._file_hash.cache_clear()
+        fingerprint._file_hash.cache_clear()
         return module.Net
 
     yield load
@@ -144,7 +144,7 @@ def test_only_the_key_of_a_trace_for_the_cpu_changes_with_the_processor(monkeypa
     look_up()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     look_up()
-    monkeypatch.setattr(describe_module, "_processor", lambda: "another")
+    monkeypatch.setattr(fingerprint, "_processor", lambda: "another")
     look_up()
     assert len(keys) == expected
 
