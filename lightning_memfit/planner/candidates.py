@@ -19,30 +19,7 @@ from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHI
 SEARCHED: tuple[Kind, ...] = ("adapter", "optimizer", "precision", "gradient", "loss", "matmul")
 """Kinds that the search combines. Checkpointing and micro-batch are solved inside, the rest is the recipe's."""
 
-_UNSOUND = frozenset({"bf16_true"})
-"""Loses small updates: never proposed unless the recipe does it already."""
-
-_DOMINATED = {
-    "bf16_kahan_summation": "bf16_stochastic_rounding",
-    "torchao_adamw_8bit": "optimizer_8bit",
-    "torchao_adamw_fp8": "optimizer_8bit",
-}
-"""As fast at best, and needing more: never proposed where the other one may be."""
-
-_FREES_GRADIENTS = frozenset({"gradient_release", "host_master_weights"})
-
-_FAMILIES = {
-    "": "adamw",
-    "fused_adamw": "adamw",
-    "optimizer_8bit": "adamw_8bit",
-    "adafactor": "adafactor",
-    "lion": "lion",
-    "lion_8bit": "lion_8bit",
-    "torchao_adamw_8bit": "adamw_8bit",
-    "torchao_adamw_fp8": "adamw_8bit",
-    "torchao_adamw_4bit": "adamw_4bit",
-}
-"""Whose states are how large, for a bound. What is not named has none on the device (paged states)."""
+_PLAIN = optimizer_family("adamw")
 
 
 @dataclass(frozen=True)
@@ -94,6 +71,13 @@ def arrangements(workload: Workload) -> list[Setting]:
     return found
 
 
+def with_losses(setting: Setting) -> list[tuple[str, Setting]]:
+    """A setting with the plain loss, with each technique for the loss instead: its name, and the setting."""
+    if setting.of_kind("loss") is not None:
+        return []
+    return [(technique.name, setting.choose(technique.name)) for technique in TECHNIQUES if technique.kind == "loss"]
+
+
 def conflict(setting: Setting, workload: Workload) -> str | None:
     """Why techniques don't go together, or with the module; None where they do."""
     # Batches are cut by the loader, so that the rules of the micro-batch loop don't apply.
@@ -129,7 +113,7 @@ def missing_permissions(workload: Workload) -> list[tuple[Technique, tuple[str, 
     found: list[tuple[Technique, tuple[str, ...]]] = []
     for technique in TECHNIQUES:
         needed = tuple(sorted(technique.numerics - workload.allow - {"exact"}))
-        if technique.kind in SEARCHED and needed and technique.name not in _UNSOUND:
+        if technique.kind in SEARCHED and needed and technique.proposed:
             found.append((technique, needed))
     return found
 
@@ -140,17 +124,15 @@ def state_bytes(setting: Setting, profile: ModelProfile, precision_itemsize: int
     weights = sum(p.numel * p.itemsize for p in parameters if not p.shared_with)
     if setting.of_kind("adapter") is not None:
         return 0  # what is trained and how weights are stored is the adapter's choice
-    names = {choice.name for choice in setting.chosen}
-    if not names & _FREES_GRADIENTS:
+    if not setting.frees_gradients:
         weights += sum(p.numel * p.itemsize for p in trained(parameters))
-    if "host_master_weights" in names:
-        return weights
     choice = setting.of_kind("optimizer")
-    family = _FAMILIES.get(choice.name if choice is not None else "")
-    if family is None or "Adam" not in profile.optimizer:
+    states = _PLAIN if choice is None else choice.technique.states
+    elsewhere = setting.masters_on_host or states is None or states.paged
+    if elsewhere or "Adam" not in profile.optimizer or not trained(parameters):
         return weights
-    states = optimizer_family(family).total_bytes(parameters) if trained(parameters) else 0
-    return weights + states
+    assert states is not None
+    return weights + states.total_bytes(parameters)
 
 
 def _choices(workload: Workload, base: Setting) -> tuple[list[list[Chosen | None]], list[Rejected]]:
@@ -172,15 +154,15 @@ def _choices(workload: Workload, base: Setting) -> tuple[list[list[Chosen | None
             if technique.kind != kind:
                 continue
             is_own = technique.trainer.get("precision") == own and not technique.callbacks
-            permitted = technique.numerics <= workload.allow and technique.name not in _UNSOUND
+            permitted = technique.numerics <= workload.allow and technique.proposed
             if permitted or is_own:
                 found = _beside(base, technique, workload)
                 if isinstance(found, Rejected):
                     dropped.append(found)
                 else:
                     options.append(found)
-        offered = {option.name for option in options if option is not None}
-        choices.append([o for o in options if o is None or _DOMINATED.get(o.name) not in offered])
+        dominated = {name for option in options if option is not None for name in option.technique.dominates}
+        choices.append([option for option in options if option is None or option.name not in dominated])
     return choices, dropped
 
 

@@ -257,6 +257,18 @@ def cost(profile: ModelProfile, options: Options) -> Cost:
     return Cost(micro_batch=work, overlap=moved > 0)
 
 
+def options_for(choices: Sequence[Choice]) -> Options | None:
+    """The shortest options that make blocks follow these choices, one per block; None where nothing is to be done."""
+    kinds = set(choices)
+    if kinds <= {"none"}:
+        return None
+    if kinds == {"full"}:
+        return {}
+    if kinds == {"keep_matmul_attention"}:
+        return {"mode": "selective", "keep": ["matmul", "attention"]}
+    return {"choices": list(choices)}
+
+
 def recomputed_shares(options: Options, num_blocks: int) -> list[str]:
     """One choice per block. A budget that nobody has planned for yet counts as the most it may cost."""
     if options.get("choices"):
@@ -299,4 +311,5 @@ TECHNIQUE = Technique(
     ),
     unsupported=unsupported,
     cost=cost,
+    changes_step=False,
 )

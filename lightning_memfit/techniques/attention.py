@@ -116,4 +116,5 @@ TECHNIQUE = Technique(
     numerics=frozenset({"exact"}),
     callbacks=(CallbackSpec("lightning_memfit.techniques.attention.AttentionKernel"),),
     unsupported=unsupported,
+    changes_step=False,
 )

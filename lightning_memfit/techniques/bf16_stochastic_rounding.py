@@ -111,6 +111,7 @@ STOCHASTIC_ROUNDING = Technique(
     trainer={"precision": "bf16-true"},
     unsupported=unsupported,
     cost=_cost,
+    dominates=frozenset({"bf16_kahan_summation"}),
 )
 KAHAN_SUMMATION = Technique(
     name="bf16_kahan_summation",

@@ -233,4 +233,5 @@ TECHNIQUE = Technique(
     callbacks=(CallbackSpec("lightning_memfit.techniques.chunked_loss.ChunkedLoss"),),
     unsupported=unsupported,
     cost=_cost,
+    changes_step=False,
 )

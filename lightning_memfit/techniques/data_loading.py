@@ -135,4 +135,5 @@ TECHNIQUE = Technique(
     callbacks=(CallbackSpec("lightning_memfit.techniques.data_loading.DataLoading"),),
     unsupported=unsupported,
     traced=False,
+    changes_step=False,
 )

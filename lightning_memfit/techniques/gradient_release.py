@@ -97,5 +97,6 @@ TECHNIQUE = Technique(
     numerics=frozenset({"exact"}),
     callbacks=(CallbackSpec("lightning_memfit.techniques.gradient_release.GradientRelease"),),
     unsupported=unsupported,
+    frees_gradients=True,
     cost=_cost,
 )

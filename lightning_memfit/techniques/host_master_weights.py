@@ -192,4 +192,6 @@ TECHNIQUE = Technique(
     trainer={"precision": "bf16-true"},
     unsupported=unsupported,
     cost=_cost,
+    frees_gradients=True,
+    masters_on_host=True,
 )

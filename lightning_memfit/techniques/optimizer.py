@@ -114,6 +114,7 @@ def _record(
         cost=cost,
         package=package,
         page="optimizer",
+        states=states,
     )
 
 
@@ -142,6 +143,7 @@ FUSED_ADAMW = Technique(
     unsupported=_unsupported_fused,
     cost=_cost_of_fusing,
     page="optimizer",
+    states=optimizer_family("adamw_fused"),
 )
 ADAFACTOR = _record(
     "adafactor",

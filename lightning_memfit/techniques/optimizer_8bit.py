@@ -183,6 +183,8 @@ OPTIMIZER_8BIT = Technique(
     cost=_cost_of_8bit,
     package="bitsandbytes",
     extra=_EXTRA,
+    dominates=frozenset({"torchao_adamw_8bit", "torchao_adamw_fp8"}),
+    states=optimizer_family("adamw_8bit"),
 )
 PAGED_OPTIMIZER_8BIT = Technique(
     name="paged_optimizer_8bit",
@@ -195,6 +197,8 @@ PAGED_OPTIMIZER_8BIT = Technique(
     package="bitsandbytes",
     extra=_EXTRA,
     page="optimizer_8bit",
+    states=optimizer_family("paged_adamw_8bit"),
+    same_step_as="optimizer_8bit",
 )
 PAGED_OPTIMIZER = Technique(
     name="paged_optimizer",
@@ -207,4 +211,5 @@ PAGED_OPTIMIZER = Technique(
     package="bitsandbytes",
     extra=_EXTRA,
     page="optimizer_8bit",
+    states=optimizer_family("paged_adamw"),
 )

@@ -72,4 +72,5 @@ TECHNIQUE = Technique(
     unsupported=unsupported,
     cost=_cost,
     traced=False,
+    changes_step=False,
 )

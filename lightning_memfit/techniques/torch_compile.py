@@ -113,4 +113,5 @@ TECHNIQUE = Technique(
     unsupported=unsupported,
     cost=_cost,
     traced=False,
+    changes_step=False,
 )

@@ -140,6 +140,26 @@ class Setting:
         strategy = self.of_kind("strategy")
         return strategy.technique.sharding if strategy is not None else None
 
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether gradients are freed during backward, each by itself."""
+        return any(technique.frees_gradients for technique in self.techniques())
+
+    @property
+    def masters_on_host(self) -> bool:
+        """Whether a technique keeps fp32 weights, gradients and states in host memory; see `sharding` for DeepSpeed."""
+        return any(technique.masters_on_host for technique in self.techniques())
+
+    @property
+    def pages_states(self) -> bool:
+        """Whether optimizer states are in memory that moves to the host under pressure."""
+        return any(technique.states is not None and technique.states.paged for technique in self.techniques())
+
+    @property
+    def changes_step(self) -> bool:
+        """Whether the optimizer steps otherwise than the module's own does, whatever the strategy makes of it."""
+        return any(choice.technique.changes_step for choice in self.without("strategy").chosen)
+
     def cost(self, profile: Any) -> Cost:
         """What all techniques together add to the plain step of a profile, on each device."""
         total = Cost()
