@@ -11,7 +11,7 @@ from lightning_memfit.estimate.variants import trained
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.record import ModelProfile, ParameterInfo
 from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.registry import STRATEGIES, TECHNIQUES
+from lightning_memfit.techniques.core.registry import all_strategies, techniques
 from lightning_memfit.techniques.core.setting import Chosen, Setting
 from lightning_memfit.techniques.core.technique import Kind, Technique
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
@@ -64,7 +64,7 @@ def arrangements(workload: Workload) -> list[Setting]:
     if not workload.strategies:
         return found
     total, nodes = workload.devices.total, workload.devices.machines
-    for technique in STRATEGIES:
+    for technique in all_strategies():
         if technique.sharding is not None and (total > 1 or technique.sharding.offloads):
             options = {"num_nodes": nodes} if nodes > 1 else {}
             found.append(Setting(world_size=total).choose(technique.name, **options))
@@ -75,7 +75,7 @@ def with_losses(setting: Setting) -> list[tuple[str, Setting]]:
     """A setting with the plain loss, with each technique for the loss instead: its name, and the setting."""
     if setting.of_kind("loss") is not None:
         return []
-    return [(technique.name, setting.choose(technique.name)) for technique in TECHNIQUES if technique.kind == "loss"]
+    return [(technique.name, setting.choose(technique.name)) for technique in techniques() if technique.kind == "loss"]
 
 
 def conflict(setting: Setting, workload: Workload) -> str | None:
@@ -111,7 +111,7 @@ def conflict_of_sizes(setting: Setting, run: Run, loader_batch: int | None = Non
 def missing_permissions(workload: Workload) -> list[tuple[Technique, tuple[str, ...]]]:
     """Techniques that would save memory if more were allowed, with what they would need."""
     found: list[tuple[Technique, tuple[str, ...]]] = []
-    for technique in TECHNIQUES:
+    for technique in techniques():
         needed = tuple(sorted(technique.numerics - workload.allow - {"exact"}))
         if technique.kind in SEARCHED and needed and technique.proposed:
             found.append((technique, needed))
@@ -150,7 +150,7 @@ def _choices(workload: Workload, base: Setting) -> tuple[list[list[Chosen | None
     dropped: list[Rejected] = []
     for kind in SEARCHED:
         options: list[Chosen | None] = [None]
-        for technique in sorted(TECHNIQUES, key=lambda record: record.name):
+        for technique in sorted(techniques(), key=lambda record: record.name):
             if technique.kind != kind:
                 continue
             is_own = technique.trainer.get("precision") == own and not technique.callbacks

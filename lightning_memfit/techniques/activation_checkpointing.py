@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -23,14 +23,12 @@ from lightning_memfit.checkpointing.policies import Choice, Keep, Mode, check_mo
 from lightning_memfit.memory import Category, format_bytes, parse_bytes
 from lightning_memfit.profile.events import CATEGORIES
 from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.techniques.checkpointing_budget import ResolvedBudget, resolve_budget
 from lightning_memfit.techniques.core.callback import TechniqueCallback, describe
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
-
-if TYPE_CHECKING:
-    from lightning_memfit.techniques.checkpointing_budget import ResolvedBudget
 
 
 class ActivationCheckpointing(TechniqueCallback):
@@ -161,10 +159,8 @@ class ActivationCheckpointing(TechniqueCallback):
         """Plan, unless this is a copy of a callback with a plan in somebody's trace."""
         assert self.budget is not None
         if torch._guards.detect_fake_mode(()) is None:
-            from lightning_memfit.techniques.checkpointing_budget import resolve_budget
-
             self.restore()
-            self.resolved = resolve_budget(self.budget, trainer, pl_module)
+            self.resolved = resolve_budget(self.budget, trainer, pl_module, ActivationCheckpointing)
         elif self.resolved is None:
             raise ValueError(
                 f"`budget={self.budget!r}` has no plan yet. Put ActivationCheckpointing before the callback that "
@@ -218,8 +214,7 @@ def check_budget(budget: str | int) -> str:
     return text
 
 
-# The record of `ActivationCheckpointing`: what it goes with, and what recomputing or moving activations costs.
-
+# --- technique --------------------------------------------------------------------------------------------------------
 
 _TRAFFIC = 3
 """Bytes moved per byte of activation that is made again: written once, inputs of about twice that size read."""

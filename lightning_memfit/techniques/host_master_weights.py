@@ -13,7 +13,7 @@ from lightning_memfit.optim.host_master import HostMaster
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.cost import CPU_SECONDS, FOREACH_PASSES, Cost, Work, num_trained
+from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.read_facts import run_of
 from lightning_memfit.techniques.core.sharding import HOST_STEP_BYTES
@@ -173,11 +173,11 @@ def _cost(profile: ModelProfile, options: Options) -> Cost:
     """Gradients go out during backward; weights come back when the host has stepped, beside nothing."""
     count = num_trained(profile)
     if profile.device == "cpu":
-        return Cost(step=Work(host_seconds=(CPU_SECONDS["adamw_fused"] - CPU_SECONDS["adamw"]) * count))
+        return Cost(step=Work(host_seconds=(cpu_seconds("adamw_fused") - cpu_seconds("adamw")) * count))
     step = Work(
         device_bytes=-4.0 * FOREACH_PASSES * count,
         host_link_bytes=2.0 * count,
-        host_seconds=CPU_SECONDS["adamw_fused"] * count,
+        host_seconds=cpu_seconds("adamw_fused") * count,
         host_bytes=HOST_STEP_BYTES * count,
     )
     return Cost(Work(host_link_bytes=2.0 * count), step, overlap=False)

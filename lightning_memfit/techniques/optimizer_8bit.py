@@ -10,7 +10,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_memfit.estimate.optimizers import optimizer_family
-from lightning_memfit.optim.eight_bit import check_states, embedding_parameters, repage_states, to_bitsandbytes
+from lightning_memfit.optim.eight_bit import (
+    check_states,
+    convertible,
+    embedding_parameters,
+    repage_states,
+    to_bitsandbytes,
+)
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
@@ -134,13 +140,11 @@ _FLAT = (
     "`keep_32bit_embeddings=True` has no effect under DeepSpeed, whose ZeRO steps on flat partitions in which "
     "embeddings can't be told apart. Set `keep_32bit_embeddings: false`."
 )
-_CONVERTED = ("AdamW", "Adam", "SGD", "RMSprop", "Lion", "AdEMAMix")
-_PAGED = ("AdamW", "Adam", "Lion", "AdEMAMix")
 
 
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None where the module's optimizer can be converted."""
-    accepted = _PAGED if options.get("paged") else _CONVERTED
+    accepted = convertible(paged=bool(options.get("paged")))
     other = next((name for name in run.facts.optimizers if name not in accepted), None)
     if other is not None and not run.has("ReplaceOptimizer"):
         return f"{other} has no such form in bitsandbytes; {', '.join(accepted)} have. Use one, or leave it out."

@@ -15,16 +15,6 @@ from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.core.technique import KINDS, Kind, Numerics, Technique, overlay
 
 MICRO_BATCHING = "micro_batching"
-_STRATEGIES = {
-    "auto": "SingleDeviceStrategy",
-    "ddp": "DDPStrategy",
-    "fsdp": "FSDPStrategy",
-    "DataParallelStrategy": "DDPStrategy",
-    "FullyShardedStrategy": "ModelParallelStrategy",
-    "ZeroStrategy": "DeepSpeedStrategy",
-    "ZeroInfinityStrategy": "DeepSpeedStrategy",
-}
-"""Kind of a strategy, as `read_facts.run_of` names it, by its name or class."""
 
 
 @dataclass(frozen=True)
@@ -210,14 +200,14 @@ class Setting:
 
     def run(self, facts: Facts) -> Run:
         """Facts and choices together, for rules."""
-        options = self._trainer_options()
         specs = [spec for choice in self._complete() for spec in choice.technique.configured(**choice.options)[1]]
-        name, sharding = options.get("strategy", "auto" if self.world_size == 1 else "ddp"), self.sharding
+        strategy, sharding = self.of_kind("strategy"), self.sharding
+        lightning = "SingleDeviceStrategy" if self.world_size == 1 else "DDPStrategy"  # what Lightning takes by itself
         return Run(
             facts,
             self.precision,
             self.accumulate_grad_batches,
-            _class_name(name),
+            strategy.technique.lightning_strategy if strategy is not None else lightning,
             sharding is not None and sharding.deepspeed and sharding.stage == 3,
             self.world_size,
             tuple(spec.name for spec in specs),
@@ -271,8 +261,3 @@ class Setting:
         if self.accumulate_grad_batches > 1:
             merged["accumulate_grad_batches"] = 1  # the loader gives the whole batch, which micro-batching cuts
         return merged
-
-
-def _class_name(strategy: Any) -> str:
-    name = str(strategy["class_path"]).rpartition(".")[2] if isinstance(strategy, Mapping) else str(strategy)
-    return _STRATEGIES.get(name, name)

@@ -124,6 +124,8 @@ class Technique:
     """Page in docs/techniques, without the ending; by default the name."""
     sharding: Sharding | None = None
     """Of a strategy: what it divides and where it puts it, from which its memory and its traffic follow."""
+    lightning_strategy: str = ""
+    """Of a strategy: the class of Lightning's that it derives from, which rules know it by (`Run.strategy`)."""
 
     def missing(self) -> str | None:
         """Why it can't be used in this environment, and what to install; None where it can."""
