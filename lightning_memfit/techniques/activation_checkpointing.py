@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import nn
+from typing_extensions import override
 
 from lightning_memfit.checkpointing.apply import (
     AppliedCheckpointing,
@@ -88,22 +89,26 @@ class ActivationCheckpointing(TechniqueCallback):
         self._blocks: list[nn.Module] = []
 
     @property
+    @override
     def depends_on_depth(self) -> bool:
         """True where not every block is checkpointed alike."""
         return self.choices is not None or self.budget is not None or self.mode in ("every", "sqrt")
 
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Make the plan for a budget, then apply."""
         if stage == "fit" and self.budget is not None:
             self._resolve(trainer, pl_module)
         super().setup(trainer, pl_module, stage)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The plan made for a budget."""
         if self.resolved is None:
             return {}
         return {"budget": self.budget, "choices": list(self.resolved.plan.choices), "plan": asdict(self.resolved)}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Follow the plan that the run was begun with, if it was made for the same budget and still fits."""
         if self.resolved is None or state_dict.get("budget") != self.budget:
@@ -118,6 +123,7 @@ class ActivationCheckpointing(TechniqueCallback):
             self._apply_to(self._blocks)
         self.announce(f"resumed with the plan of the checkpoint, {self._label()}")
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_model`: the model is complete after it, and not yet wrapped by the strategy."""
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing_extensions import override
 
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run
@@ -45,6 +46,7 @@ class AttentionKernel(TechniqueCallback):
         self.implementation = implementation
         self.kernels = tuple(kernels)
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_model`, after which the models are complete, and limit the choice of kernels."""
 

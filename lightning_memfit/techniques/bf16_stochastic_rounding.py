@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.replace import replace_optimizers
@@ -52,10 +53,12 @@ class StochasticRounding(TechniqueCallback):
         self.seed = seed
 
     @property
+    @override
     def depends_on_depth(self) -> bool:
         """A chunk may hold weights of several blocks."""
         return True
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap `configure_optimizers`."""
         reason = unsupported(run_of(trainer, pl_module))

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
@@ -38,6 +39,7 @@ class ChunkedLoss(TechniqueCallback):
             raise ValueError(f"`num_chunks={num_chunks}` must be at least 1.")
         self.num_chunks = num_chunks
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_model`, after which the model is complete.
 

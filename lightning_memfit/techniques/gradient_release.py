@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from typing_extensions import override
 
 from lightning_memfit.estimate.variants import trained
 from lightning_memfit.optim import gradient_release
@@ -24,6 +25,7 @@ class GradientRelease(TechniqueCallback):
     checkpoints, 8-bit, `foreach` and `fused` optimizers work unchanged.
     """
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, before anything is loaded."""
         reason = unsupported(run_of(trainer, pl_module))
@@ -32,6 +34,7 @@ class GradientRelease(TechniqueCallback):
         # Gradients are clipped as they come; Lightning's own clipping afterwards would find none, which torch refuses.
         self.on_restore(wrap_method(pl_module, "configure_gradient_clipping", _leave_out))
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Hook the parameters: now the optimizer has its final form and its states."""
         loop = trainer.fit_loop.epoch_loop.automatic_optimization

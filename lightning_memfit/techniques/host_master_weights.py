@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.optim.host_master import HostMaster
 from lightning_memfit.optim.replace import replace_optimizers
@@ -46,6 +47,7 @@ class HostMasterWeights(TechniqueCallback):
         self._loaded: dict[str, Tensor] = {}
         self._hosts: list[HostMaster] = []
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap what converts, configures, loads and saves."""
         reason = unsupported(run_of(trainer, pl_module))
@@ -80,6 +82,7 @@ class HostMasterWeights(TechniqueCallback):
         self.on_restore(wrap_method(trainer.strategy, "load_optimizer_state_dict", load_states))
         self.on_restore(wrap_method(trainer.strategy, "lightning_module_state_dict", save))
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse loops that run a backward pass again."""
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -89,6 +92,7 @@ class HostMasterWeights(TechniqueCallback):
                 "the host has some gradients already. Leave one of the two out."
             )
 
+    @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let what follows, clipping for instance, find all gradients."""
         for host in self._hosts:

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.adapters import lora
 from lightning_memfit.adapters.checkpoint import KEY, describe, without_frozen
@@ -78,6 +79,7 @@ class Lora(TechniqueCallback):
         """An unused one with the same arguments, without what a run has left."""
         return Lora(self.rank, self.alpha, self.dropout, self.target_modules, self.train)
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap what configures, saves and loads."""
         reason = unsupported(run_of(trainer, pl_module))
@@ -111,6 +113,7 @@ class Lora(TechniqueCallback):
         self.on_restore(wrap_method(trainer.strategy, "lightning_module_state_dict", save))
         self.on_restore(wrap_method(trainer.strategy, "load_model_state_dict", load))
 
+    @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.optim.eight_bit import (
@@ -62,6 +63,7 @@ class Optimizer8bit(TechniqueCallback):
         self.bits = bits
         self._optimizers: list[Any] = []
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_optimizers`.
 
@@ -77,6 +79,7 @@ class Optimizer8bit(TechniqueCallback):
         self.on_restore(self._optimizers.clear)
         self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
 
+    @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -91,6 +94,7 @@ class Optimizer8bit(TechniqueCallback):
                         "(load_from_checkpoint)."
                     )
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """States loaded from a checkpoint are checked, and paged ones paged again."""
         for optimizer in self._optimizers:

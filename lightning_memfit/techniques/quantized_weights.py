@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from typing_extensions import override
 
 from lightning_memfit.adapters.linears import AUTO, exchange, linear_layers, tied_weights
 from lightning_memfit.adapters.quantized import QuantizedLinear
@@ -45,6 +46,7 @@ class QuantizedWeights(TechniqueCallback):
         self.bits = bits
         self.target_modules = target_modules
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap `configure_model`, after which the model is complete."""
         reason = unsupported(run_of(trainer, pl_module))

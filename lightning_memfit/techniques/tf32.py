@@ -4,6 +4,7 @@ from typing import Literal
 
 import lightning.pytorch as pl
 import torch
+from typing_extensions import override
 
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import ReversibleCallback
@@ -32,6 +33,7 @@ class TF32(ReversibleCallback):
             raise ValueError(f"`precision={precision!r}` must be high or medium.")
         self.precision = precision
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse devices without tensor cores for it, and switch."""
         reason = unsupported(run_of(trainer, pl_module))

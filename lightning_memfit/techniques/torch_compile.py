@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
+from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.profile.record import ModelProfile
@@ -44,6 +45,7 @@ class TorchCompile(ReversibleCallback):
         self.mode = mode
         self.dynamic = dynamic
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what doesn't go with it, and wrap `configure_model`: the model is complete after it."""
         reason = unsupported(run_of(trainer, pl_module), {"blocks": self.blocks})
