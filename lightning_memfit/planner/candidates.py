@@ -12,7 +12,7 @@ from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.record import ModelProfile, ParameterInfo
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.registry import all_strategies, techniques
-from lightning_memfit.techniques.core.setting import Chosen, Setting
+from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
 from lightning_memfit.techniques.core.technique import Kind, Technique
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
 
@@ -135,7 +135,7 @@ def state_bytes(setting: Setting, profile: ModelProfile, precision_itemsize: int
     return weights + states.total_bytes(parameters)
 
 
-def _choices(workload: Workload, base: Setting) -> tuple[list[list[Chosen | None]], list[Rejected]]:
+def _choices(workload: Workload, base: Setting) -> tuple[list[list[TechniqueChoice | None]], list[Rejected]]:
     """What may be chosen of every kind beside a strategy, and what that strategy refuses by itself.
 
     A strategy goes with few techniques, which are looked for one by one, so that their products stay few.
@@ -146,10 +146,10 @@ def _choices(workload: Workload, base: Setting) -> tuple[list[list[Chosen | None
     # DeepSpeed computes in half precision what Lightning's mixed precision leaves in fp32: another thing of that name.
     is_deepspeed = base.sharding is not None and base.sharding.deepspeed
     own = None if is_deepspeed and workload.options.precision.endswith("-mixed") else workload.options.precision
-    choices: list[list[Chosen | None]] = []
+    choices: list[list[TechniqueChoice | None]] = []
     dropped: list[Rejected] = []
     for kind in SEARCHED:
-        options: list[Chosen | None] = [None]
+        options: list[TechniqueChoice | None] = [None]
         for technique in sorted(techniques(), key=lambda record: record.name):
             if technique.kind != kind:
                 continue
@@ -166,20 +166,20 @@ def _choices(workload: Workload, base: Setting) -> tuple[list[list[Chosen | None
     return choices, dropped
 
 
-def _beside(base: Setting, technique: Technique, workload: Workload) -> Chosen | Rejected:
+def _beside(base: Setting, technique: Technique, workload: Workload) -> TechniqueChoice | Rejected:
     """A technique with the first of its presets that goes with a strategy."""
     if base.of_kind("strategy") is None:
-        return Chosen(technique.name, technique.presets[0])
+        return TechniqueChoice(technique.name, technique.presets[0])
     reason: str | None = None
     for preset in technique.presets:
         together = base.choose(technique.name, **preset)
         reason = conflict(together, workload)
         if reason is None:
-            return Chosen(technique.name, preset)
+            return TechniqueChoice(technique.name, preset)
     return Rejected(together, reason or "it has no options to try")
 
 
-def _combinations(base: Setting, choices: Sequence[Sequence[Chosen | None]]) -> Iterator[Setting]:
+def _combinations(base: Setting, choices: Sequence[Sequence[TechniqueChoice | None]]) -> Iterator[Setting]:
     for combination in product(*choices):
         setting = replace(base, chosen=(*base.chosen, *(choice for choice in combination if choice is not None)))
         if setting.of_kind("matmul") is None or setting.precision == "32-true":  # else no product is in fp32

@@ -10,8 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import is_pretrained
+from lightning_memfit.techniques.core.facts import Run, is_pretrained
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 

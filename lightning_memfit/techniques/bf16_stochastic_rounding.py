@@ -13,8 +13,7 @@ from lightning_memfit.optim.rounding import Kahan, Rounding, Stochastic
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import ROUNDING_CPU_SECONDS, Cost, Work, num_trained
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.facts import Run, is_causal_lm
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy
@@ -73,13 +73,6 @@ def find_causal_models(module: nn.Module) -> list[nn.Module]:
             "`linear_cross_entropy` yourself."
         )
     return models
-
-
-def is_causal_lm(module: Any) -> bool:
-    """Whether a module is such a model."""
-    if not hasattr(module, "get_output_embeddings") or not isinstance(module.get_output_embeddings(), nn.Linear):
-        return False
-    return getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
 def chunk_loss(model: Any, num_chunks: int = 8) -> Callable[[], None]:

@@ -15,8 +15,7 @@ from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.sharding import HOST_STEP_BYTES
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method

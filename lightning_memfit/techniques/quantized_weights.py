@@ -15,8 +15,7 @@ from lightning_memfit.adapters.quantized import QuantizedLinear
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import keep_on_host, return_to_device
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import Options
 from lightning_memfit.techniques.core.wrapping import wrap_method
 

@@ -9,8 +9,7 @@ from typing_extensions import override
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import ReversibleCallback
 from lightning_memfit.techniques.core.cost import Cost
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 

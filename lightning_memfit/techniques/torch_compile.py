@@ -16,8 +16,7 @@ from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import ReversibleCallback, describe
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 

@@ -5,8 +5,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 

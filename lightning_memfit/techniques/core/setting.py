@@ -18,7 +18,7 @@ MICRO_BATCHING = "micro_batching"
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TechniqueChoice:
     """A technique with its options."""
 
     name: str
@@ -48,7 +48,7 @@ class Setting:
     """Samples per forward pass; None leaves the loader's batch whole."""
     accumulate_grad_batches: int = 1
     """Micro-batches per optimizer step and device."""
-    chosen: tuple[Chosen, ...] = ()
+    chosen: tuple[TechniqueChoice, ...] = ()
     """In the order of `KINDS`; at most one per kind."""
     world_size: int = 1
     """Devices."""
@@ -63,7 +63,7 @@ class Setting:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}={value}` must be at least 1.")
-        by_kind: dict[Kind, Chosen] = {}
+        by_kind: dict[Kind, TechniqueChoice] = {}
         for choice in self.chosen:
             other = by_kind.setdefault(choice.technique.kind, choice)
             if other is not choice:
@@ -82,7 +82,7 @@ class Setting:
         """
         kind = find_technique(name).kind
         others = tuple(choice for choice in self.chosen if choice.technique.kind != kind)
-        return replace(self, chosen=(*others, Chosen(name, options)))
+        return replace(self, chosen=(*others, TechniqueChoice(name, options)))
 
     def without(self, kind: Kind) -> Setting:
         """This setting with nothing that decides this."""
@@ -96,7 +96,7 @@ class Setting:
         """Whether a technique is chosen."""
         return any(choice.name == name for choice in self._complete())
 
-    def of_kind(self, kind: Kind) -> Chosen | None:
+    def of_kind(self, kind: Kind) -> TechniqueChoice | None:
         """The technique that decides this, if any."""
         return next((choice for choice in self._complete() if choice.technique.kind == kind), None)
 
@@ -232,10 +232,10 @@ class Setting:
             ValueError: If a technique is not known.
         """
         rest = {name: value for name, value in values.items() if name != "techniques"}
-        chosen = tuple(Chosen(name, options or {}) for name, options in values.get("techniques", {}).items())
+        chosen = tuple(TechniqueChoice(name, options or {}) for name, options in values.get("techniques", {}).items())
         return cls(chosen=chosen, **rest)
 
-    def _complete(self) -> tuple[Chosen, ...]:
+    def _complete(self) -> tuple[TechniqueChoice, ...]:
         """The choices, with micro-batching where sizes ask for it and the strategy told how many devices there are."""
         chosen = tuple(self._with_devices(c) if c.technique.kind == "strategy" else c for c in self.chosen)
         batching = next((choice for choice in chosen if choice.technique.kind == "batching"), None)
@@ -244,12 +244,12 @@ class Setting:
         sizes = {"global_batch_size": self.global_batch_size, "micro_batch_size": self.micro_batch_size}
         given = {name: size for name, size in sizes.items() if size is not None}
         name, options = (batching.name, batching.options) if batching is not None else (MICRO_BATCHING, {})
-        complete = Chosen(name, {**given, **options})
+        complete = TechniqueChoice(name, {**given, **options})
         return (*(choice for choice in chosen if choice is not batching), complete)
 
-    def _with_devices(self, strategy: Chosen) -> Chosen:
+    def _with_devices(self, strategy: TechniqueChoice) -> TechniqueChoice:
         nodes = int(strategy.options.get("num_nodes", 1))
-        return Chosen(strategy.name, {**strategy.options, "devices": self.world_size // nodes})
+        return TechniqueChoice(strategy.name, {**strategy.options, "devices": self.world_size // nodes})
 
     def _trainer_options(self) -> dict[str, Any]:
         merged: dict[str, Any] = {}
