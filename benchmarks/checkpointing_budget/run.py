@@ -122,9 +122,11 @@ def run_case(case: Case) -> dict[str, Any]:
 def _planner(case: Case, module: Any, batch: Any) -> BudgetPlanner:
     options = StepOptions(case.precision)  # type: ignore[arg-type]
     if case.executed:
-        return make_planner(module, batch, options, Emulation("cpu"), cpu_rate(torch.float32), rounding_bytes=1)
+        return make_planner(
+            module, batch, options, Emulation("cpu"), cpu_rate(torch.float32), ActivationCheckpointing, rounding_bytes=1
+        )
     rate = replace(device_rate("A100 80GB", torch.bfloat16), host_link_bytes_per_s=None)
-    return make_planner(module, batch, options, Emulation("cuda"), rate)
+    return make_planner(module, batch, options, Emulation("cuda"), rate, ActivationCheckpointing)
 
 
 def _observe(case: Case, planner: BudgetPlanner, module: Any, batch: Any, choices: Any) -> int:

@@ -5,26 +5,18 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from lightning_memfit.optim.optimizers import OPTIMIZERS
+
 Kind = Literal["causal", "encoder-decoder", "text classification", "masked", "image classification"]
 """What a model is trained on, which decides the batch."""
 
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
-OPTIMIZERS = (
-    "adamw",
-    "adamw_fused",
-    "adam",
-    "sgd",
-    "sgd_momentum",
-    "rmsprop",
-    "adafactor",
-    "adamw_8bit",
-    "paged_adamw_8bit",
-    "lion",
-    "lion_8bit",
-)
-"""Optimizers of torch, and those of bitsandbytes for Lion and 8 bits."""
+
+def traceable_optimizers() -> tuple[str, ...]:
+    """Names of the optimizers that a named run may have."""
+    return tuple(record.name for record in OPTIMIZERS.values() if record.can_be_traced)
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,7 @@ class NamedRun:
                 raise ValueError(f"`{name}={value}` must be at least 1.")
         for name, choice, choices in (
             ("precision", self.precision, PRECISIONS),
-            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("optimizer", self.optimizer, traceable_optimizers()),
             ("checkpointing", self.checkpointing, ("none", "full")),
             ("attention", self.attention, ("sdpa", "eager")),
         ):

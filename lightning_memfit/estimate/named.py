@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memfit.estimate.architectures import Architecture, Kind, NamedRun, find_architecture
+from lightning_memfit.optim import optimizers
 from lightning_memfit.profile.cache import ProfileCache, text_key
 from lightning_memfit.profile.fingerprint import describe_processor
 from lightning_memfit.profile.record import ModelProfile
@@ -95,6 +96,6 @@ def _check_length(run: NamedRun, architecture: Architecture) -> None:
 
 
 def _key(run: NamedRun, architecture: Architecture, shorten: bool) -> str:
-    own = [Path(__file__), Path(__file__).with_name("named_model.py")]
+    own = [Path(__file__), Path(__file__).with_name("named_model.py"), Path(optimizers.__file__)]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in own)).hexdigest()
     return text_key("named", asdict(run), asdict(architecture), shorten, code, describe_processor(run.device))

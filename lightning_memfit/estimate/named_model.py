@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lightning_memfit.estimate.architectures import Architecture, NamedRun
+from lightning_memfit.optim.optimizers import find_optimizer
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import OptimizerFactory, StepOptions
@@ -96,31 +96,10 @@ def _checkpoint(model: torch.nn.Module) -> None:
 
 
 def optimizer_factory(name: str) -> OptimizerFactory:
-    """What builds one of `OPTIMIZERS` over a module's parameters."""
-    if name in ("adamw_8bit", "paged_adamw_8bit", "lion", "lion_8bit"):
-        return _bitsandbytes(name)
-    made: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-        "adamw": lambda parameters: torch.optim.AdamW(parameters, _LEARNING_RATE),
-        "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, _LEARNING_RATE, fused=True),
-        "adam": lambda parameters: torch.optim.Adam(parameters, _LEARNING_RATE),
-        "sgd": lambda parameters: torch.optim.SGD(parameters, _LEARNING_RATE),
-        "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, _LEARNING_RATE, momentum=0.9),
-        "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, _LEARNING_RATE),
-        "adafactor": lambda parameters: torch.optim.Adafactor(parameters, _LEARNING_RATE),
-    }
-    return lambda module: made[name](module.parameters())
+    """What builds the optimizer of a record over a module's parameters.
 
-
-def _bitsandbytes(name: str) -> OptimizerFactory:
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise ModuleNotFoundError(f"`optimizer={name!r}` needs bitsandbytes: pip install bitsandbytes") from error
-    classes = {
-        "adamw_8bit": "AdamW8bit",
-        "paged_adamw_8bit": "PagedAdamW8bit",
-        "lion": "Lion",
-        "lion_8bit": "Lion8bit",
-    }
-    made = getattr(bitsandbytes.optim, classes[name])
-    return lambda module: made(module.parameters(), lr=_LEARNING_RATE)
+    Raises:
+        ValueError: If there is no such record.
+    """
+    record = find_optimizer(name)
+    return lambda module: record.make(module.parameters(), _LEARNING_RATE)

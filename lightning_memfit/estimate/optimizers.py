@@ -1,15 +1,10 @@
-"""Bytes of optimizer state and step scratch memory, by family. Exact for the optimizers of torch and bitsandbytes."""
+"""Bytes of optimizer states, by the records of `optim.optimizers`. Exact for torch's and bitsandbytes' optimizers."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from lightning_memfit.optim.optimizers import StateLayout, find_optimizer
 from lightning_memfit.profile.record import ParameterInfo
-
-_BLOCK = 256
-"""Elements that share one fp32 scale in blockwise 8-bit states (bitsandbytes 0.49-0.50; Dettmers et al. 2022)."""
-
-_BLOCK_4BIT = 128
-"""Elements that share one fp32 scale in torchao's 4-bit states."""
 
 _MIN_QUANTIZED = 4096
 """Tensors with fewer elements keep 32-bit states in bitsandbytes and torchao."""
@@ -18,26 +13,11 @@ _MAP_BYTES = 256 * 4
 """Table of the 256 values that 8-bit codes stand for: one per state and optimizer, shared by all tensors."""
 
 
-@dataclass(frozen=True)
-class OptimizerFamily:
-    """How large the states of an optimizer are."""
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFamily(StateLayout):
+    """The states of an optimizer, with their bytes for a table of parameters."""
 
     name: str
-    num_states: int
-    """State tensors of the parameter's shape."""
-    bits: int = 32
-    """Bits per element of large tensors' states."""
-    scale_block: int = 0
-    """Elements per fp32 scale; 0 without scales."""
-    follows_parameter: bool = False
-    """States have the parameter's dtype, as torch's own optimizers have; otherwise fp32."""
-    factored: bool = False
-    """Second moment kept as row and column means (Adafactor, Shazeer & Stern 2018; torch's form)."""
-    paged: bool = False
-    """States lie in unified memory that the driver moves between host and device."""
-    scratch_copies: int | None = 0
-    """Copies of all trained weights that a step on CUDA needs beside the states (`_foreach_` kernels); None where only
-    a trace tells."""
 
     def tensor_bytes(self, parameter: ParameterInfo, keep_32bit: bool = False) -> list[int]:
         """Bytes of every state tensor of one trained parameter. Step counts, which lie on the host, are left out.
@@ -99,45 +79,10 @@ class OptimizerFamily:
         return self.num_states * (self.bits / 8 + 4 / self.scale_block)
 
 
-def _torch(name: str, num_states: int, scratch_copies: int | None = 0, factored: bool = False) -> OptimizerFamily:
-    return OptimizerFamily(name, num_states, follows_parameter=True, factored=factored, scratch_copies=scratch_copies)
-
-
-def _eight_bit(name: str, num_states: int, paged: bool = False) -> OptimizerFamily:
-    return OptimizerFamily(name, num_states, 8, _BLOCK, paged=paged)
-
-
-OPTIMIZER_FAMILIES: dict[str, OptimizerFamily] = {
-    family.name: family
-    for family in (
-        _torch("sgd", 0),
-        _torch("sgd_momentum", 1),
-        _torch("adam", 2, 1),
-        _torch("adamw", 2, 1),
-        _torch("adamw_fused", 2),
-        _torch("rmsprop", 1, 1),
-        _torch("adafactor", 0, None, factored=True),
-        OptimizerFamily("lion", 1),
-        OptimizerFamily("paged_adamw", 2, paged=True),
-        _eight_bit("adam_8bit", 2),
-        _eight_bit("adamw_8bit", 2),
-        _eight_bit("lion_8bit", 1),
-        _eight_bit("sgd_8bit", 1),
-        _eight_bit("rmsprop_8bit", 1),
-        _eight_bit("paged_adamw_8bit", 2, paged=True),
-        OptimizerFamily("adamw_4bit", 2, 4, _BLOCK_4BIT, scratch_copies=None),
-    )
-}
-"""torch: sgd to adafactor; bitsandbytes: lion to paged_adamw_8bit; torchao: adamw_4bit."""
-
-
 def optimizer_family(name: str) -> OptimizerFamily:
-    """Look a family up.
+    """The states of an optimizer that has a record.
 
     Raises:
         ValueError: If there is none of that name; lists those there are.
     """
-    try:
-        return OPTIMIZER_FAMILIES[name]
-    except KeyError:
-        raise ValueError(f"`optimizer={name!r}` is unknown. Choose from: {', '.join(OPTIMIZER_FAMILIES)}.") from None
+    return OptimizerFamily(name=name, **vars(find_optimizer(name).states))

@@ -38,8 +38,8 @@ from lightning_memfit.profile.quiet import LIGHTNING, UNWATCHED, loggers_at
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.facts import read_facts
 from lightning_memfit.techniques.core.first_batch import first_batch
-from lightning_memfit.techniques.core.read_facts import read_facts
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
 

@@ -6,7 +6,7 @@ of the original has no counterpart there, bitsandbytes would silently ignore it;
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-# What the states of a bitsandbytes optimizer must look like, and seeing to it that they do. Written for bitsandbytes
-# 0.49 and 0.50. It relies on `Optimizer8bit.get_config`, `get_state_buffer`, `name2qmap`, `args` and on the state
-# keys `state1`, `state2`, `absmax1`, `absmax2`; `tests/unit/optim/test_bitsandbytes_states.py` fails when these move.
+from lightning_memfit.optim.optimizers import TORCH_SWITCHES, EightBitForm, optimizer_classes
 
+# --- states: what they must look like ---------------------------------------------------------------------------------
 
+# Written for bitsandbytes 0.49 and 0.50: `Optimizer8bit.get_config`, `get_state_buffer`, `name2qmap`, `args` and the
+# state keys `state1`, `state2`, `absmax1`, `absmax2`;
+# `tests/unit/optim/test_bitsandbytes_states.py` fails when these move.
 _MOMENTS = ("state1", "state2")
 _BLOCK_SIZE = 256  # elements that share one scale, fixed in bitsandbytes' kernels
 
@@ -148,27 +150,20 @@ def embedding_parameters(module: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
-# ===
-
-
-_TORCH_SWITCHES = {"maximize": False, "capturable": False, "differentiable": False}
+# --- converting -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Family:
-    """How one kind of optimizer is told to bitsandbytes."""
+class _Form:
+    """The form that an optimizer gets."""
 
     stem: str
     """Class name in `bitsandbytes.optim` without `Paged` and `8bit`."""
-    required: Mapping[str, Any] = field(default_factory=dict)
-    """Hyper-parameters that must have this value, because bitsandbytes knows no other."""
-    betas: tuple[str, ...] = ()
-    """Hyper-parameters that bitsandbytes stores together as `betas`."""
-    has_paged: bool = True
+    record: EightBitForm
 
     def refusal(self, group: Mapping[str, Any]) -> str | None:
         """Reason why this group's hyper-parameters cannot be kept."""
-        for name, value in self.required.items():
+        for name, value in self.record.required.items():
             if name in group and group[name] != value:
                 return f"bitsandbytes ignores `{name}={group[name]!r}`; it computes what {name}={value!r} means"
         if self.stem == "Adam" and group["weight_decay"] and not group.get("decoupled_weight_decay", False):
@@ -184,26 +179,18 @@ class _Family:
 
     def translate(self, hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Hyper-parameters in the names that bitsandbytes' groups use."""
-        gone = {*self.required, *self.betas, "foreach", "fused", "decoupled_weight_decay"}
+        betas = self.record.betas
+        gone = {*self.record.required, *betas, "foreach", "fused", "decoupled_weight_decay"}
         kept = {name: value for name, value in hyper_parameters.items() if name not in gone}
-        if self.betas:
-            kept["betas"] = tuple(hyper_parameters[name] for name in self.betas)
+        if betas:
+            kept["betas"] = tuple(hyper_parameters[name] for name in betas)
         return kept
 
 
-_ADAM = _Family("Adam", {**_TORCH_SWITCHES, "amsgrad": False})
-_FAMILIES: dict[type, _Family] = {
-    torch.optim.Adam: _ADAM,
-    torch.optim.AdamW: _Family("AdamW", {**_ADAM.required, "decoupled_weight_decay": True}),
-    torch.optim.SGD: _Family(
-        "SGD", {**_TORCH_SWITCHES, "nesterov": False, "dampening": 0}, ("momentum", "dampening"), has_paged=False
-    ),
-    torch.optim.RMSprop: _Family(
-        "RMSprop", {**_TORCH_SWITCHES, "centered": False, "momentum": 0}, ("alpha", "momentum"), has_paged=False
-    ),
-}
-_LION = _Family("Lion", {**_TORCH_SWITCHES, "caution": False, "cautious": False, "decoupled_weight_decay": False})
-_BITSANDBYTES_STEMS = ("AdamW", "Adam", "Lion", "SGD", "RMSprop", "AdEMAMix")
+# Classes called Lion have a flag of this or that name for variants that bitsandbytes does not compute.
+_ANY_LION = _Form(
+    "Lion", EightBitForm({**TORCH_SWITCHES, "caution": False, "cautious": False, "decoupled_weight_decay": False})
+)
 _KNOWN = {
     "lr",
     "betas",
@@ -250,42 +237,50 @@ def to_bitsandbytes(
     """
     if bits not in (8, 32):
         raise ValueError(f"`bits={bits}` must be 8 or 32.")
-    family = _family_of(optimizer)
-    _refuse_what_would_change(optimizer, family)
-    if paged and not family.has_paged:
+    form = _form_of(optimizer)
+    _refuse_what_would_change(optimizer, form)
+    if paged and not form.record.paged:
         raise ValueError(
-            f"`paged=True`: bitsandbytes has no paged {family.stem}. Use paged=False or AdamW, Adam or Lion."
+            f"`paged=True`: bitsandbytes has no paged {form.stem}. Use paged=False or AdamW, Adam or Lion."
         )
-    groups = [family.translate(group) for group in optimizer.param_groups]
-    defaults = family.translate({**optimizer.param_groups[0], **optimizer.defaults, "params": None})
+    groups = [form.translate(group) for group in optimizer.param_groups]
+    defaults = form.translate({**optimizer.param_groups[0], **optimizer.defaults, "params": None})
     # The quantization maps, and what bitsandbytes makes when it is imported, are real tensors with values.
     with _disable_current_modes():
         import bitsandbytes
 
-        cls = getattr(bitsandbytes.optim, f"{'Paged' if paged else ''}{family.stem}{bits}bit")
-        converted = cls(groups, min_8bit_size=min_8bit_size, **_constructor_arguments(family, optimizer))
+        cls = getattr(bitsandbytes.optim, f"{'Paged' if paged else ''}{form.stem}{bits}bit")
+        converted = cls(groups, min_8bit_size=min_8bit_size, **_constructor_arguments(form, optimizer))
     converted.defaults.update({name: defaults[name] for name in converted.defaults if name in defaults})
     make_maps_fake(converted)
     StateWidths(converted, keep_32bit)
     return converted
 
 
-def _constructor_arguments(family: _Family, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _constructor_arguments(form: _Form, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What the constructor insists on; the groups carry the real values."""
-    if family.stem == "SGD":
+    if form.stem == "SGD":
         group = optimizer.param_groups[0]
         return {"lr": float(group["lr"]), "momentum": group.get("momentum") or group["betas"][0]}
     return {}
 
 
-def _family_of(optimizer: torch.optim.Optimizer) -> _Family:
+def convertible(paged: bool = False) -> tuple[str, ...]:
+    """Names of the classes that have an 8-bit form, or a paged one."""
+    forms = {cls.class_name: cls.eight_bit for cls in optimizer_classes().values() if cls.eight_bit is not None}
+    return tuple(name for name, form in forms.items() if form.paged or not paged)
+
+
+def _form_of(optimizer: torch.optim.Optimizer) -> _Form:
     cls = type(optimizer)
-    if cls in _FAMILIES:
-        return _FAMILIES[cls]
+    path = f"{cls.__module__}.{cls.__qualname__}"
+    known = next((known for known in optimizer_classes().values() if known.path == path), None)
+    if known is not None and known.package == "torch" and known.eight_bit is not None:
+        return _Form(known.class_name, known.eight_bit)
     if cls.__module__.startswith("bitsandbytes."):
-        return _bitsandbytes_family(optimizer)
+        return _form_of_bitsandbytes(optimizer)
     if cls.__name__ == "Lion":
-        return _LION
+        return _ANY_LION
     raise ValueError(
         f"`{cls.__module__}.{cls.__name__}` has no 8-bit form. Use torch.optim.AdamW, Adam, SGD (with momentum) or "
         "RMSprop, a class called Lion, or a 32-bit optimizer of bitsandbytes; subclasses may compute something else "
@@ -293,34 +288,32 @@ def _family_of(optimizer: torch.optim.Optimizer) -> _Family:
     )
 
 
-def _bitsandbytes_family(optimizer: Any) -> _Family:
+def _form_of_bitsandbytes(optimizer: Any) -> _Form:
     name = type(optimizer).__name__
     stem = name.removeprefix("Paged").removesuffix("32bit")
     if optimizer.args.optim_bits == 8:
         raise ValueError(f"`{name}` has 8-bit states already; nothing is to be converted. Remove the conversion.")
-    if stem not in _BITSANDBYTES_STEMS or optimizer.args.max_unorm or optimizer.args.skip_zeros:
-        raise ValueError(
-            f"`{name}` has no 8-bit form with the same formula. Choose from {', '.join(_BITSANDBYTES_STEMS)}."
-        )
+    if stem not in convertible() or optimizer.args.max_unorm or optimizer.args.skip_zeros:
+        raise ValueError(f"`{name}` has no 8-bit form with the same formula. Choose from {', '.join(convertible())}.")
     # Its own Adam decouples weight decay as well, so that nothing changes.
-    return _Family("AdamW" if stem == "Adam" else stem, has_paged=stem not in ("SGD", "RMSprop"))
+    return _Form("AdamW" if stem == "Adam" else stem, EightBitForm(paged=stem in convertible(paged=True)))
 
 
-def _refuse_what_would_change(optimizer: torch.optim.Optimizer, family: _Family) -> None:
+def _refuse_what_would_change(optimizer: torch.optim.Optimizer, form: _Form) -> None:
     name = type(optimizer).__name__
     if optimizer.state:
         raise ValueError(
             f"`optimizer` ({name}) has stepped or was loaded already; its 32-bit states are not converted. Convert it "
             "before the first step and before loading a checkpoint."
         )
-    unknown = set(optimizer.defaults) - _KNOWN - set(family.required) - {"decoupled_weight_decay"}
+    unknown = set(optimizer.defaults) - _KNOWN - set(form.record.required) - {"decoupled_weight_decay"}
     unknown = {key for key in unknown if optimizer.defaults[key]}
     if unknown:
         raise ValueError(
             f"{name}: bitsandbytes has no counterpart of {', '.join(f'`{key}`' for key in sorted(unknown))}."
         )
     for index, group in enumerate(optimizer.param_groups):
-        reason = family.refusal(group)
+        reason = form.refusal(group)
         if reason:
             raise ValueError(f"{name}, parameter group {index}: {reason}.")
         for parameter in group["params"]:

@@ -1,4 +1,8 @@
-"""`exchange`: another kind of optimizer over the same groups. Hyper-parameters are carried over, given or refused."""
+"""`exchange`: another kind of optimizer over the same groups. Hyper-parameters are carried over, given or refused.
+
+torchao's optimizers compile their step, which torch refuses within a dispatch mode: `outside_modes` makes a class of
+them that steps outside of the modes that follow memory.
+"""
 
 import functools
 import inspect
@@ -10,14 +14,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from typing_extensions import override
 
-from lightning_memfit.optim.families import KERNELS, Family, family_named, family_of
+from lightning_memfit.optim.optimizers import KERNELS, OptimizerClass, class_named, class_of
 
-# Stepping torchao's optimizers beside the modes that follow memory. Written for torchao 0.18, whose `step` compiles
-# one function per parameter shape with `fullgraph=True`; torch refuses that within a dispatch mode.
+# --- torchao's optimizers beside dispatch modes -----------------------------------------------------------------------
+
+# Written for torchao 0.18, whose `step` compiles one function per parameter shape with `fullgraph=True`;
 # `tests/techniques/test_contract.py` fails when the names move.
-
-
 _STATES = {"exp_avg": True, "exp_avg_sq": False}
 """Moments, and whether they have a sign."""
 
@@ -34,6 +38,7 @@ def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
     """
 
     class Outside(cls):  # type: ignore[misc, valid-type]
+        @override
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             loss = None
             if closure is not None:
@@ -48,12 +53,14 @@ def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
                     _without_hooks(cls.step)(self)
             return loss
 
+        @override
         def state_dict(self) -> dict[str, Any]:
             """States in plain tensors: Lightning's loading can't restore wrappers of tensors."""
             saved: dict[str, Any] = super().state_dict()
             states = saved["state"].items()
             return {**saved, "state": {index: {k: _apart(v) for k, v in state.items()} for index, state in states}}
 
+        @override
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             """Take states in plain tensors, or torchao's own."""
             states = state_dict["state"].items()
@@ -91,8 +98,7 @@ def _without_hooks(step: Any) -> Any:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-# ===
-
+# --- exchanging -------------------------------------------------------------------------------------------------------
 
 _MUST_BE_OFF = ("capturable", "differentiable")
 
@@ -100,16 +106,16 @@ _MUST_BE_OFF = ("capturable", "differentiable")
 def exchange(
     optimizer: Optimizer, name: str, options: Mapping[str, Any] | None = None, drop: Collection[str] = ()
 ) -> Optimizer:
-    """Build an optimizer of another family over the same parameters and groups.
+    """Build an optimizer of another class over the same parameters and groups.
 
     Groups keep their order, learning rates and extra keys. A hyper-parameter carries over where it means the same in
-    both families. One that means something else there (Lion's `betas`, Adafactor's `eps`) must be given in `options`.
-    One that the new family does not know, and that differs from its default, must be listed in `drop`.
-    What only the new family knows has its default.
+    both classes. One that means something else there (Lion's `betas`, Adafactor's `eps`) must be given in `options`.
+    One that the new class does not know, and that differs from its default, must be listed in `drop`.
+    What only the new class knows has its default.
 
     Args:
         optimizer: Must not have stepped.
-        name: Name in `FAMILIES`.
+        name: As `optimizer_classes` has it, such as `torch.Adafactor`.
         options: Hyper-parameters and kernel choices of the new optimizer, for every group.
         drop: Hyper-parameters of the old one to give up.
 
@@ -120,7 +126,7 @@ def exchange(
         ValueError: If a hyper-parameter is neither carried over nor given nor dropped, or is not known.
     """
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
-    source, target = family_of(optimizer), family_named(name)
+    source, target = class_of(optimizer), class_named(name)
     if optimizer.state:
         raise ValueError(f"`optimizer` ({type(optimizer).__name__}) has states already. Exchange it before it steps.")
     cls = outside_modes(target.load()) if target.package == "torchao" else target.load()
@@ -137,8 +143,8 @@ def exchange(
 
 def _translated(
     group: Mapping[str, Any],
-    source: Family,
-    target: Family,
+    source: OptimizerClass,
+    target: OptimizerClass,
     name: str,
     options: Mapping[str, Any],
     drop: Collection[str],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cached_property, lru_cache
 
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING
-from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.planner.candidates import state_bytes
 from lightning_memfit.planner.placement import NCCL_BYTES, Placement, Shape, deepspeed_placement
@@ -122,8 +121,8 @@ class Bounds:
         assert sharding is not None
         assert sharding.deepspeed
         optimizer = setting.of_kind("optimizer")
-        if optimizer is not None:  # the one that DeepSpeed goes with
-            states, scratch = optimizer_family("adamw_8bit").bytes_per_parameter(), False
+        if optimizer is not None and optimizer.technique.states is not None:
+            states, scratch = optimizer.technique.states.bytes_per_parameter(), False
         else:
             stepped = sum(p.numel * p.itemsize for p in self.plain.parameters if p.trainable and not p.shared_with)
             states, scratch = 4 * step_cost.state_bytes(self.plain) / max(1, stepped), True

@@ -11,38 +11,15 @@ from lightning_memfit.estimate.variants import trained
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.record import ModelProfile, ParameterInfo
 from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.registry import STRATEGIES, TECHNIQUES
-from lightning_memfit.techniques.core.setting import Chosen, Setting
+from lightning_memfit.techniques.core.registry import all_strategies, techniques
+from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
 from lightning_memfit.techniques.core.technique import Kind, Technique
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
 
 SEARCHED: tuple[Kind, ...] = ("adapter", "optimizer", "precision", "gradient", "loss", "matmul")
 """Kinds that the search combines. Checkpointing and micro-batch are solved inside, the rest is the recipe's."""
 
-_UNSOUND = frozenset({"bf16_true"})
-"""Loses small updates: never proposed unless the recipe does it already."""
-
-_DOMINATED = {
-    "bf16_kahan_summation": "bf16_stochastic_rounding",
-    "torchao_adamw_8bit": "optimizer_8bit",
-    "torchao_adamw_fp8": "optimizer_8bit",
-}
-"""As fast at best, and needing more: never proposed where the other one may be."""
-
-_FREES_GRADIENTS = frozenset({"gradient_release", "host_master_weights"})
-
-_FAMILIES = {
-    "": "adamw",
-    "fused_adamw": "adamw",
-    "optimizer_8bit": "adamw_8bit",
-    "adafactor": "adafactor",
-    "lion": "lion",
-    "lion_8bit": "lion_8bit",
-    "torchao_adamw_8bit": "adamw_8bit",
-    "torchao_adamw_fp8": "adamw_8bit",
-    "torchao_adamw_4bit": "adamw_4bit",
-}
-"""Whose states are how large, for a bound. What is not named has none on the device (paged states)."""
+_PLAIN = optimizer_family("adamw")
 
 
 @dataclass(frozen=True)
@@ -87,11 +64,18 @@ def arrangements(workload: Workload) -> list[Setting]:
     if not workload.strategies:
         return found
     total, nodes = workload.devices.total, workload.devices.machines
-    for technique in STRATEGIES:
+    for technique in all_strategies():
         if technique.sharding is not None and (total > 1 or technique.sharding.offloads):
             options = {"num_nodes": nodes} if nodes > 1 else {}
             found.append(Setting(world_size=total).choose(technique.name, **options))
     return found
+
+
+def with_losses(setting: Setting) -> list[tuple[str, Setting]]:
+    """A setting with the plain loss, with each technique for the loss instead: its name, and the setting."""
+    if setting.of_kind("loss") is not None:
+        return []
+    return [(technique.name, setting.choose(technique.name)) for technique in techniques() if technique.kind == "loss"]
 
 
 def conflict(setting: Setting, workload: Workload) -> str | None:
@@ -127,9 +111,9 @@ def conflict_of_sizes(setting: Setting, run: Run, loader_batch: int | None = Non
 def missing_permissions(workload: Workload) -> list[tuple[Technique, tuple[str, ...]]]:
     """Techniques that would save memory if more were allowed, with what they would need."""
     found: list[tuple[Technique, tuple[str, ...]]] = []
-    for technique in TECHNIQUES:
+    for technique in techniques():
         needed = tuple(sorted(technique.numerics - workload.allow - {"exact"}))
-        if technique.kind in SEARCHED and needed and technique.name not in _UNSOUND:
+        if technique.kind in SEARCHED and needed and technique.proposed:
             found.append((technique, needed))
     return found
 
@@ -140,20 +124,18 @@ def state_bytes(setting: Setting, profile: ModelProfile, precision_itemsize: int
     weights = sum(p.numel * p.itemsize for p in parameters if not p.shared_with)
     if setting.of_kind("adapter") is not None:
         return 0  # what is trained and how weights are stored is the adapter's choice
-    names = {choice.name for choice in setting.chosen}
-    if not names & _FREES_GRADIENTS:
+    if not setting.frees_gradients:
         weights += sum(p.numel * p.itemsize for p in trained(parameters))
-    if "host_master_weights" in names:
-        return weights
     choice = setting.of_kind("optimizer")
-    family = _FAMILIES.get(choice.name if choice is not None else "")
-    if family is None or "Adam" not in profile.optimizer:
+    states = _PLAIN if choice is None else choice.technique.states
+    elsewhere = setting.masters_on_host or states is None or states.paged
+    if elsewhere or "Adam" not in profile.optimizer or not trained(parameters):
         return weights
-    states = optimizer_family(family).total_bytes(parameters) if trained(parameters) else 0
-    return weights + states
+    assert states is not None
+    return weights + states.total_bytes(parameters)
 
 
-def _choices(workload: Workload, base: Setting) -> tuple[list[list[Chosen | None]], list[Rejected]]:
+def _choices(workload: Workload, base: Setting) -> tuple[list[list[TechniqueChoice | None]], list[Rejected]]:
     """What may be chosen of every kind beside a strategy, and what that strategy refuses by itself.
 
     A strategy goes with few techniques, which are looked for one by one, so that their products stay few.
@@ -164,40 +146,40 @@ def _choices(workload: Workload, base: Setting) -> tuple[list[list[Chosen | None
     # DeepSpeed computes in half precision what Lightning's mixed precision leaves in fp32: another thing of that name.
     is_deepspeed = base.sharding is not None and base.sharding.deepspeed
     own = None if is_deepspeed and workload.options.precision.endswith("-mixed") else workload.options.precision
-    choices: list[list[Chosen | None]] = []
+    choices: list[list[TechniqueChoice | None]] = []
     dropped: list[Rejected] = []
     for kind in SEARCHED:
-        options: list[Chosen | None] = [None]
-        for technique in sorted(TECHNIQUES, key=lambda record: record.name):
+        options: list[TechniqueChoice | None] = [None]
+        for technique in sorted(techniques(), key=lambda record: record.name):
             if technique.kind != kind:
                 continue
             is_own = technique.trainer.get("precision") == own and not technique.callbacks
-            permitted = technique.numerics <= workload.allow and technique.name not in _UNSOUND
+            permitted = technique.numerics <= workload.allow and technique.proposed
             if permitted or is_own:
                 found = _beside(base, technique, workload)
                 if isinstance(found, Rejected):
                     dropped.append(found)
                 else:
                     options.append(found)
-        offered = {option.name for option in options if option is not None}
-        choices.append([o for o in options if o is None or _DOMINATED.get(o.name) not in offered])
+        dominated = {name for option in options if option is not None for name in option.technique.dominates}
+        choices.append([option for option in options if option is None or option.name not in dominated])
     return choices, dropped
 
 
-def _beside(base: Setting, technique: Technique, workload: Workload) -> Chosen | Rejected:
+def _beside(base: Setting, technique: Technique, workload: Workload) -> TechniqueChoice | Rejected:
     """A technique with the first of its presets that goes with a strategy."""
     if base.of_kind("strategy") is None:
-        return Chosen(technique.name, technique.presets[0])
+        return TechniqueChoice(technique.name, technique.presets[0])
     reason: str | None = None
     for preset in technique.presets:
         together = base.choose(technique.name, **preset)
         reason = conflict(together, workload)
         if reason is None:
-            return Chosen(technique.name, preset)
+            return TechniqueChoice(technique.name, preset)
     return Rejected(together, reason or "it has no options to try")
 
 
-def _combinations(base: Setting, choices: Sequence[Sequence[Chosen | None]]) -> Iterator[Setting]:
+def _combinations(base: Setting, choices: Sequence[Sequence[TechniqueChoice | None]]) -> Iterator[Setting]:
     for combination in product(*choices):
         setting = replace(base, chosen=(*base.chosen, *(choice for choice in combination if choice is not None)))
         if setting.of_kind("matmul") is None or setting.precision == "32-true":  # else no product is in fp32

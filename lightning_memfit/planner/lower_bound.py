@@ -15,7 +15,7 @@ import numpy as np
 
 from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.block_figures import BlockFigures
-from lightning_memfit.planner.candidates import Rejected
+from lightning_memfit.planner.candidates import Rejected, with_losses
 from lightning_memfit.planner.memory import MemoryModel, Passes
 from lightning_memfit.planner.placement import Placement
 from lightning_memfit.planner.solve import Solution, Solver
@@ -72,12 +72,11 @@ class Optimist(Solver):
         Raises:
             _Unknown: If neither is traced.
         """
-        own, chunked = self._passes_of(setting), setting.choose("chunked_loss")
+        own = self._passes_of(setting)
         if own.is_traced:
             return own
-        if setting.of_kind("loss") is None and self.laboratory.has_passes(chunked, "none"):
-            lender = self._passes_of(chunked)
-            if lender.is_traced:
+        for _, other in with_losses(setting):
+            if self.laboratory.has_passes(other, "none") and (lender := self._passes_of(other)).is_traced:
                 return _BorrowedBlocks(own, lender)
         raise _Unknown
 

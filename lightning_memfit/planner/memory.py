@@ -159,10 +159,6 @@ def _without_scratch(events: EventList) -> EventList:
 # ===
 
 
-_FREES_GRADIENTS = frozenset({"gradient_release", "host_master_weights"})
-_PAGED = frozenset({"paged_optimizer", "paged_optimizer_8bit"})
-
-
 class MemoryModel:
     """Memory and recomputation time of one setting's techniques.
 
@@ -192,7 +188,6 @@ class MemoryModel:
         self._setting = setting
         self._dtype = dtype
         self._placement = placement
-        self._names = {choice.name for choice in setting.without("strategy").chosen}
         self._cuda = laboratory.workload.target.kind == "cuda"
         self._rounding = CUDA_ROUNDING if self._cuda else 1
         self._passes = passes
@@ -223,14 +218,14 @@ class MemoryModel:
     @cached_property
     def _on_one_device(self) -> Standing:
         """Of the setting's techniques where one device holds everything."""
-        if not self._needs_stepping:
+        if not self._setting.changes_step:
             return self._passes.standing
-        if "host_master_weights" in self._names:
+        if self._setting.masters_on_host:
             return self._beside_host()
         own = self._laboratory.stepping(self._setting, self._rounding)
         if not self._cuda:
             return own
-        if self._names & _PAGED:
+        if self._setting.pages_states:
             less = own.state_bytes
             return replace(
                 own,
@@ -268,7 +263,7 @@ class MemoryModel:
         shift = self._standing.kept_bytes - plain.kept_bytes
         if released:
             shift += plain.gradient_bytes  # levels without any gradient, but with those on their way
-        elif self._names & _FREES_GRADIENTS:
+        elif self._setting.frees_gradients:
             shift += max(0, self._standing.backward_bytes - self._standing.kept_bytes)
         return shift
 
@@ -279,12 +274,12 @@ class MemoryModel:
         if not self._cuda:
             return MemoryBreakdown()
         states = {Category.OPTIMIZER_STATE: self._standing.state_bytes}
-        if "host_master_weights" in self._names:
+        if self._setting.masters_on_host:
             count = sum(p.numel for p in trained(self.none.parameters))
             masters = {Category.PARAMETER: 4 * count, Category.GRADIENT: 4 * count, **states}
             staging = {Category.COMMUNICATION: 2 * count}
             return MemoryBreakdown.on(Tier.HOST, masters) + MemoryBreakdown.on(Tier.PINNED_HOST, staging)
-        if self._names & _PAGED:
+        if self._setting.pages_states:
             return MemoryBreakdown.on(Tier.HOST, states)
         return MemoryBreakdown()
 
@@ -323,7 +318,7 @@ class MemoryModel:
         if not self._cuda:
             return 0
         used = [choice for choice in self._passes.choices if choice in choices] or list[Choice](("none",))
-        other_steps = self._needs_stepping or self._setting.sharding is not None
+        other_steps = self._setting.changes_step or self._setting.sharding is not None
         return max(self._passes.fragmentation_bytes(choice, size, other_steps) for choice in used)
 
     def breakdown(self, peak_bytes: int, size: int) -> MemoryBreakdown:
@@ -332,7 +327,7 @@ class MemoryModel:
         fixed = {
             Category.PARAMETER: standing.parameter_bytes,
             Category.BUFFER: standing.buffer_bytes,
-            Category.GRADIENT: 0 if self._cuda and self._names & _FREES_GRADIENTS else standing.gradient_bytes,
+            Category.GRADIENT: 0 if self._cuda and self._setting.frees_gradients else standing.gradient_bytes,
             Category.OPTIMIZER_STATE: 0 if self._has_moved_states else standing.state_bytes,
             Category.COMMUNICATION: standing.communication_bytes,
             Category.INPUT: self._passes.input_bytes(size),
@@ -352,10 +347,6 @@ class MemoryModel:
         """Whether the states of the standing lie in host memory."""
         return self._placement is None and bool(self.off_device().total(Tier.HOST))
 
-    @property
-    def _needs_stepping(self) -> bool:
-        return not self._names <= _LEAVES_STATES
-
     def _step_bytes(self, size: int) -> int:
         traced = self.none.micro_batch_size
         more = self._passes.input_bytes(size) - self._passes.input_bytes(traced)
@@ -366,10 +357,6 @@ class MemoryModel:
         with_it = plain + self._passes.recomputed(choice, size)
         seconds = [sum(pass_seconds(work, rates, self._dtype).values()) for work in (plain, with_it)]
         return max(0.0, seconds[1] - seconds[0])
-
-
-_LEAVES_STATES = frozenset({"bf16_mixed", "fp16_mixed", "bf16_true", "chunked_loss", "tf32"})
-"""Techniques beside which the optimizer steps as the module made it, which `Laboratory.passes` traces already."""
 
 
 def _rounded(size_bytes: int, rounding: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
-from lightning_memfit.techniques.core.registry import TECHNIQUES
+from lightning_memfit.techniques.core.registry import techniques
 from lightning_memfit.techniques.core.setting import Setting
 
 FORMAT = 2
@@ -261,7 +261,7 @@ def overlay_of(
 
 def technique_classes() -> frozenset[str]:
     """Import paths of all callbacks that techniques put into a run."""
-    return frozenset(spec.class_path for technique in TECHNIQUES for spec in technique.callbacks)
+    return frozenset(spec.class_path for technique in techniques() for spec in technique.callbacks)
 
 
 def is_technique(class_path: str) -> bool:

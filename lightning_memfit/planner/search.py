@@ -10,7 +10,7 @@ from lightning_memfit.device.catalogue import DEVICES
 from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.estimate import predict_peak_bytes, predict_total_bytes
 from lightning_memfit.memory import format_bytes
-from lightning_memfit.planner.candidates import Rejected, candidates, missing_permissions
+from lightning_memfit.planner.candidates import Rejected, candidates, missing_permissions, with_losses
 from lightning_memfit.planner.lower_bound import Optimist
 from lightning_memfit.planner.plan import Alternative, Bought, Plan, label
 from lightning_memfit.planner.solve import TIE, Solution, Solver, complexity_of, is_better, key_of
@@ -106,8 +106,9 @@ class Search(Solver):
 
     def _hopeless(self, setting: Setting, others: list[Setting], best: Solution | None) -> Rejected | None:
         """Why a combination can't be the best, by what is traced already; None where it may be."""
-        if self._loses_to_chunked(setting, others):
-            return Rejected(setting, "the chunked loss needs less memory and no more time")
+        better = self._better_loss(setting, others)
+        if better is not None:
+            return Rejected(setting, f"{better} needs less memory and no more time")
         if best is None or (least := self._optimist.least(setting)) is None:
             return None
         if isinstance(least, Rejected):
@@ -120,18 +121,20 @@ class Search(Solver):
             return Rejected(setting, "no faster, and no simpler", slower=slower)
         return None
 
-    def _loses_to_chunked(self, setting: Setting, others: list[Setting]) -> bool:
-        """Whether a whole loss loses to the chunked one, which needs neither more time nor more memory."""
-        chunked = setting.choose("chunked_loss")
-        if setting.of_kind("loss") is not None or chunked not in others:
-            return False
-        try:
-            plain, less = self.laboratory.passes(setting, "none"), self.laboratory.passes(chunked, "none")
-        except TraceError:
-            return False
-        size = plain.micro_batch_size
-        saves = predict_peak_bytes(less, size) < predict_peak_bytes(plain, size)
-        return saves and self.traced_bound(chunked) <= self.traced_bound(setting)
+    def _better_loss(self, setting: Setting, others: list[Setting]) -> str | None:
+        """The technique for the loss that needs neither more time nor more memory than the plain loss, if any."""
+        for name, other in with_losses(setting):
+            if other not in others:
+                continue
+            try:
+                plain, less = self.laboratory.passes(setting, "none"), self.laboratory.passes(other, "none")
+            except TraceError:
+                continue
+            size = plain.micro_batch_size
+            saves = predict_peak_bytes(less, size) < predict_peak_bytes(plain, size)
+            if saves and self.traced_bound(other) <= self.traced_bound(setting):
+                return name
+        return None
 
     @staticmethod
     def _take(found: Solution | Rejected, outcome: Outcome) -> None:

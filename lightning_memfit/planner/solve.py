@@ -16,6 +16,8 @@ from lightning_memfit.planner.time import StepTime, step_seconds
 from lightning_memfit.planner.trace_store import Laboratory, passes_of
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.techniques.activation_checkpointing import TECHNIQUE as CHECKPOINTING
+from lightning_memfit.techniques.activation_checkpointing import options_for
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.setting import Setting
 
@@ -256,11 +258,5 @@ def key_of(setting: Setting) -> tuple[str, ...]:
 def _with_checkpointing(setting: Setting, choices: tuple[Choice, ...]) -> Setting:
     """The setting with a checkpointing plan, as short as it can be said."""
     plain = setting.without("checkpointing")
-    kinds = set(choices)
-    if kinds <= {"none"}:
-        return plain
-    if kinds == {"full"}:
-        return plain.choose("activation_checkpointing")
-    if kinds == {"keep_matmul_attention"}:
-        return plain.choose("activation_checkpointing", mode="selective", keep=["matmul", "attention"])
-    return plain.choose("activation_checkpointing", choices=list(choices))
+    options = options_for(choices)
+    return plain if options is None else plain.choose(CHECKPOINTING.name, **options)

@@ -32,7 +32,7 @@ from lightning_memfit.device.catalogue import DeviceSpec, find_device
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.profile.cache import default_cache_folder
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.core.cost import CPU_SECONDS, FOREACH_PASSES, Cost, Work, num_trained
+from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
 
 PHASES = ("forward", "backward")
 
@@ -250,7 +250,7 @@ def _optimizer_seconds(step: Work, plain: ModelProfile, rates: Rates) -> float:
         host = max(host, step.host_bytes / rates.host_bytes_per_s)
     launch = step.kernels * rates.launch_seconds
     if not rates.asynchronous:
-        return max(least, CPU_SECONDS["adamw"] * count / rates.num_cores + host) + launch
+        return max(least, cpu_seconds("adamw") * count / rates.num_cores + host) + launch
     device = (itemsize * FOREACH_PASSES * count + step.device_bytes) / rates.bytes_per_s
     return max(least, device) + host + launch
 

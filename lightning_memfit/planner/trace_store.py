@@ -17,6 +17,7 @@ from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.technique import Kind
+from lightning_memfit.techniques.mixed_precision import BF16_TRUE, technique_for
 
 CHOICES: tuple[Choice, ...] = ("none", "full", "keep_matmul_attention")
 """Of the checkpointing choices those that a plan mixes: everything, nothing, and the expensive part kept."""
@@ -159,10 +160,10 @@ def passes_of(setting: Setting) -> Setting:
         pure = pure.without(kind)
     precision = setting.of_kind("precision")
     if setting.sharding is not None and setting.sharding.weight_bytes(setting.precision) == 2:
-        return pure.without("precision").choose("bf16_true")
+        return pure.without("precision").choose(BF16_TRUE.name)
     if precision is None or not precision.technique.callbacks:
         return pure
-    return pure.without("precision").choose(precision.technique.trainer["precision"].replace("-", "_"))
+    return pure.without("precision").choose(technique_for(precision.technique.trainer["precision"]).name)
 
 
 def stepping_of(setting: Setting) -> Setting:
@@ -170,7 +171,8 @@ def stepping_of(setting: Setting) -> Setting:
     kinds = ("adapter", "optimizer", "precision", "gradient")
     pure = Setting(chosen=tuple(choice for choice in setting.chosen if choice.technique.kind in kinds))
     optimizer = pure.of_kind("optimizer")
-    return pure.choose("optimizer_8bit") if optimizer and optimizer.name == "paged_optimizer_8bit" else pure
+    same = optimizer.technique.same_step_as if optimizer is not None else ""
+    return pure.choose(same) if same else pure
 
 
 def only_stepping(module: Any, num_blocks: int | None = None) -> Any:

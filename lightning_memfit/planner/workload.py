@@ -16,8 +16,7 @@ from lightning_memfit.planner.time import Rates
 from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.fake import fake_pretrained_weights, tensors_in
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.techniques.core.facts import Facts
-from lightning_memfit.techniques.core.read_facts import read_facts
+from lightning_memfit.techniques.core.facts import Facts, read_facts
 from lightning_memfit.techniques.core.technique import Numerics
 
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)

@@ -1,29 +1,18 @@
-"""The strategies' names."""
+"""The strategies' names: `Trainer(strategy="memfit_zero_2")` is the record `zero_2` of `techniques.strategies`."""
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_memfit.strategies.data_parallel import DataParallelStrategy
-from lightning_memfit.strategies.fully_sharded import FullyShardedStrategy
-from lightning_memfit.strategies.zero import ZeroStrategy
-from lightning_memfit.strategies.zero_infinity import ZeroInfinityStrategy
+from lightning_memfit.techniques.core.registry import all_strategies
+from lightning_memfit.techniques.core.technique import CallbackSpec
+
+_ONLY_IN_PLANS = ("pin_memory",)
+"""Arguments that records have because a plan made sure that there is room; by name a strategy has its own default."""
 
 
 def register() -> None:
     """Make the strategies known to `Trainer(strategy=...)` by name. Safe to call twice."""
-    for stage, what in ((1, "optimizer states"), (2, "and gradients"), (3, "and parameters")):
-        StrategyRegistry.register(
-            f"memfit_zero_{stage}", ZeroStrategy, f"ZeRO-{stage}: shard {what}", override=True, stage=stage
-        )
-    StrategyRegistry.register(
-        "memfit_zero_offload",
-        ZeroStrategy,
-        "ZeRO-2 with optimizer states and step on the host",
-        override=True,
-        stage=2,
-        offload_optimizer=True,
-    )
-    StrategyRegistry.register("memfit_ddp", DataParallelStrategy, "a whole model on every device", override=True)
-    StrategyRegistry.register("memfit_fsdp2", FullyShardedStrategy, "FSDP2, block by block", override=True)
-    StrategyRegistry.register(
-        "memfit_zero_infinity", ZeroInfinityStrategy, "ZeRO-3 with all states on an NVMe drive", override=True
-    )
+    for record in all_strategies():
+        spec = record.trainer["strategy"]
+        arguments = {key: value for key, value in spec.get("init_args", {}).items() if key not in _ONLY_IN_PLANS}
+        made = CallbackSpec(spec["class_path"]).load()
+        StrategyRegistry.register(f"memfit_{record.name}", made, record.summary, override=True, **arguments)

@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import nn
+from typing_extensions import override
 
 from lightning_memfit.checkpointing.apply import (
     AppliedCheckpointing,
@@ -23,14 +24,12 @@ from lightning_memfit.checkpointing.policies import Choice, Keep, Mode, check_mo
 from lightning_memfit.memory import Category, format_bytes, parse_bytes
 from lightning_memfit.profile.events import CATEGORIES
 from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.techniques.checkpointing_budget import ResolvedBudget, resolve_budget
 from lightning_memfit.techniques.core.callback import TechniqueCallback, describe
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
-
-if TYPE_CHECKING:
-    from lightning_memfit.techniques.checkpointing_budget import ResolvedBudget
 
 
 class ActivationCheckpointing(TechniqueCallback):
@@ -90,22 +89,26 @@ class ActivationCheckpointing(TechniqueCallback):
         self._blocks: list[nn.Module] = []
 
     @property
+    @override
     def depends_on_depth(self) -> bool:
         """True where not every block is checkpointed alike."""
         return self.choices is not None or self.budget is not None or self.mode in ("every", "sqrt")
 
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Make the plan for a budget, then apply."""
         if stage == "fit" and self.budget is not None:
             self._resolve(trainer, pl_module)
         super().setup(trainer, pl_module, stage)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The plan made for a budget."""
         if self.resolved is None:
             return {}
         return {"budget": self.budget, "choices": list(self.resolved.plan.choices), "plan": asdict(self.resolved)}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Follow the plan that the run was begun with, if it was made for the same budget and still fits."""
         if self.resolved is None or state_dict.get("budget") != self.budget:
@@ -120,6 +123,7 @@ class ActivationCheckpointing(TechniqueCallback):
             self._apply_to(self._blocks)
         self.announce(f"resumed with the plan of the checkpoint, {self._label()}")
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_model`: the model is complete after it, and not yet wrapped by the strategy."""
 
@@ -161,10 +165,8 @@ class ActivationCheckpointing(TechniqueCallback):
         """Plan, unless this is a copy of a callback with a plan in somebody's trace."""
         assert self.budget is not None
         if torch._guards.detect_fake_mode(()) is None:
-            from lightning_memfit.techniques.checkpointing_budget import resolve_budget
-
             self.restore()
-            self.resolved = resolve_budget(self.budget, trainer, pl_module)
+            self.resolved = resolve_budget(self.budget, trainer, pl_module, ActivationCheckpointing)
         elif self.resolved is None:
             raise ValueError(
                 f"`budget={self.budget!r}` has no plan yet. Put ActivationCheckpointing before the callback that "
@@ -218,8 +220,7 @@ def check_budget(budget: str | int) -> str:
     return text
 
 
-# The record of `ActivationCheckpointing`: what it goes with, and what recomputing or moving activations costs.
-
+# --- technique --------------------------------------------------------------------------------------------------------
 
 _TRAFFIC = 3
 """Bytes moved per byte of activation that is made again: written once, inputs of about twice that size read."""
@@ -255,6 +256,18 @@ def cost(profile: ModelProfile, options: Options) -> Cost:
     moved = sum(choice == "offload" for choice in shares) / blocks
     work = Work(flops=recomputed * flops, device_bytes=remade * _TRAFFIC * kept, host_link_bytes=2.0 * moved * kept)
     return Cost(micro_batch=work, overlap=moved > 0)
+
+
+def options_for(choices: Sequence[Choice]) -> Options | None:
+    """The shortest options that make blocks follow these choices, one per block; None where nothing is to be done."""
+    kinds = set(choices)
+    if kinds <= {"none"}:
+        return None
+    if kinds == {"full"}:
+        return {}
+    if kinds == {"keep_matmul_attention"}:
+        return {"mode": "selective", "keep": ["matmul", "attention"]}
+    return {"choices": list(choices)}
 
 
 def recomputed_shares(options: Options, num_blocks: int) -> list[str]:
@@ -299,4 +312,5 @@ TECHNIQUE = Technique(
     ),
     unsupported=unsupported,
     cost=cost,
+    changes_step=False,
 )

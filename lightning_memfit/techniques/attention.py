@@ -7,10 +7,10 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing_extensions import override
 
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import is_pretrained
+from lightning_memfit.techniques.core.facts import Run, is_pretrained
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -45,6 +45,7 @@ class AttentionKernel(TechniqueCallback):
         self.implementation = implementation
         self.kernels = tuple(kernels)
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_model`, after which the models are complete, and limit the choice of kernels."""
 
@@ -116,4 +117,5 @@ TECHNIQUE = Technique(
     numerics=frozenset({"exact"}),
     callbacks=(CallbackSpec("lightning_memfit.techniques.attention.AttentionKernel"),),
     unsupported=unsupported,
+    changes_step=False,
 )

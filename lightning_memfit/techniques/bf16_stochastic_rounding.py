@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.replace import replace_optimizers
@@ -12,8 +13,7 @@ from lightning_memfit.optim.rounding import Kahan, Rounding, Stochastic
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import ROUNDING_CPU_SECONDS, Cost, Work, num_trained
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -52,10 +52,12 @@ class StochasticRounding(TechniqueCallback):
         self.seed = seed
 
     @property
+    @override
     def depends_on_depth(self) -> bool:
         """A chunk may hold weights of several blocks."""
         return True
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap `configure_optimizers`."""
         reason = unsupported(run_of(trainer, pl_module))
@@ -111,6 +113,7 @@ STOCHASTIC_ROUNDING = Technique(
     trainer={"precision": "bf16-true"},
     unsupported=unsupported,
     cost=_cost,
+    dominates=frozenset({"bf16_kahan_summation"}),
 )
 KAHAN_SUMMATION = Technique(
     name="bf16_kahan_summation",

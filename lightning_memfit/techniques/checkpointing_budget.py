@@ -22,9 +22,11 @@ from lightning_memfit.profile.events import EventList
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import AUTOCAST_DTYPES, TRUE_DTYPES, StepOptions
 from lightning_memfit.profile.trace import Emulation, Trace, TraceError, trace_step
-from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.first_batch import first_batch
+
+Checkpointing = Callable[..., TechniqueCallback]
+"""The class `ActivationCheckpointing`, which is handed in because it imports this module."""
 
 _KEPT: dict[Choice, tuple[Keep, ...]] = {
     "keep_attention": ("attention",),
@@ -49,6 +51,7 @@ def make_planner(
     options: StepOptions,
     emulation: Emulation,
     rate: ComputeRate,
+    checkpointing: Checkpointing,
     techniques: tuple[TechniqueCallback, ...] = (),
     rounding_bytes: int = CUDA_ROUNDING,
 ) -> BudgetPlanner:
@@ -60,6 +63,7 @@ def make_planner(
         options: Precision, accumulation, clipping.
         emulation: Device to stand for.
         rate: How fast it computes. Without a host link, offloading is no option.
+        checkpointing: The class `ActivationCheckpointing`, to trace its choices with.
         techniques: Other techniques of the run, unused.
         rounding_bytes: Sizes are rounded up to a multiple of this.
 
@@ -68,28 +72,35 @@ def make_planner(
         BudgetError: If the blocks can't be planned for.
     """
 
-    def trace(callback: ActivationCheckpointing, shorten: bool) -> Trace:
+    def trace(shorten: bool, **arguments: Any) -> Trace:
+        callback: Any = checkpointing(**arguments)
         callback.largest_group_only = True
         return trace_step(module, batch, options, emulation, (*techniques, callback), shorten=shorten)
 
     def trace_uniform(choice: Choice) -> Trace:
-        return trace(_following(choice), True)
+        return trace(True, **_following(choice))
 
     def trace_plan(choices: tuple[Choice, ...]) -> Trace:
-        return trace(ActivationCheckpointing(choices=choices), False)
+        return trace(False, choices=choices)
 
     return BudgetPlanner(trace_uniform, trace_plan, rate, rounding_bytes)
 
 
-def _following(choice: Choice) -> ActivationCheckpointing:
+def _following(choice: Choice) -> dict[str, Any]:
     """All blocks following one choice, said as a mode, so that a trace may be shortened."""
-    if choice in _KEPT:
-        return ActivationCheckpointing("selective", keep=_KEPT[choice])
-    return ActivationCheckpointing(choice)  # type: ignore[arg-type]
+    return {"mode": "selective", "keep": _KEPT[choice]} if choice in _KEPT else {"mode": choice}
 
 
-def resolve_budget(budget: str, trainer: pl.Trainer, module: pl.LightningModule) -> ResolvedBudget:
+def resolve_budget(
+    budget: str, trainer: pl.Trainer, module: pl.LightningModule, checkpointing: type[TechniqueCallback]
+) -> ResolvedBudget:
     """Plan for the run that a Trainer is about to begin; every rank gets the plan of the first.
+
+    Args:
+        budget: `auto`, a percentage or a size.
+        trainer: About to begin.
+        module: What it trains.
+        checkpointing: The class `ActivationCheckpointing`.
 
     Raises:
         ValueError: If there is no such plan, or none can be made; the message says why and what to do.
@@ -97,7 +108,7 @@ def resolve_budget(budget: str, trainer: pl.Trainer, module: pl.LightningModule)
     outcome: Any = None
     if trainer.global_rank == 0:
         try:
-            outcome = _resolve(budget, trainer, module)
+            outcome = _resolve(budget, trainer, module, checkpointing)
         except (ValueError, TraceError) as error:
             outcome = error
     if trainer.world_size > 1:
@@ -112,7 +123,9 @@ def resolve_budget(budget: str, trainer: pl.Trainer, module: pl.LightningModule)
     return outcome
 
 
-def _resolve(budget: str, trainer: pl.Trainer, module: pl.LightningModule) -> ResolvedBudget:
+def _resolve(
+    budget: str, trainer: pl.Trainer, module: pl.LightningModule, checkpointing: type[TechniqueCallback]
+) -> ResolvedBudget:
     _refuse_untraced_memory(budget, trainer)
     device = trainer.strategy.root_device
     cuda = device.type == "cuda"
@@ -128,13 +141,13 @@ def _resolve(budget: str, trainer: pl.Trainer, module: pl.LightningModule) -> Re
     rate = device_rate(torch.cuda.get_device_name(device), dtype) if cuda else cpu_rate(dtype)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     techniques = [c for c in callbacks if isinstance(c, TechniqueCallback)]
-    others = tuple(c for c in techniques if not isinstance(c, ActivationCheckpointing))
+    others = tuple(c for c in techniques if not isinstance(c, checkpointing))
     with ExitStack() as stack:
         for technique in reversed(techniques):  # left, and applied again, in their own order
             stack.enter_context(technique.taken_off(trainer, module))
         # A MemoryLimit rounds on the CPU as CUDA's allocator does.
         rounding = CUDA_ROUNDING if cuda or budget == "auto" else 1
-        planner = make_planner(module, first_batch(trainer), options, emulation, rate, others, rounding)
+        planner = make_planner(module, first_batch(trainer), options, emulation, rate, checkpointing, others, rounding)
         runtime = runtime_memory(emulation.capability) if cuda else None
         return _plan(budget, planner, trainer, runtime)
 

@@ -9,11 +9,12 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.facts import Run, is_causal_lm
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy
@@ -38,6 +39,7 @@ class ChunkedLoss(TechniqueCallback):
             raise ValueError(f"`num_chunks={num_chunks}` must be at least 1.")
         self.num_chunks = num_chunks
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_model`, after which the model is complete.
 
@@ -71,13 +73,6 @@ def find_causal_models(module: nn.Module) -> list[nn.Module]:
             "`linear_cross_entropy` yourself."
         )
     return models
-
-
-def is_causal_lm(module: Any) -> bool:
-    """Whether a module is such a model."""
-    if not hasattr(module, "get_output_embeddings") or not isinstance(module.get_output_embeddings(), nn.Linear):
-        return False
-    return getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
 def chunk_loss(model: Any, num_chunks: int = 8) -> Callable[[], None]:
@@ -233,4 +228,5 @@ TECHNIQUE = Technique(
     callbacks=(CallbackSpec("lightning_memfit.techniques.chunked_loss.ChunkedLoss"),),
     unsupported=unsupported,
     cost=_cost,
+    changes_step=False,
 )

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from typing_extensions import override
 
 from lightning_memfit.techniques.core.callback import ReversibleCallback
 from lightning_memfit.techniques.core.facts import Run
@@ -46,6 +47,7 @@ class DataLoading(ReversibleCallback):
         self.pin_memory = pin_memory
         self.persistent_workers = persistent_workers and num_workers > 0
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap where the Trainer gets its training loaders from."""
         pin = trainer.strategy.root_device.type == "cuda" if self.pin_memory is None else self.pin_memory
@@ -135,4 +137,5 @@ TECHNIQUE = Technique(
     callbacks=(CallbackSpec("lightning_memfit.techniques.data_loading.DataLoading"),),
     unsupported=unsupported,
     traced=False,
+    changes_step=False,
 )

@@ -4,14 +4,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from typing_extensions import override
 
 from lightning_memfit.estimate.variants import trained
 from lightning_memfit.optim import gradient_release
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -24,6 +24,7 @@ class GradientRelease(TechniqueCallback):
     checkpoints, 8-bit, `foreach` and `fused` optimizers work unchanged.
     """
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, before anything is loaded."""
         reason = unsupported(run_of(trainer, pl_module))
@@ -32,6 +33,7 @@ class GradientRelease(TechniqueCallback):
         # Gradients are clipped as they come; Lightning's own clipping afterwards would find none, which torch refuses.
         self.on_restore(wrap_method(pl_module, "configure_gradient_clipping", _leave_out))
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Hook the parameters: now the optimizer has its final form and its states."""
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -97,5 +99,6 @@ TECHNIQUE = Technique(
     numerics=frozenset({"exact"}),
     callbacks=(CallbackSpec("lightning_memfit.techniques.gradient_release.GradientRelease"),),
     unsupported=unsupported,
+    frees_gradients=True,
     cost=_cost,
 )

@@ -8,14 +8,14 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.optim.host_master import HostMaster
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.cost import CPU_SECONDS, FOREACH_PASSES, Cost, Work, num_trained
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.sharding import HOST_STEP_BYTES
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
@@ -46,6 +46,7 @@ class HostMasterWeights(TechniqueCallback):
         self._loaded: dict[str, Tensor] = {}
         self._hosts: list[HostMaster] = []
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap what converts, configures, loads and saves."""
         reason = unsupported(run_of(trainer, pl_module))
@@ -80,6 +81,7 @@ class HostMasterWeights(TechniqueCallback):
         self.on_restore(wrap_method(trainer.strategy, "load_optimizer_state_dict", load_states))
         self.on_restore(wrap_method(trainer.strategy, "lightning_module_state_dict", save))
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse loops that run a backward pass again."""
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -89,6 +91,7 @@ class HostMasterWeights(TechniqueCallback):
                 "the host has some gradients already. Leave one of the two out."
             )
 
+    @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let what follows, clipping for instance, find all gradients."""
         for host in self._hosts:
@@ -173,11 +176,11 @@ def _cost(profile: ModelProfile, options: Options) -> Cost:
     """Gradients go out during backward; weights come back when the host has stepped, beside nothing."""
     count = num_trained(profile)
     if profile.device == "cpu":
-        return Cost(step=Work(host_seconds=(CPU_SECONDS["adamw_fused"] - CPU_SECONDS["adamw"]) * count))
+        return Cost(step=Work(host_seconds=(cpu_seconds("adamw_fused") - cpu_seconds("adamw")) * count))
     step = Work(
         device_bytes=-4.0 * FOREACH_PASSES * count,
         host_link_bytes=2.0 * count,
-        host_seconds=CPU_SECONDS["adamw_fused"] * count,
+        host_seconds=cpu_seconds("adamw_fused") * count,
         host_bytes=HOST_STEP_BYTES * count,
     )
     return Cost(Work(host_link_bytes=2.0 * count), step, overlap=False)
@@ -192,4 +195,6 @@ TECHNIQUE = Technique(
     trainer={"precision": "bf16-true"},
     unsupported=unsupported,
     cost=_cost,
+    frees_gradients=True,
+    masters_on_host=True,
 )

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.adapters import lora
 from lightning_memfit.adapters.checkpoint import KEY, describe, without_frozen
@@ -17,8 +18,7 @@ from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -78,6 +78,7 @@ class Lora(TechniqueCallback):
         """An unused one with the same arguments, without what a run has left."""
         return Lora(self.rank, self.alpha, self.dropout, self.target_modules, self.train)
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap what configures, saves and loads."""
         reason = unsupported(run_of(trainer, pl_module))
@@ -111,6 +112,7 @@ class Lora(TechniqueCallback):
         self.on_restore(wrap_method(trainer.strategy, "lightning_module_state_dict", save))
         self.on_restore(wrap_method(trainer.strategy, "load_model_state_dict", load))
 
+    @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:

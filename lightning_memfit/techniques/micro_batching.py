@@ -26,4 +26,5 @@ TECHNIQUE = Technique(
     callbacks=(CallbackSpec("lightning_memfit.fitting.step.callback.MicroBatching"),),
     unsupported=unsupported,
     traced=False,
+    changes_step=False,
 )

@@ -31,6 +31,7 @@ BF16_MIXED = Technique(
     numerics=frozenset({"bf16"}),
     trainer={"precision": "bf16-mixed"},
     unsupported=_needs_bfloat16,
+    changes_step=False,
     page=_PAGE,
 )
 FP16_MIXED = Technique(
@@ -40,6 +41,7 @@ FP16_MIXED = Technique(
     numerics=frozenset({"fp16"}),
     trainer={"precision": "16-mixed"},
     unsupported=_needs_scaling,
+    changes_step=False,
     page=_PAGE,
 )
 BF16_TRUE = Technique(
@@ -49,5 +51,19 @@ BF16_TRUE = Technique(
     numerics=frozenset({"bf16"}),
     trainer={"precision": "bf16-true"},
     unsupported=_needs_bfloat16,
+    proposed=False,
+    changes_step=False,
     page=_PAGE,
 )
+
+
+def technique_for(precision: str) -> Technique:
+    """The record of a precision of Lightning's.
+
+    Raises:
+        ValueError: If it is none of the half precisions.
+    """
+    records = {record.trainer["precision"]: record for record in (BF16_MIXED, FP16_MIXED, BF16_TRUE)}
+    if precision not in records:
+        raise ValueError(f"`precision={precision!r}` must be one of {', '.join(records)}.")
+    return records[precision]

@@ -8,9 +8,16 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.estimate.optimizers import optimizer_family
-from lightning_memfit.optim.eight_bit import check_states, embedding_parameters, repage_states, to_bitsandbytes
+from lightning_memfit.optim.eight_bit import (
+    check_states,
+    convertible,
+    embedding_parameters,
+    repage_states,
+    to_bitsandbytes,
+)
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
@@ -56,6 +63,7 @@ class Optimizer8bit(TechniqueCallback):
         self.bits = bits
         self._optimizers: list[Any] = []
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_optimizers`.
 
@@ -71,6 +79,7 @@ class Optimizer8bit(TechniqueCallback):
         self.on_restore(self._optimizers.clear)
         self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
 
+    @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -85,6 +94,7 @@ class Optimizer8bit(TechniqueCallback):
                         "(load_from_checkpoint)."
                     )
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """States loaded from a checkpoint are checked, and paged ones paged again."""
         for optimizer in self._optimizers:
@@ -134,13 +144,11 @@ _FLAT = (
     "`keep_32bit_embeddings=True` has no effect under DeepSpeed, whose ZeRO steps on flat partitions in which "
     "embeddings can't be told apart. Set `keep_32bit_embeddings: false`."
 )
-_CONVERTED = ("AdamW", "Adam", "SGD", "RMSprop", "Lion", "AdEMAMix")
-_PAGED = ("AdamW", "Adam", "Lion", "AdEMAMix")
 
 
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None where the module's optimizer can be converted."""
-    accepted = _PAGED if options.get("paged") else _CONVERTED
+    accepted = convertible(paged=bool(options.get("paged")))
     other = next((name for name in run.facts.optimizers if name not in accepted), None)
     if other is not None and not run.has("ReplaceOptimizer"):
         return f"{other} has no such form in bitsandbytes; {', '.join(accepted)} have. Use one, or leave it out."
@@ -183,6 +191,8 @@ OPTIMIZER_8BIT = Technique(
     cost=_cost_of_8bit,
     package="bitsandbytes",
     extra=_EXTRA,
+    dominates=frozenset({"torchao_adamw_8bit", "torchao_adamw_fp8"}),
+    states=optimizer_family("adamw_8bit"),
 )
 PAGED_OPTIMIZER_8BIT = Technique(
     name="paged_optimizer_8bit",
@@ -195,6 +205,8 @@ PAGED_OPTIMIZER_8BIT = Technique(
     package="bitsandbytes",
     extra=_EXTRA,
     page="optimizer_8bit",
+    states=optimizer_family("paged_adamw_8bit"),
+    same_step_as="optimizer_8bit",
 )
 PAGED_OPTIMIZER = Technique(
     name="paged_optimizer",
@@ -207,4 +219,5 @@ PAGED_OPTIMIZER = Technique(
     package="bitsandbytes",
     extra=_EXTRA,
     page="optimizer_8bit",
+    states=optimizer_family("paged_adamw"),
 )

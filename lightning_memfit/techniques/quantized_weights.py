@@ -8,14 +8,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from typing_extensions import override
 
 from lightning_memfit.adapters.linears import AUTO, exchange, linear_layers, tied_weights
 from lightning_memfit.adapters.quantized import QuantizedLinear
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import keep_on_host, return_to_device
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import Options
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -45,6 +45,7 @@ class QuantizedWeights(TechniqueCallback):
         self.bits = bits
         self.target_modules = target_modules
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap `configure_model`, after which the model is complete."""
         reason = unsupported(run_of(trainer, pl_module))

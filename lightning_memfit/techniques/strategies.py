@@ -1,4 +1,4 @@
-"""Strategies as records: where weights, gradients and optimizer states lie, on one device or many.
+"""Strategies as records: where weights, gradients and optimizer states are kept, on one device or many.
 
 A strategy has no callback and is not traced: what it divides and moves is arithmetic (`Sharding`). The options
 `devices` and `num_nodes` come from the setting; `cost` reads its precision, too.
@@ -6,6 +6,7 @@ A strategy has no callback and is not traced: what it divides and moves is arith
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning_memfit.profile.record import ModelProfile
@@ -15,6 +16,8 @@ from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.core.technique import Options, Technique, supported
 
 _MODULE = "lightning_memfit.strategies"
+_LIGHTNING = {0: "DDPStrategy", 3: "ModelParallelStrategy"}
+"""Class of Lightning's that torch's strategies derive from, by what they divide."""
 _FSDP2_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 
@@ -53,11 +56,30 @@ def _on_disk(run: Run, options: Options) -> str | None:
     return _deepspeed(run, options)
 
 
-def _record(name: str, summary: str, class_name: str, sharding: Sharding, rule: Any, **init_args: Any) -> Technique:
+def strategy_record(
+    name: str,
+    summary: str,
+    class_name: str,
+    sharding: Sharding,
+    rule: Callable[[Run, Options], str | None],
+    **init_args: Any,
+) -> Technique:
+    """The record of a strategy.
+
+    Args:
+        name: `memfit_<name>` is what `Trainer(strategy=...)` takes.
+        summary: One line for tables.
+        class_name: Class, in `lightning_memfit.strategies` or below: `ZeroStrategy`, `half_exchange.HalfExchange`.
+        sharding: What it divides and moves.
+        rule: What it refuses, as `Technique.unsupported`.
+        init_args: Arguments of the class.
+    """
+
     def cost(profile: ModelProfile, options: Options) -> Cost:
         ranks = int(options.get("devices", 1)) * int(options.get("num_nodes", 1))
         return sharding.cost(profile, ranks, str(options.get("precision", "32-true")))
 
+    lightning = "DeepSpeedStrategy" if sharding.deepspeed else _LIGHTNING[sharding.stage]
     spec: dict[str, Any] = {"class_path": f"{_MODULE}.{class_name}"}
     if init_args:
         spec["init_args"] = init_args
@@ -73,6 +95,7 @@ def _record(name: str, summary: str, class_name: str, sharding: Sharding, rule: 
         extra="lightning-memfit[deepspeed]" if sharding.deepspeed else "",
         traced=False,
         sharding=sharding,
+        lightning_strategy=lightning,
     )
 
 
@@ -82,18 +105,18 @@ def _zero(name: str, summary: str, sharding: Sharding) -> Technique:
     if arguments:
         arguments["pin_memory"] = True
     rule = _offloaded if sharding.offloads else _deepspeed
-    return _record(name, summary, "ZeroStrategy", sharding, rule, stage=sharding.stage, **arguments)
+    return strategy_record(name, summary, "ZeroStrategy", sharding, rule, stage=sharding.stage, **arguments)
 
 
 def _infinity(name: str, summary: str, parameters: bool) -> Technique:
     sharding = Sharding(3, True, "nvme", "nvme" if parameters else "none")
     arguments = {"nvme_path": None, "offload_optimizer": True, "offload_parameters": parameters}
-    return _record(name, summary, "ZeroInfinityStrategy", sharding, _on_disk, **arguments)
+    return strategy_record(name, summary, "ZeroInfinityStrategy", sharding, _on_disk, **arguments)
 
 
 STRATEGIES: tuple[Technique, ...] = (
-    _record("ddp", "a whole copy of the model on every device", "DataParallelStrategy", Sharding(0), supported),
-    _record(
+    strategy_record("ddp", "a whole copy of the model on every device", "DataParallelStrategy", Sharding(0), supported),
+    strategy_record(
         "fsdp2",
         "weights, gradients and states divided among devices, blocks gathered while they compute",
         "FullyShardedStrategy",

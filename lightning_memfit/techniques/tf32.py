@@ -4,12 +4,12 @@ from typing import Literal
 
 import lightning.pytorch as pl
 import torch
+from typing_extensions import override
 
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import ReversibleCallback
 from lightning_memfit.techniques.core.cost import Cost
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 
@@ -32,6 +32,7 @@ class TF32(ReversibleCallback):
             raise ValueError(f"`precision={precision!r}` must be high or medium.")
         self.precision = precision
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse devices without tensor cores for it, and switch."""
         reason = unsupported(run_of(trainer, pl_module))
@@ -72,4 +73,5 @@ TECHNIQUE = Technique(
     unsupported=unsupported,
     cost=_cost,
     traced=False,
+    changes_step=False,
 )

@@ -10,13 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
+from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import ReversibleCallback, describe
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -44,6 +44,7 @@ class TorchCompile(ReversibleCallback):
         self.mode = mode
         self.dynamic = dynamic
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what doesn't go with it, and wrap `configure_model`: the model is complete after it."""
         reason = unsupported(run_of(trainer, pl_module), {"blocks": self.blocks})
@@ -113,4 +114,5 @@ TECHNIQUE = Technique(
     unsupported=unsupported,
     cost=_cost,
     traced=False,
+    changes_step=False,
 )

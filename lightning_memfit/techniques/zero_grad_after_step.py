@@ -2,10 +2,10 @@
 
 import lightning.pytorch as pl
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.read_facts import run_of
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 
@@ -17,12 +17,14 @@ class ZeroGradAfterStep(TechniqueCallback):
     and this changes nothing. `on_before_zero_grad` and hooks after the step find no gradients; those before find them.
     """
 
+    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, before anything is loaded."""
         reason = unsupported(run_of(trainer, pl_module))
         if reason is not None:
             raise ValueError(f"ZeroGradAfterStep: {reason}")
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Hook the optimizers: now they have their final form."""
         for optimizer in trainer.optimizers:

@@ -3,9 +3,15 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Collection, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from lightning_memfit.techniques.core.registry import STRATEGIES, TECHNIQUES
+from lightning_memfit.techniques.core.technique import Numerics
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lightning_memfit"
@@ -19,13 +25,13 @@ ALLOWED = {
     "checkpointing": {"memory"},
     "adapters": {"memory"},
     "profile": {"memory", "device", "checkpointing"},
-    "estimate": {"memory", "device", "profile", "checkpointing", "nvme"},
+    "estimate": {"optim", "memory", "device", "profile", "checkpointing", "nvme"},
     "measure": {"memory", "device"},
     "techniques": {"adapters", "memory", "device", "profile", "estimate", "optim", "checkpointing", "nvme"},
     "planner": {"memory", "device", "profile", "estimate", "techniques", "checkpointing", "nvme", "strategies"},
     "fitting": {"memory", "device", "profile", "estimate", "techniques", "measure", "planner", "checkpointing"},
     "bench": {"memory", "device", "profile", "estimate", "techniques", "fitting", "measure"},
-    "strategies": {"memory", "device", "optim", "checkpointing", "profile", "estimate", "nvme"},
+    "strategies": {"techniques", "memory", "device", "optim", "checkpointing", "profile", "estimate", "nvme"},
     "models": {"memory", "optim", "adapters"},
     "data": {"memory"},
 }
@@ -53,6 +59,54 @@ def test_folder_imports_only_what_lies_below_it(folder: str) -> None:
     for path in (PACKAGE / folder).rglob("*.py"):
         forbidden = imported_folders(path) - ALLOWED[folder] - {folder}
         assert not forbidden, f"{path.relative_to(ROOT)} imports {', '.join(sorted(forbidden))}"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes of a file, those of functions included, without what type checkers alone read."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from executed(node)
+
+
+def imported_modules(path: Path, known: Collection[str]) -> set[str]:
+    found = set()
+    for node in executed(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= submodules & set(known) or {node.module}
+    return (found & set(known)) - {module_name(path)}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions count: they hide a circle from Python, not from a reader."""
+    paths = {
+        module_name(path): path for folder in ("lightning_memfit", "cli") for path in (ROOT / folder).rglob("*.py")
+    }
+    graph = {name: imported_modules(path, paths) for name, path in paths.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("import circle: " + " <- ".join(error.args[1]))
+
+
+def test_planner_and_fitting_name_no_technique() -> None:
+    """They ask records (`Technique`), so that a new technique touches neither."""
+    words = set(get_args(Numerics))  # `tf32` is a way of computing, too
+    names = {technique.name for technique in (*TECHNIQUES, *STRATEGIES)} - words
+    for folder in ("planner", "fitting"):
+        for path in (PACKAGE / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and node.value in names:
+                    pytest.fail(f"{path.relative_to(ROOT)}:{node.lineno} names {node.value!r}")
 
 
 def test_every_folder_has_a_place_in_the_map() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
 
 
 class ReversibleCallback(pl.Callback):
@@ -28,16 +29,19 @@ class ReversibleCallback(pl.Callback):
         while self._undo:
             self._undo.pop()()
 
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Apply the technique to a run that trains."""
         self.restore()
         if stage == "fit":
             self.apply(trainer, pl_module)
 
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Restore the module."""
         self.restore()
 
+    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Restore the module: Lightning calls no `teardown` hook after an exception."""
         self.restore()

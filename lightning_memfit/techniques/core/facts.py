@@ -1,11 +1,23 @@
 """`Facts` about a module and its device, and `Run`: facts and choices together, which the rules of techniques read.
 
-Plain data, so that a rule says the same of a plan that nobody runs yet and of a Trainer about to begin.
+Both are plain data, so that a rule says the same of a plan that nobody runs yet and of a Trainer about to begin.
+`read_facts` reads facts off a module, `run_of` a run off a Trainer.
 """
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_memfit.checkpointing.blocks import find_blocks
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as far as techniques care: of a `Setting`, or of a Trainer (`read_facts.run_of`)."""
+    """A run as far as techniques care: of a `Setting`, or of a Trainer (`run_of`)."""
 
     facts: Facts = field(default_factory=Facts)
     precision: str = "32-true"
@@ -57,3 +69,109 @@ class Run:
     def has(self, name: str) -> bool:
         """Whether a callback of this class takes part."""
         return name in self.callbacks
+
+
+_HOOKS = (
+    "configure_gradient_clipping",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+"""Hooks that techniques may leave without what they look for."""
+
+
+def read_facts(
+    module: nn.Module,
+    device: str = "cuda",
+    capability: tuple[int, int] | None = None,
+    optimizer: str = "",
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str | None = None,
+    loader: Any = None,
+) -> Facts:
+    """Facts of a module; what needs the model stays unknown where `configure_model` has yet to build it.
+
+    Args:
+        module: The user's module, or the Hugging Face model itself. Not changed.
+        device: Device type to train on.
+        capability: CUDA compute capability.
+        optimizer: Class names of the module's own optimizers, joined by " + " as `ModelProfile.optimizer` has them.
+        gradient_clip_val: As the Trainer gets it.
+        gradient_clip_algorithm: As the Trainer gets it; None clips by norm.
+        loader: The training loader.
+    """
+    built = any(True for _ in module.parameters())
+    groups = find_blocks(module) if built else []
+    algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm")
+    return Facts(
+        device=device,
+        capability=capability,
+        automatic_optimization=getattr(module, "automatic_optimization", True),
+        overridden=_overridden(module),
+        optimizers=tuple(optimizer.split(" + ")) if optimizer else (),
+        num_blocks=sum(len(group.modules) for group in groups) if built else None,
+        sequential_blocks=_are_sequential(module, [group.container for group in groups]) if groups else None,
+        causal_lm=any(is_causal_lm(child) for child in module.modules()) if built else None,
+        hugging_face=any(is_pretrained(child) for child in module.modules()) if built else None,
+        gradient_clip_val=gradient_clip_val,
+        gradient_clip_algorithm=algorithm,
+        loader=type(loader).__name__ if loader is not None else "DataLoader",
+        compiler=has_compiler(device),
+    )
+
+
+def run_of(trainer: Any, module: Any) -> Run:
+    """The run that a Trainer is about to begin with a module."""
+    device = trainer.strategy.root_device.type
+    facts = read_facts(
+        module,
+        device,
+        torch.cuda.get_device_capability() if device == "cuda" else None,
+        gradient_clip_val=trainer.gradient_clip_val,
+        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+    )
+    return Run(
+        facts,
+        precision=trainer.precision,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        strategy=_strategy(trainer.strategy),
+        zero_3=bool(getattr(trainer.strategy, "zero_stage_3", False)),
+        world_size=trainer.world_size,
+        callbacks=tuple(type(callback).__name__ for callback in trainer.callbacks),
+    )
+
+
+def _strategy(strategy: Any) -> str:
+    """Name of the strategy's kind; DeepSpeed's derives from DDP's and is none."""
+    kinds = (SingleDeviceStrategy, DeepSpeedStrategy, DDPStrategy, ModelParallelStrategy)
+    return next((kind.__name__ for kind in kinds if isinstance(strategy, kind)), type(strategy).__name__)
+
+
+def has_compiler(device: str) -> bool:
+    """Whether torch.compile finds what it generates code for: Triton on CUDA, a C++ compiler on the CPU."""
+    if device == "cuda":
+        return find_spec("triton") is not None
+    return any(shutil.which(name) is not None for name in ("g++", "clang++", "c++"))
+
+
+def _overridden(module: nn.Module) -> frozenset[str]:
+    if not isinstance(module, LightningModule):
+        return frozenset()
+    return frozenset(name for name in _HOOKS if is_overridden(name, module))
+
+
+def _are_sequential(module: nn.Module, containers: list[str]) -> bool:
+    return all(isinstance(module.get_submodule(name), nn.Sequential) for name in containers)
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether a module is a `transformers.PreTrainedModel`, without importing transformers."""
+    return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
+
+
+def is_causal_lm(module: Any) -> bool:
+    """Whether a module is a Hugging Face causal language model with a linear head and the standard loss."""
+    if not hasattr(module, "get_output_embeddings") or not isinstance(module.get_output_embeddings(), nn.Linear):
+        return False
+    return getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"

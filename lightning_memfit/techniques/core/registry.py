@@ -1,7 +1,10 @@
-"""Every technique there is, in one tuple. A new one is a file with its record, and a line here."""
+"""Every technique there is. A new one of this package is a file with its record and a line here; others `register`."""
 
+from collections.abc import Callable
 from difflib import get_close_matches
 
+from lightning_memfit.optim import optimizers
+from lightning_memfit.optim.optimizers import OptimizerRecord
 from lightning_memfit.techniques import (
     activation_checkpointing,
     attention,
@@ -29,13 +32,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     optimizer_8bit.OPTIMIZER_8BIT,
     optimizer_8bit.PAGED_OPTIMIZER,
     optimizer_8bit.PAGED_OPTIMIZER_8BIT,
-    optimizer.FUSED_ADAMW,
-    optimizer.ADAFACTOR,
-    optimizer.LION,
-    optimizer.LION_8BIT,
-    optimizer.TORCHAO_8BIT,
-    optimizer.TORCHAO_4BIT,
-    optimizer.TORCHAO_FP8,
+    *optimizer.TECHNIQUES,
     mixed_precision.BF16_MIXED,
     mixed_precision.FP16_MIXED,
     mixed_precision.BF16_TRUE,
@@ -52,12 +49,22 @@ TECHNIQUES: tuple[Technique, ...] = (
     data_loading.TECHNIQUE,
     micro_batching.TECHNIQUE,
 )
-
+"""Those of this package; `techniques` has those of `register`, too."""
 
 STRATEGIES: tuple[Technique, ...] = strategies.STRATEGIES
 """Every strategy. They are techniques of one kind, and apart because none is a callback that a trace would show."""
 
 _BY_NAME = {technique.name: technique for technique in (*TECHNIQUES, *STRATEGIES)}
+
+
+def techniques() -> tuple[Technique, ...]:
+    """Every technique but strategies, registered ones last."""
+    return tuple(technique for technique in _BY_NAME.values() if technique.kind != "strategy")
+
+
+def all_strategies() -> tuple[Technique, ...]:
+    """Every strategy, registered ones last."""
+    return tuple(technique for technique in _BY_NAME.values() if technique.kind == "strategy")
 
 
 def find_technique(name: str) -> Technique:
@@ -72,3 +79,48 @@ def find_technique(name: str) -> Technique:
     names = list(_BY_NAME)
     closest = get_close_matches(name, names, n=3, cutoff=0.5) or names
     raise ValueError(f"`technique={name!r}` is not known. Closest: {', '.join(closest)}.")
+
+
+def register(technique: Technique) -> Callable[[], None]:
+    """Make a technique or a strategy of one's own known in this process: to settings, plans and estimates.
+
+    Returns:
+        A function that takes it off again.
+
+    Raises:
+        ValueError: If there is one of that name already, or a strategy doesn't say how it shards.
+    """
+    if technique.name in _BY_NAME:
+        raise ValueError(f"`name={technique.name!r}`: there is such a technique already. Choose another name.")
+    if technique.kind == "strategy" and technique.sharding is None:
+        raise ValueError(f"`sharding` of {technique.name} is None, but a strategy must say what it divides.")
+    _BY_NAME[technique.name] = technique
+
+    def take_off() -> None:
+        _BY_NAME.pop(technique.name, None)
+
+    return take_off
+
+
+def register_optimizer(record: OptimizerRecord) -> Callable[[], None]:
+    """Make an optimizer of one's own known in this process, with its technique where it has a `replacement`.
+
+    Returns:
+        A function that takes both off again.
+
+    Raises:
+        ValueError: If there is an optimizer or a technique of its name already.
+    """
+    optimizer_off = optimizers.register_optimizer(record)
+    try:
+        technique_off = register(optimizer.technique_of(record)) if record.replacement is not None else None
+    except ValueError:
+        optimizer_off()
+        raise
+
+    def take_off() -> None:
+        optimizer_off()
+        if technique_off is not None:
+            technique_off()
+
+    return take_off

@@ -15,20 +15,10 @@ from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.core.technique import KINDS, Kind, Numerics, Technique, overlay
 
 MICRO_BATCHING = "micro_batching"
-_STRATEGIES = {
-    "auto": "SingleDeviceStrategy",
-    "ddp": "DDPStrategy",
-    "fsdp": "FSDPStrategy",
-    "DataParallelStrategy": "DDPStrategy",
-    "FullyShardedStrategy": "ModelParallelStrategy",
-    "ZeroStrategy": "DeepSpeedStrategy",
-    "ZeroInfinityStrategy": "DeepSpeedStrategy",
-}
-"""Kind of a strategy, as `read_facts.run_of` names it, by its name or class."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TechniqueChoice:
     """A technique with its options."""
 
     name: str
@@ -58,7 +48,7 @@ class Setting:
     """Samples per forward pass; None leaves the loader's batch whole."""
     accumulate_grad_batches: int = 1
     """Micro-batches per optimizer step and device."""
-    chosen: tuple[Chosen, ...] = ()
+    chosen: tuple[TechniqueChoice, ...] = ()
     """In the order of `KINDS`; at most one per kind."""
     world_size: int = 1
     """Devices."""
@@ -73,7 +63,7 @@ class Setting:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}={value}` must be at least 1.")
-        by_kind: dict[Kind, Chosen] = {}
+        by_kind: dict[Kind, TechniqueChoice] = {}
         for choice in self.chosen:
             other = by_kind.setdefault(choice.technique.kind, choice)
             if other is not choice:
@@ -92,7 +82,7 @@ class Setting:
         """
         kind = find_technique(name).kind
         others = tuple(choice for choice in self.chosen if choice.technique.kind != kind)
-        return replace(self, chosen=(*others, Chosen(name, options)))
+        return replace(self, chosen=(*others, TechniqueChoice(name, options)))
 
     def without(self, kind: Kind) -> Setting:
         """This setting with nothing that decides this."""
@@ -106,7 +96,7 @@ class Setting:
         """Whether a technique is chosen."""
         return any(choice.name == name for choice in self._complete())
 
-    def of_kind(self, kind: Kind) -> Chosen | None:
+    def of_kind(self, kind: Kind) -> TechniqueChoice | None:
         """The technique that decides this, if any."""
         return next((choice for choice in self._complete() if choice.technique.kind == kind), None)
 
@@ -139,6 +129,26 @@ class Setting:
         """What the strategy divides and moves; None on one device that holds everything."""
         strategy = self.of_kind("strategy")
         return strategy.technique.sharding if strategy is not None else None
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether gradients are freed during backward, each by itself."""
+        return any(technique.frees_gradients for technique in self.techniques())
+
+    @property
+    def masters_on_host(self) -> bool:
+        """Whether a technique keeps fp32 weights, gradients and states in host memory; see `sharding` for DeepSpeed."""
+        return any(technique.masters_on_host for technique in self.techniques())
+
+    @property
+    def pages_states(self) -> bool:
+        """Whether optimizer states are in memory that moves to the host under pressure."""
+        return any(technique.states is not None and technique.states.paged for technique in self.techniques())
+
+    @property
+    def changes_step(self) -> bool:
+        """Whether the optimizer steps otherwise than the module's own does, whatever the strategy makes of it."""
+        return any(choice.technique.changes_step for choice in self.without("strategy").chosen)
 
     def cost(self, profile: Any) -> Cost:
         """What all techniques together add to the plain step of a profile, on each device."""
@@ -190,14 +200,14 @@ class Setting:
 
     def run(self, facts: Facts) -> Run:
         """Facts and choices together, for rules."""
-        options = self._trainer_options()
         specs = [spec for choice in self._complete() for spec in choice.technique.configured(**choice.options)[1]]
-        name, sharding = options.get("strategy", "auto" if self.world_size == 1 else "ddp"), self.sharding
+        strategy, sharding = self.of_kind("strategy"), self.sharding
+        lightning = "SingleDeviceStrategy" if self.world_size == 1 else "DDPStrategy"  # what Lightning takes by itself
         return Run(
             facts,
             self.precision,
             self.accumulate_grad_batches,
-            _class_name(name),
+            strategy.technique.lightning_strategy if strategy is not None else lightning,
             sharding is not None and sharding.deepspeed and sharding.stage == 3,
             self.world_size,
             tuple(spec.name for spec in specs),
@@ -222,10 +232,10 @@ class Setting:
             ValueError: If a technique is not known.
         """
         rest = {name: value for name, value in values.items() if name != "techniques"}
-        chosen = tuple(Chosen(name, options or {}) for name, options in values.get("techniques", {}).items())
+        chosen = tuple(TechniqueChoice(name, options or {}) for name, options in values.get("techniques", {}).items())
         return cls(chosen=chosen, **rest)
 
-    def _complete(self) -> tuple[Chosen, ...]:
+    def _complete(self) -> tuple[TechniqueChoice, ...]:
         """The choices, with micro-batching where sizes ask for it and the strategy told how many devices there are."""
         chosen = tuple(self._with_devices(c) if c.technique.kind == "strategy" else c for c in self.chosen)
         batching = next((choice for choice in chosen if choice.technique.kind == "batching"), None)
@@ -234,12 +244,12 @@ class Setting:
         sizes = {"global_batch_size": self.global_batch_size, "micro_batch_size": self.micro_batch_size}
         given = {name: size for name, size in sizes.items() if size is not None}
         name, options = (batching.name, batching.options) if batching is not None else (MICRO_BATCHING, {})
-        complete = Chosen(name, {**given, **options})
+        complete = TechniqueChoice(name, {**given, **options})
         return (*(choice for choice in chosen if choice is not batching), complete)
 
-    def _with_devices(self, strategy: Chosen) -> Chosen:
+    def _with_devices(self, strategy: TechniqueChoice) -> TechniqueChoice:
         nodes = int(strategy.options.get("num_nodes", 1))
-        return Chosen(strategy.name, {**strategy.options, "devices": self.world_size // nodes})
+        return TechniqueChoice(strategy.name, {**strategy.options, "devices": self.world_size // nodes})
 
     def _trainer_options(self) -> dict[str, Any]:
         merged: dict[str, Any] = {}
@@ -251,8 +261,3 @@ class Setting:
         if self.accumulate_grad_batches > 1:
             merged["accumulate_grad_batches"] = 1  # the loader gives the whole batch, which micro-batching cuts
         return merged
-
-
-def _class_name(strategy: Any) -> str:
-    name = str(strategy["class_path"]).rpartition(".")[2] if isinstance(strategy, Mapping) else str(strategy)
-    return _STRATEGIES.get(name, name)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from lightning_memfit.estimate.states import OffloadTarget
 from lightning_memfit.nvme.traffic import step_traffic
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.core.cost import CPU_SECONDS, FOREACH_PASSES, Cost, Work, num_trained
+from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
 
 _MASTER_BYTES = 4
 HOST_STEP_BYTES = 28
@@ -94,15 +94,15 @@ class Sharding:
         share = trained / ranks
         stepped = trained if self.stage == 0 else share
         if profile.device == "cpu":
-            plain = CPU_SECONDS["adamw"]
-            own = CPU_SECONDS["adamw_fused"] if self.optimizer != "none" else plain
+            plain = cpu_seconds("adamw")
+            own = cpu_seconds("adamw_fused") if self.optimizer != "none" else plain
             return Work(host_seconds=own * stepped - plain * trained)
         if self.optimizer == "none":
             beside = _DEEPSPEED_STEP_BYTES * share if self.deepspeed else 0.0
             return Work(device_bytes=_MASTER_BYTES * FOREACH_PASSES * (stepped - trained) + beside)
         return Work(
             device_bytes=-_MASTER_BYTES * FOREACH_PASSES * trained,
-            host_seconds=CPU_SECONDS["adamw_fused"] * share,
+            host_seconds=cpu_seconds("adamw_fused") * share,
             host_bytes=HOST_STEP_BYTES * share,
         )
 

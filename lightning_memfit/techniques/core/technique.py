@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
+from lightning_memfit.estimate.optimizers import OptimizerFamily
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.cost import Cost
 from lightning_memfit.techniques.core.facts import Run
@@ -103,10 +104,28 @@ class Technique:
     """What to install for it, as `pip install` takes it."""
     traced: bool = True
     """Whether its callbacks change what a traced step allocates."""
+    proposed: bool = True
+    """Whether a plan may choose it by itself. False for what loses accuracy unseen: only a recipe may choose that."""
+    dominates: frozenset[str] = frozenset()
+    """Names of techniques that are at best as fast and need more memory: not proposed beside this one."""
+    frees_gradients: bool = False
+    """Whether each gradient is gone as soon as it is complete, so that they never exist all at once on the device."""
+    masters_on_host: bool = False
+    """Whether fp32 weights, gradients and optimizer states are in host memory, and only half-precision weights on the
+    device."""
+    states: OptimizerFamily | None = None
+    """Of kind `optimizer`: how large the states of a module that uses AdamW become, and whether they are paged."""
+    changes_step: bool = True
+    """Whether an optimizer step allocates something else than the module's own does, so that it is traced anew. False
+    for what concerns forward and backward alone."""
+    same_step_as: str = ""
+    """Name of a technique whose steps allocate the same, so that one trace serves both."""
     page: str = ""
     """Page in docs/techniques, without the ending; by default the name."""
     sharding: Sharding | None = None
     """Of a strategy: what it divides and where it puts it, from which its memory and its traffic follow."""
+    lightning_strategy: str = ""
+    """Of a strategy: the class of Lightning's that it derives from, which rules know it by (`Run.strategy`)."""
 
     def missing(self) -> str | None:
         """Why it can't be used in this environment, and what to install; None where it can."""

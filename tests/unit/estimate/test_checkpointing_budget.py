@@ -65,7 +65,15 @@ def peak_of(profile):
 def test_executed_peak_is_within_ten_budgets(name):
     build, batch = CASES[name][0], CASES[name][1]()
     module = Module(build)
-    planner = make_planner(module, batch, StepOptions(), Emulation("cpu"), cpu_rate(torch.float32), rounding_bytes=1)
+    planner = make_planner(
+        module,
+        batch,
+        StepOptions(),
+        Emulation("cpu"),
+        cpu_rate(torch.float32),
+        ActivationCheckpointing,
+        rounding_bytes=1,
+    )
     assert planner.minimum_bytes < 0.6 * planner.plain_peak_bytes
     seconds = []
     for budget in np.linspace(planner.minimum_bytes, planner.plain_peak_bytes, 10).astype(int).tolist():
@@ -84,7 +92,12 @@ def small():
     with torch.device("meta"):
         module = Module(lambda: gpt2(n_layer=8, n_embd=256, n_positions=256).train())
     return make_planner(
-        module, tokens(8, 256), StepOptions("bf16-mixed"), Emulation("cuda"), device_rate("A100 80GB", torch.bfloat16)
+        module,
+        tokens(8, 256),
+        StepOptions("bf16-mixed"),
+        Emulation("cuda"),
+        device_rate("A100 80GB", torch.bfloat16),
+        ActivationCheckpointing,
     )
 
 
@@ -148,7 +161,9 @@ def test_blocks_that_run_twice_are_refused():
 
 
 def planner_of(module, batch):
-    return make_planner(module, batch, StepOptions(), Emulation("cpu"), cpu_rate(torch.float32))
+    return make_planner(
+        module, batch, StepOptions(), Emulation("cpu"), cpu_rate(torch.float32), ActivationCheckpointing
+    )
 
 
 @pytest.mark.slow
@@ -159,7 +174,12 @@ def test_gpt2_xl_over_ten_budgets():
         module = Module(lambda: gpt2(**sizes).train())
     rate = device_rate("A100 80GB", torch.bfloat16)
     planner: BudgetPlanner = make_planner(
-        module, tokens(2, 1024), StepOptions("bf16-true"), Emulation("cuda"), replace(rate, host_link_bytes_per_s=None)
+        module,
+        tokens(2, 1024),
+        StepOptions("bf16-true"),
+        Emulation("cuda"),
+        replace(rate, host_link_bytes_per_s=None),
+        ActivationCheckpointing,
     )
     problem = planner._frontiers[0][0].problem
     started = time.process_time()

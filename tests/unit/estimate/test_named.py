@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from lightning_memfit.estimate.architectures import ARCHITECTURES, OPTIMIZERS, NamedRun, find_architecture
+from lightning_memfit.estimate.architectures import ARCHITECTURES, NamedRun, find_architecture, traceable_optimizers
 from lightning_memfit.estimate.named import architecture_of, profile_named
 from lightning_memfit.estimate.named_model import build_model, make_batch, optimizer_factory, trace_named
 from lightning_memfit.memory import Category
@@ -97,7 +97,7 @@ def test_sequence_length_is_checked():
         profile_named(NamedRun("vit-base", sequence_length=10))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", traceable_optimizers())
 def test_every_optimizer_can_be_built(name):
     assert isinstance(optimizer_factory(name)(torch.nn.Linear(2, 2)), torch.optim.Optimizer)
 

@@ -1,7 +1,9 @@
 import pytest
 import torch
+from transformers.optimization import Adafactor
 
-from lightning_memfit.estimate.optimizers import OPTIMIZER_FAMILIES, optimizer_family
+from lightning_memfit.estimate.optimizers import optimizer_family
+from lightning_memfit.optim.optimizers import OPTIMIZERS
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.step import parameter_table
 
@@ -24,7 +26,9 @@ REAL = {
     "adamw_fused": torch_optimizer("AdamW", fused=True),
     "rmsprop": torch_optimizer("RMSprop"),
     "adafactor": torch_optimizer("Adafactor"),
+    "transformers_adafactor": lambda parameters: Adafactor(parameters, 1e-3, relative_step=False),
     "lion": bitsandbytes_optimizer("Lion"),
+    "ademamix": bitsandbytes_optimizer("AdEMAMix"),
     "adam_8bit": bitsandbytes_optimizer("Adam8bit"),
     "adamw_8bit": bitsandbytes_optimizer("AdamW8bit"),
     "lion_8bit": bitsandbytes_optimizer("Lion8bit"),
@@ -89,6 +93,6 @@ def test_adafactor_needs_shapes():
 
 def test_per_parameter_figures_agree_with_large_tensors():
     table = [ParameterInfo("w", 1 << 20, 4, dims=2, shape=(1 << 10, 1 << 10))]
-    for family in OPTIMIZER_FAMILIES.values():
+    for family in map(optimizer_family, OPTIMIZERS):
         if not family.factored:
             assert family.total_bytes(table) / (1 << 20) == pytest.approx(family.bytes_per_parameter(), abs=0.002)

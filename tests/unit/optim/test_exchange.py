@@ -8,8 +8,9 @@ from transformers.optimization import Adafactor
 
 from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.exchange import exchange
-from lightning_memfit.optim.families import FAMILIES
+from lightning_memfit.optim.optimizers import optimizer_classes
 
+FAMILIES = optimizer_classes()
 INSTALLED = [name for name in FAMILIES if find_spec(FAMILIES[name].package)]
 LION = {"betas": (0.9, 0.99)}
 

@@ -1,0 +1,425 @@
+"""`OPTIMIZERS`: every optimizer that is known by name, one record each. Everything else about it is derived from that.
+
+A record says which class it is, what that class' hyper-parameters mean, how large its states are, how long it steps on
+a CPU, and which technique puts it in the place of a module's own. From it follow the names that `memfit estimate
+--optimizer` takes, the bytes of `estimate.optimizers`, the times of `techniques.core.cost`, the exchanges of
+`ReplaceOptimizer`, the classes that `Optimizer8bit` converts, and the techniques of `techniques.optimizer`.
+
+To add an optimizer, add its record here (docs/guides/how_to_add.md). Records are data: neither torch nor the package of
+an optimizer is imported before `load`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """What an optimizer keeps per trained parameter."""
+
+    num_states: int
+    """State tensors of the parameter's shape."""
+    bits: int = 32
+    """Bits per element of large tensors' states."""
+    scale_block: int = 0
+    """Elements per fp32 scale; 0 without scales."""
+    follows_parameter: bool = False
+    """States have the parameter's dtype, as torch's own optimizers have; otherwise fp32."""
+    factored: bool = False
+    """Second moment kept as row and column means (Adafactor, Shazeer & Stern 2018; torch's form)."""
+    paged: bool = False
+    """States lie in unified memory that the driver moves between host and device."""
+    scratch_copies: int | None = 0
+    """Copies of all trained weights that a step on CUDA needs beside the states (`_foreach_` kernels); None where only
+    a trace tells."""
+
+
+@dataclass(frozen=True)
+class EightBitForm:
+    """How a class is told to bitsandbytes, whose `<Class>8bit` has 8-bit states."""
+
+    required: Mapping[str, Any] = field(default_factory=dict)
+    """Hyper-parameters that must have this value, because bitsandbytes knows no other."""
+    betas: tuple[str, ...] = ()
+    """Hyper-parameters that bitsandbytes stores together as `betas`."""
+    paged: bool = True
+    """Whether there is a paged form, too."""
+
+
+@dataclass(frozen=True)
+class OptimizerClass:
+    """A class of optimizers, and the meaning of its hyper-parameters.
+
+    A hyper-parameter carries over to another class where it has the same meaning there, whatever it is called here.
+    """
+
+    path: str
+    """Module and class."""
+    meanings: Mapping[str, str]
+    """Meaning of every hyper-parameter but `lr`."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments with which the class keeps the learning rate of the groups."""
+    settings: frozenset[str] = frozenset()
+    """Arguments of the constructor that are no hyper-parameters of groups: kernels, block sizes."""
+    note: str = ""
+    """What else changes."""
+    eight_bit: EightBitForm | None = None
+    """None where bitsandbytes has no form of it with the same formula."""
+
+    @property
+    def package(self) -> str:
+        """Top-level package that must be installed."""
+        return self.path.partition(".")[0]
+
+    @property
+    def class_name(self) -> str:
+        """Class without its module."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def name(self) -> str:
+        """As `ReplaceOptimizer` takes it: `torch.AdamW`."""
+        return f"{self.package}.{self.class_name}"
+
+    def load(self) -> type:
+        """Import the class."""
+        return _load(self.path)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The technique that exchanges a module's AdamW for an optimizer."""
+
+    technique: str
+    """Its name, and its fragment's."""
+    summary: str
+    numerics: frozenset[Literal["exact", "optimizer", "8bit", "4bit"]]
+    """What must be allowed for it, as `Technique.numerics`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Hyper-parameters that AdamW has no counterpart of."""
+    drop: tuple[str, ...] = ()
+    """Hyper-parameters of AdamW that are given up."""
+    then_8bit: bool = False
+    """Whether `Optimizer8bit` converts it afterwards."""
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """An optimizer that is known by name."""
+
+    name: str
+    """Short, as `memfit estimate --optimizer` takes it."""
+    cls: OptimizerClass
+    """The class that a module's own optimizer is exchanged for."""
+    states: StateLayout
+    path: str = ""
+    """Module and class that keep such states where that isn't `cls`: bitsandbytes' 8-bit and paged forms."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the constructor beside `lr`: what makes it this optimizer and not another of its class."""
+    cpu_seconds: float | None = None
+    """Seconds per parameter of one step on one core with AVX-512, for those that a plan may choose
+    (`benchmarks/optimizer_step`)."""
+    replacement: Replacement | None = None
+
+    @property
+    def package(self) -> str:
+        """Top-level package that must be installed."""
+        return (self.path or self.cls.path).partition(".")[0]
+
+    @property
+    def can_be_traced(self) -> bool:
+        """Whether a step of it can be traced: torchao compiles its steps, which a trace can't follow."""
+        return self.cls.package in ("torch", "bitsandbytes")
+
+    def make(self, parameters: Any, lr: float) -> Any:
+        """Build the optimizer.
+
+        Raises:
+            ModuleNotFoundError: If its package is not installed.
+        """
+        try:
+            made = _load(self.path or self.cls.path)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"`optimizer={self.name!r}` needs {self.package}: pip install {self.package}"
+            ) from error
+        return made(parameters, lr=lr, **self.cls.fixed, **self.arguments)
+
+
+def _load(path: str) -> type:
+    # What bitsandbytes makes when it is imported would be fake within a trace.
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    module, _, name = path.rpartition(".")
+    with _disable_current_modes():
+        found: type = getattr(import_module(module), name)
+    return found
+
+
+# --- classes ----------------------------------------------------------------------------------------------------------
+
+KERNELS = frozenset({"foreach", "fused"})
+_ADAM = {"betas": "Adam's moments", "eps": "Adam's epsilon", "amsgrad": "AMSGrad"}
+_MAXIMIZE = {"maximize": "maximize"}
+_DECOUPLED, _L2 = {"weight_decay": "decoupled decay"}, {"weight_decay": "L2 penalty"}
+_SGD = {"momentum": "momentum", "dampening": "dampening", "nesterov": "Nesterov", "maximize": "maximize"}
+_RMSPROP = {"alpha": "RMSprop's decay", "eps": "RMSprop's epsilon", "centered": "centered"}
+_RELATIVE = "the learning rate counts relative to each weight's root mean square"
+TORCH_SWITCHES = {"maximize": False, "capturable": False, "differentiable": False}
+"""Switches of torch's optimizers that bitsandbytes would silently ignore."""
+
+_TORCH_ADAMW = OptimizerClass(
+    "torch.optim.adamw.AdamW",
+    {**_ADAM, **_DECOUPLED, **_MAXIMIZE},
+    settings=KERNELS,
+    eight_bit=EightBitForm({**TORCH_SWITCHES, "amsgrad": False, "decoupled_weight_decay": True}),
+)
+_TORCH_ADAM = OptimizerClass(
+    "torch.optim.adam.Adam",
+    {**_ADAM, **_L2, **_MAXIMIZE},
+    settings=KERNELS,
+    eight_bit=EightBitForm({**TORCH_SWITCHES, "amsgrad": False}),
+)
+_TORCH_SGD = OptimizerClass(
+    "torch.optim.sgd.SGD",
+    {**_SGD, **_L2},
+    settings=KERNELS,
+    eight_bit=EightBitForm(
+        {**TORCH_SWITCHES, "nesterov": False, "dampening": 0}, ("momentum", "dampening"), paged=False
+    ),
+)
+_TORCH_RMSPROP = OptimizerClass(
+    "torch.optim.rmsprop.RMSprop",
+    {**_RMSPROP, **_L2, "momentum": "momentum", "maximize": "maximize"},
+    settings=frozenset({"foreach"}),
+    eight_bit=EightBitForm({**TORCH_SWITCHES, "centered": False, "momentum": 0}, ("alpha", "momentum"), paged=False),
+)
+_TORCH_ADAFACTOR = OptimizerClass(
+    "torch.optim.Adafactor",
+    {
+        **_DECOUPLED,
+        "beta2_decay": "Adafactor's decay",
+        "eps": "Adafactor's epsilons",
+        "d": "update clipping",
+        "maximize": "maximize",
+    },
+    settings=frozenset({"foreach"}),
+    note=_RELATIVE,
+)
+_TRANSFORMERS_ADAFACTOR = OptimizerClass(
+    "transformers.optimization.Adafactor",
+    {
+        **_DECOUPLED,
+        "decay_rate": "Adafactor's decay",
+        "eps": "Adafactor's epsilons",
+        "clip_threshold": "update clipping",
+        "beta1": "Adafactor's first moment",
+        "scale_parameter": "relative learning rate",
+    },
+    # With its own default it would follow a schedule of its own instead of the groups' learning rates.
+    fixed={"relative_step": False, "warmup_init": False},
+    note=f"{_RELATIVE} unless scale_parameter=False",
+)
+_LION = OptimizerClass(
+    "bitsandbytes.optim.lion.Lion", {**_DECOUPLED, "betas": "Lion's momenta"}, eight_bit=EightBitForm()
+)
+_ADEMAMIX = OptimizerClass(
+    "bitsandbytes.optim.ademamix.AdEMAMix",
+    {
+        **_DECOUPLED,
+        "betas": "AdEMAMix' three moments",
+        "eps": "Adam's epsilon",
+        "alpha": "slow moment's weight",
+        "t_alpha": "slow moment's warm-up",
+        "t_beta3": "slow moment's decay warm-up",
+    },
+    eight_bit=EightBitForm(),
+)
+
+
+def _torchao_class(name: str) -> OptimizerClass:
+    settings = frozenset({"block_size", "bf16_stochastic_round"})
+    return OptimizerClass(f"torchao.optim.{name}", {**_ADAM, **_DECOUPLED}, settings=settings)
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def _torch(num_states: int, scratch_copies: int | None = 0, factored: bool = False) -> StateLayout:
+    return StateLayout(num_states, follows_parameter=True, factored=factored, scratch_copies=scratch_copies)
+
+
+def _eight_bit(num_states: int, paged: bool = False) -> StateLayout:
+    # 256 elements share an fp32 scale (bitsandbytes 0.49-0.50, torchao 0.18; Dettmers et al. 2022).
+    return StateLayout(num_states, 8, 256, paged=paged)
+
+
+_4BIT = StateLayout(2, 4, 128, scratch_copies=None)  # torchao shares a scale among 128
+_BNB = "bitsandbytes.optim"
+
+_RECORDS = (
+    OptimizerRecord("sgd", _TORCH_SGD, _torch(0)),
+    OptimizerRecord("sgd_momentum", _TORCH_SGD, _torch(1), arguments={"momentum": 0.9}),
+    OptimizerRecord("adam", _TORCH_ADAM, _torch(2, 1)),
+    OptimizerRecord("adamw", _TORCH_ADAMW, _torch(2, 1), cpu_seconds=4.4e-9),
+    OptimizerRecord(
+        "adamw_fused",
+        _TORCH_ADAMW,
+        _torch(2),
+        arguments={"fused": True},
+        cpu_seconds=6.0e-10,
+        replacement=Replacement(
+            "fused_adamw",
+            "AdamW in one kernel, without the scratch memory of the batched one",
+            frozenset({"exact"}),
+            {"fused": True},
+        ),
+    ),
+    OptimizerRecord("rmsprop", _TORCH_RMSPROP, _torch(1, 1)),
+    OptimizerRecord(
+        "adafactor",
+        _TORCH_ADAFACTOR,
+        _torch(0, None, factored=True),
+        cpu_seconds=6.3e-9,
+        replacement=Replacement(
+            "adafactor",
+            "a row and a column of statistics per weight matrix instead of two states per weight",
+            frozenset({"optimizer"}),
+            {"eps": [None, 1.0e-3]},
+            ("betas",),
+        ),
+    ),
+    OptimizerRecord("transformers_adafactor", _TRANSFORMERS_ADAFACTOR, StateLayout(0, factored=True)),
+    OptimizerRecord(
+        "lion",
+        _LION,
+        StateLayout(1),
+        cpu_seconds=8.1e-9,
+        replacement=Replacement(
+            "lion",
+            "one state per weight instead of two; wants a learning rate three to ten times smaller",
+            frozenset({"optimizer"}),
+            {"betas": [0.9, 0.99]},
+            ("eps",),
+        ),
+    ),
+    OptimizerRecord(
+        "lion_8bit",
+        _LION,
+        _eight_bit(1),
+        f"{_BNB}.Lion8bit",
+        cpu_seconds=1.6e-8,
+        replacement=Replacement(
+            "lion_8bit",
+            "Lion with 8-bit states: one byte per weight",
+            frozenset({"optimizer", "8bit"}),
+            {"betas": [0.9, 0.99]},
+            ("eps",),
+            then_8bit=True,
+        ),
+    ),
+    OptimizerRecord("ademamix", _ADEMAMIX, StateLayout(3)),
+    OptimizerRecord("paged_adamw", _TORCH_ADAMW, StateLayout(2, paged=True), f"{_BNB}.PagedAdamW"),
+    OptimizerRecord("adam_8bit", _TORCH_ADAM, _eight_bit(2), f"{_BNB}.Adam8bit"),
+    OptimizerRecord("adamw_8bit", _TORCH_ADAMW, _eight_bit(2), f"{_BNB}.AdamW8bit", cpu_seconds=2.4e-8),
+    OptimizerRecord("sgd_8bit", _TORCH_SGD, _eight_bit(1), f"{_BNB}.SGD8bit", {"momentum": 0.9}),
+    OptimizerRecord("rmsprop_8bit", _TORCH_RMSPROP, _eight_bit(1), f"{_BNB}.RMSprop8bit"),
+    OptimizerRecord("paged_adamw_8bit", _TORCH_ADAMW, _eight_bit(2, paged=True), f"{_BNB}.PagedAdamW8bit"),
+    # torchao's times are of a single run by hand, with 50 million parameters, of which no record is kept.
+    OptimizerRecord(
+        "torchao_adamw_8bit",
+        _torchao_class("AdamW8bit"),
+        _eight_bit(2),
+        cpu_seconds=2.9e-8,
+        replacement=Replacement(
+            "torchao_adamw_8bit", "AdamW with 8-bit states in torchao's compiled form", frozenset({"8bit"})
+        ),
+    ),
+    OptimizerRecord(
+        "torchao_adamw_4bit",
+        _torchao_class("AdamW4bit"),
+        _4BIT,
+        cpu_seconds=4.6e-8,
+        replacement=Replacement(
+            "torchao_adamw_4bit", "AdamW with 4-bit states: one byte per weight", frozenset({"4bit"})
+        ),
+    ),
+    OptimizerRecord(
+        "torchao_adamw_fp8",
+        _torchao_class("AdamWFp8"),
+        _eight_bit(2),
+        cpu_seconds=7.8e-9,
+        replacement=Replacement("torchao_adamw_fp8", "AdamW with float8 states; quick on the CPU", frozenset({"8bit"})),
+    ),
+)
+
+OPTIMIZERS: dict[str, OptimizerRecord] = {record.name: record for record in _RECORDS}
+"""By name, those of `register_optimizer` last."""
+
+
+# --- looking up -------------------------------------------------------------------------------------------------------
+
+
+def find_optimizer(name: str) -> OptimizerRecord:
+    """Look an optimizer up.
+
+    Raises:
+        ValueError: If there is none of that name; lists those there are.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"`optimizer={name!r}` is unknown. Choose from: {', '.join(OPTIMIZERS)}.")
+    return OPTIMIZERS[name]
+
+
+def register_optimizer(record: OptimizerRecord) -> Callable[[], None]:
+    """Make an optimizer of one's own known in this process; `registry.register_optimizer` adds its technique, too.
+
+    Returns:
+        A function that takes it off again.
+
+    Raises:
+        ValueError: If there is one of that name already.
+    """
+    if record.name in OPTIMIZERS:
+        raise ValueError(f"`name={record.name!r}`: there is such an optimizer already. Choose another name.")
+    OPTIMIZERS[record.name] = record
+
+    def take_off() -> None:
+        OPTIMIZERS.pop(record.name, None)
+
+    return take_off
+
+
+def optimizer_classes() -> dict[str, OptimizerClass]:
+    """Classes that a module's optimizer can be exchanged for, by name such as `torch.AdamW`."""
+    return {record.cls.name: record.cls for record in OPTIMIZERS.values()}
+
+
+def class_named(name: str) -> OptimizerClass:
+    """Look a class up.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    classes = optimizer_classes()
+    if name not in classes:
+        raise ValueError(f"`name={name!r}` is not known. Choose from {', '.join(classes)}.")
+    return classes[name]
+
+
+def class_of(optimizer: Any) -> OptimizerClass:
+    """Return the class record of an optimizer. A subclass may compute something else and has none.
+
+    Raises:
+        ValueError: If its class is not known.
+    """
+    cls = type(optimizer)
+    for known in optimizer_classes().values():
+        if cls.__name__ == known.class_name and cls.__module__.startswith(f"{known.package}."):
+            return known
+    raise ValueError(
+        f"`{cls.__module__}.{cls.__name__}` has hyper-parameters of unknown meaning. Return one of "
+        f"{', '.join(optimizer_classes())} from `configure_optimizers`, or set the optimizer there."
+    )
