@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_memfit.device.allocator import CachingAllocator
 from lightning_memfit.memory import Category, format_bytes, parse_bytes
 from lightning_memfit.memory.attach import TrainerAttachment
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import StorageLedger
 
 # `SimulatedDevice`: a device with a memory limit, made of real tensors and real compute on whatever is there.
@@ -144,10 +145,11 @@ class MemoryLimit(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Limit CUDA before the weights are moved there."""
         device = trainer.strategy.root_device
-        if device.type == "cuda":
+        kind = DeviceKind.of(device)
+        if kind.has_caching_allocator:
             self._limit_cuda(device)
             self._explain_oom_of_weights(trainer, pl_module)
-        elif device.type != "cpu":
+        elif not kind.is_modelled:
             raise MisconfigurationException(f"`MemoryLimit` works on CUDA and on the CPU, not on `{device.type}`.")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -181,7 +183,7 @@ class MemoryLimit(Callback):
         self._stop()
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.strategy.root_device.type != "cpu" or self._attachment is not None:
+        if not DeviceKind.of(trainer.strategy.root_device).is_host or self._attachment is not None:
             return
         self._check_weights(pl_module)
         self.ledger = SimulatedDevice(self.limit_bytes, caching=self.caching)

@@ -68,8 +68,8 @@ class StorageLedger(TorchDispatchMode):
 
     Args:
         rounding_bytes: Sizes are rounded up to a multiple of this (512 for the CUDA caching allocator).
-        device_type: Storages elsewhere are left out, `"cuda"` for instance keeps what lies on the host out of the
-            figures. None follows every device.
+        device_type: Storages elsewhere are left out, so that the host's tensors are not counted on a GPU. None follows
+            every device.
         python_kernels: Look inside operators on CPU tensors that are Python programs of their own.
     """
 

@@ -193,7 +193,7 @@ class MemoryModel:
         self._dtype = dtype
         self._placement = placement
         self._names = {choice.name for choice in setting.without("strategy").chosen}
-        self._cuda = laboratory.workload.target.kind == "cuda"
+        self._cuda = laboratory.workload.target.device_kind.has_own_memory
         self._rounding = CUDA_ROUNDING if self._cuda else 1
         self._passes = passes
 

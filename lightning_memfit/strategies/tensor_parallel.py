@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_memfit.checkpointing.blocks import find_blocks
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.strategies.tensor_parallel_styles import Columns, Region, Rows, Whole, output_features
 
 
@@ -181,7 +182,7 @@ def share_random_state(mesh: DeviceMesh, device: torch.device) -> None:
     state = torch.get_rng_state().to(device)
     distributed.broadcast(state, first, group=mesh.get_group())
     torch.set_rng_state(state.cpu())
-    if device.type == "cuda":
+    if DeviceKind.of(device).has_own_generator:
         state = torch.cuda.get_rng_state(device).to(device)
         distributed.broadcast(state, first, group=mesh.get_group())
         torch.cuda.set_rng_state(state.cpu(), device)

@@ -19,6 +19,7 @@ from lightning_memfit.estimate.zero_infinity import zero_infinity_states
 from lightning_memfit.estimate.zero_moments import Place, ZeroRun, zero_moments
 from lightning_memfit.memory import MemoryBreakdown, format_bytes, parse_bytes
 from lightning_memfit.memory.breakdown import Tier
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.nvme.folder import RunFolder, new_run_id
 from lightning_memfit.nvme.preflight import Needs, PreflightReport, preflight
 from lightning_memfit.nvme.sizing import AioSettings, InfinitySizes, infinity_sizes
@@ -152,7 +153,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         micro_batches = self.lightning_module.trainer.accumulate_grad_batches
         traffic = step_traffic(share * self._offloads[0], share * self._offloads[1], sizes.itemsize, 2, micro_batches)
         device = self.root_device
-        free = probe_device(device.index).available_bytes if device.type == "cuda" else None
+        free = probe_device(device.index).available_bytes if DeviceKind.of(device).has_own_memory else None
         moments = self._moments(shape, sizes)
         needs = Needs(states, sizes, traffic, self.num_processes, free, self.reserve_bytes, self.endurance_tbw, moments)
         report = preflight(self.nvme_path, needs)

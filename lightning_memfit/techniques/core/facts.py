@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightning_memfit.memory.kind import CUDA, DeviceKind
+
 
 @dataclass(frozen=True)
 class Facts:
     """What no choice of technique changes. None where it is not known before the model is built."""
 
-    device: str = "cuda"
+    device: str = CUDA
     """Device type."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability."""
@@ -35,6 +37,11 @@ class Facts:
     """Class name of the training loader."""
     compiler: bool | None = None
     """Whether the machine has what torch.compile needs."""
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        """What the type of the device can do."""
+        return DeviceKind.of(self.device)
 
 
 @dataclass(frozen=True)
