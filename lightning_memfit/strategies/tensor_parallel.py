@@ -1,5 +1,8 @@
 """Tensor parallelism of blocks like GPT-2's and Llama's: several ranks compute one model on one batch together.
 
+`divide_blocks` divides the layers; `share_random_state` and `check_same_batch` see to what such ranks must have in
+common, the random numbers of dropout and the batch.
+
 Plans are made of the blocks' structure. Those that transformers keeps in its configurations (`base_model_tp_plan`) have
 none for GPT-2, and work only for models that transformers itself loads onto the mesh.
 """
@@ -167,9 +170,6 @@ def _check(name: str, block: nn.Module, plan: BlockPlan, size: int) -> None:
             raise MisconfigurationException(
                 f"`tensor_parallel_size={size}` can't divide the {count} {what}. Take one of {', '.join(sizes)}."
             )
-
-
-# What ranks that compute one model together must have in common: the batch, and the random numbers of dropout.
 
 
 def share_random_state(mesh: DeviceMesh, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.device.probe import probe_device
 from lightning_memfit.estimate.zero_infinity import zero_infinity_states
@@ -107,6 +108,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         self._aio = AioSettings()
         self.remote_device = "nvme" if offload_parameters else None
 
+    @override
     def setup_environment(self) -> None:
         """Start the processes' communication."""
         super().setup_environment()
@@ -115,6 +117,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
 
     # --- before anything is loaded ----------------------------------------------------------------------------------
 
+    @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Check and prepare the drive, then put parameters there as they are made."""
@@ -125,6 +128,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
                 stack.enter_context(super().model_sharded_context())
             yield
 
+    @override
     def _fill_sizes(self, model: nn.Module) -> None:
         self._prepare(ModelShape.of_built(model))
         super()._fill_sizes(model)
@@ -235,6 +239,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
 
     # --- training ---------------------------------------------------------------------------------------------------
 
+    @override
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
@@ -254,6 +259,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
                 "lost silently. Use an optimizer of torch.optim, or `offload_optimizer: false`."
             )
 
+    @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         """Without an optimizer there is nothing of it to offload, and DeepSpeed must not look for its files."""
         zero = self.config["zero_optimization"]
@@ -264,6 +270,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
             if section is not None:
                 self.config["zero_optimization"]["offload_optimizer"] = section
 
+    @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step, then stop if the drive is about to be full."""
         result = super().optimizer_step(*args, **kwargs)
@@ -276,6 +283,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         """Bytes that the run keeps on this machine's drive, now; monitors ask for them."""
         return 0 if self.folder is None else self.folder.used_bytes
 
+    @override
     def on_exception(self, exception: BaseException) -> None:
         """Leave nothing on the drive."""
         super().on_exception(exception)
@@ -289,6 +297,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint, unless the states on disk are in doubt."""
         if self._watermark is not None:
@@ -297,6 +306,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
             checkpoint = checkpoint | {SUB_GROUPS: sub_groups_of(self.deepspeed_engine)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and, to go on training, the optimizer's states, which upstream loses where they lie on disk.
 
