@@ -123,7 +123,7 @@ def _from_fsdp2(root: Path) -> dict[str, Any]:
         whole = Path(folder) / "whole.pt"
         dcp_to_torch_save(root, whole)
         state_dict = torch.load(whole, map_location="cpu", weights_only=True)["state_dict"]
-    saved = torch.load(root / "meta.pt", map_location="cpu", weights_only=False)
+    saved: dict[str, Any] = torch.load(root / "meta.pt", map_location="cpu", weights_only=False)
     return saved | {"state_dict": state_dict}
 
 

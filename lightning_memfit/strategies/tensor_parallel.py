@@ -13,7 +13,7 @@ from math import gcd
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -33,7 +33,8 @@ def distribute_packed(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: int) ->
 
 def packed_slice(tensor: Tensor, dim: int, parts: int, mesh: DeviceMesh) -> Tensor:
     """What this rank has of a tensor that is divided so."""
-    return tensor.unflatten(dim, (parts, mesh.size(), -1)).select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1)
+    part: Tensor = tensor.unflatten(dim, (parts, mesh.size(), -1)).select(dim + 1, mesh.get_local_rank())
+    return part.flatten(dim, dim + 1)
 
 
 def is_packed(tensor: Any) -> TypeGuard[DTensor]:
