@@ -13,6 +13,7 @@ from typing import Any
 from lightning_memfit.bench.experiment import Experiment, closest, load_experiment
 from lightning_memfit.bench.record import Result
 from lightning_memfit.bench.runner import Runner
+from lightning_memfit.memory.kind import CPU, MODELLED, DeviceKind
 
 from .recipe_files import resolve
 
@@ -36,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         "memfit bench", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--experiment", required=True, metavar="NAME|FILE", help="name in a checkout, or a YAML file")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--device", choices=MODELLED, default=CPU, help="default: cpu")
     parser.add_argument(
         "--scale", default="full", metavar="NAME", help="one of the experiment's scales (default: full)"
     )
@@ -80,7 +81,7 @@ def check_device(device: str) -> None:
     Raises:
         ValueError: If CUDA is asked for and not there.
     """
-    if device == "cuda":
+    if not DeviceKind.of(device).is_host:
         import torch
 
         if not torch.cuda.is_available():

@@ -23,6 +23,7 @@ from lightning_memfit.bench.record import Memory, versions
 from lightning_memfit.bench.tracking import Tracker, Tracking
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.measure.monitor import MemoryMonitor
+from lightning_memfit.memory.kind import DeviceKind, hardware_name
 from lightning_memfit.memory.process import peak_rss_bytes
 from lightning_memfit.memory.replicas import num_replicas
 
@@ -94,7 +95,7 @@ class _Run:
             "loss_first": first,
             "loss_last": last,
             "hardware": {
-                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+                "device": hardware_name(device),
                 "threads": torch.get_num_threads(),
             },
         }
@@ -103,11 +104,11 @@ class _Run:
         report = self.monitor.report
         tracked = report.measured.by_category() if report and report.measured else {}
         by_category = with_buckets(tracked, self.buckets.size_bytes, self.monitor.tracked_steps)
-        on_cuda = device.type == "cuda"
+        counted = DeviceKind.of(device).has_caching_allocator
         live = sum(by_category.values()) or None
         return Memory(
-            allocated_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else live,
-            reserved_bytes=torch.cuda.max_memory_reserved(device) if on_cuda else None,
+            allocated_bytes=torch.cuda.max_memory_allocated(device) if counted else live,
+            reserved_bytes=torch.cuda.max_memory_reserved(device) if counted else None,
             by_category={str(category): size for category, size in by_category.items()},
             process_bytes=report.process_bytes if report else None,
             card_bytes=report.card_bytes if report else None,

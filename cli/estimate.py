@@ -191,7 +191,7 @@ def _lines(report: EstimateReport) -> list[str]:
     estimate, profile = report.estimate, report.profile
     phases = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.by_phase.items())
     lines = [f"Peak by phase: {phases}"]
-    if report.target.kind == "cuda":
+    if report.target.device_kind.has_caching_allocator:
         lines.append(
             f"Allocated {format_bytes(estimate.allocated_bytes)}, reserved {format_bytes(estimate.reserved_bytes)}, "
             f"with the CUDA context {format_bytes(estimate.total_bytes)}"

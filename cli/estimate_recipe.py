@@ -17,6 +17,7 @@ from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.report import EstimateReport, build_report
 from lightning_memfit.estimate.target import Target, host_target, live_target, named_target, unnamed_target
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.kind import allows_cuda
 from lightning_memfit.profile.build import batch_size, measure_step, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
@@ -75,7 +76,7 @@ def target_of(name: str | None, run: RecipeRun) -> Target:
     """The named device; else the GPU that is here; else this CPU, unless the recipe insists on a GPU."""
     if name is not None:
         return named_target(name)
-    if run.accelerator in ("auto", "gpu", "cuda"):
+    if allows_cuda(run.accelerator):
         live = live_target()
         if live is not None:
             return live

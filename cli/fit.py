@@ -17,6 +17,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 
+from lightning_memfit.memory.kind import allows_cuda
 from lightning_memfit.planner.plan import is_technique
 
 from .lightning_cli import MemFitCLI
@@ -72,8 +73,7 @@ def plan_automatically(trainer: Any) -> None:
 
 def num_devices(trainer: Any) -> int:
     """Devices of all machines that a trainer's configuration asks for."""
-    on_cuda = str(trainer.accelerator) in ("auto", "gpu", "cuda")
-    if on_cuda and str(trainer.devices) in ("auto", "-1"):
+    if allows_cuda(str(trainer.accelerator)) and str(trainer.devices) in ("auto", "-1"):
         import torch
 
         return max(1, torch.cuda.device_count()) * int(trainer.num_nodes)

@@ -89,11 +89,11 @@ def workload_of(
     allow = DEFAULT_ALLOW if arguments.allow is None else check_allow(arguments.allow.split(","))
     named = arguments.host_memory
     host = parse_bytes(named, "--host-memory") if named is not None else probe_host().available_bytes
-    if named is not None and target.kind == "cpu":
+    if named is not None and target.device_kind.is_host:
         margin = safety_margin_bytes(host)
         target = replace(target, capacity_bytes=host, margin_bytes=margin, source="--host-memory", counts_tensors=False)
     here = run.devices or named_devices or _number_here(arguments.device, target)
-    devices = devices_for(named_devices, here, run.num_nodes, target.kind == "cpu")
+    devices = devices_for(named_devices, here, run.num_nodes, target.device_kind.is_host)
     rates, disk_bytes = _disk(arguments, calibrated(rates_of(target)))
     known = technique_classes()
     fixed = tuple(
@@ -111,7 +111,7 @@ def workload_of(
         rates=rates,
         facts=facts_of(run.module, target, run.options),
         limits=Limits(
-            host_bytes=host if target.kind == "cuda" else None,
+            host_bytes=host if target.device_kind.has_own_memory else None,
             pinned_bytes=_optional_bytes(arguments.pinned_memory, "--pinned-memory"),
             disk_bytes=disk_bytes,
             disk_writes_per_day=_optional_bytes(arguments.disk_writes_per_day, "--disk-writes-per-day"),
@@ -125,7 +125,7 @@ def workload_of(
 
 def _number_here(name: str | None, target: Target) -> int:
     """Devices that `trainer.devices: auto` finds."""
-    if name is not None or target.kind != "cuda":
+    if name is not None or target.device_kind.is_host:
         return 1
     import torch
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 from lightning_memfit.bench.runner import Runner
 from lightning_memfit.bench.sweep import Sweep, load_sweep
 from lightning_memfit.bench.tracking import Mode, Tracking, reachable_mode
+from lightning_memfit.memory.kind import CPU, MODELLED
 
 from .bench import INTERRUPTED, check_device, read_recipe, show_progress, worker_command
 
@@ -41,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", type=Path, required=True, metavar="FILE", help="the matrix; see docs/guides/scale.md"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--device", choices=MODELLED, default=CPU, help="default: cpu")
     parser.add_argument("--folder", type=Path, default=Path("runs/scale"), help="default: runs/scale")
     parser.add_argument("--only", action="append", default=[], metavar="RUN", help="this point; may be repeated")
     parser.add_argument("--repeat", action="store_true", help="measure finished points anew")

@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 
 from lightning_memfit.bench.peers.peer import PEERS
+from lightning_memfit.memory.kind import MODELLED, DeviceKind
 
 # Laying one configuration over another, by the rules of recipes and their fragments.
 
@@ -74,7 +75,7 @@ ReadRecipe = Callable[[str], Mapping[str, Any]]
 """Gives the configuration behind the name of a recipe or file; raises `ValueError` for an unknown one."""
 
 _KEYS = ("title", "source", "notes", "measure", "base", "overlays", "scales", "rows")
-_ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
+_ACCELERATORS = {name: DeviceKind.of(name).accelerator for name in MODELLED}
 
 # What a measured run leaves out: nothing but training steps takes time or memory.
 QUIET: Settings = {

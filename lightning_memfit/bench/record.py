@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_memfit.memory.kind import DeviceKind
+
 SCHEMA = 1
 
 Status = Literal["ok", "out_of_memory", "unsupported", "failed"]
@@ -130,7 +132,7 @@ class Result:
     def had_cores(self) -> bool:
         """Whether the row had the cores to itself; else its times say little, its memory and losses as much as ever."""
         load, cores = self.hardware.get("load"), self.hardware.get("cores")
-        return self.device != "cpu" or load is None or cores is None or bool(load <= cores)
+        return not DeviceKind.of(self.device).is_host or load is None or cores is None or bool(load <= cores)
 
     @property
     def prediction_error(self) -> float | None:

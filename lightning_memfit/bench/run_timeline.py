@@ -12,6 +12,7 @@ from lightning_memfit.estimate.target import Target, host_target, live_target
 from lightning_memfit.estimate.timeline import render
 from lightning_memfit.measure.throughput import count_samples
 from lightning_memfit.memory.attach import TrainerAttachment
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.profile.build import sequence_length
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
@@ -52,7 +53,7 @@ class RunTimeline(Callback):
         if not trainer.is_global_zero:
             return
         self._first_step = trainer.global_step
-        recorder = EventRecorder(python_kernels=trainer.strategy.root_device.type == "cpu")
+        recorder = EventRecorder(python_kernels=DeviceKind.of(trainer.strategy.root_device).is_host)
         recorder.track_module(pl_module)
         for optimizer in trainer.optimizers:
             recorder.track_optimizer(optimizer)
@@ -124,7 +125,7 @@ class RunTimeline(Callback):
 
 def _target(trainer: Trainer) -> Target:
     device = trainer.strategy.root_device
-    if device.type == "cuda" and (live := live_target(device.index or 0)) is not None:
+    if DeviceKind.of(device).has_own_memory and (live := live_target(device.index or 0)) is not None:
         return live
     limits = (callback.limit_bytes for callback in trainer.callbacks if isinstance(callback, MemoryLimit))  # type: ignore[attr-defined]
     return host_target(next(limits, None))

@@ -13,6 +13,7 @@ import torch
 
 from lightning_memfit.bench.record import Speed
 from lightning_memfit.measure.throughput import count_samples, count_tokens
+from lightning_memfit.memory.kind import synchronize
 
 
 @dataclass
@@ -63,8 +64,7 @@ class StepClock:
 
     def step_ends(self, device: torch.device) -> None:
         """Finish an optimizer step."""
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         now = time.perf_counter()
         self._current.seconds = now - self._step_start
         self.num_steps += 1

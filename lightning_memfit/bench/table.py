@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_memfit.bench.peers.peer import PEERS
 from lightning_memfit.bench.record import Result
 from lightning_memfit.memory import GIB, MIB, format_percent
+from lightning_memfit.memory.kind import DeviceKind
 
 # Groups of rows side by side: what is compared down, the tools across; and where another tool is better than ours.
 
@@ -82,8 +83,8 @@ def _better(groups: Groups) -> Iterator[str]:
 def _measures(groups: Groups) -> list[_Measure]:
     rows = [result for row in groups.values() for result in row.values()]
     unit, name = (GIB, "GiB") if max((_live(row) or 0 for row in rows), default=0) >= GIB else (MIB, "MiB")
-    on_cuda = any(row.device == "cuda" for row in rows)
-    live = "`torch.cuda.max_memory_allocated`" if on_cuda else "Peak of live tensors"
+    counted = any(DeviceKind.of(row.device).has_caching_allocator for row in rows)
+    live = "`torch.cuda.max_memory_allocated`" if counted else "Peak of live tensors"
     digits = 2 if unit == GIB else 1
     return [
         _Measure(f"{live}, {name}", lambda row: _in(unit, _live(row)), digits),
@@ -181,7 +182,7 @@ def columns(results: Sequence[Result]) -> list[Column]:
         Column("memory x first", lambda row, first: _ratio(_comparable(row), _comparable(first))),
         Column("loss", _loss),
     ]
-    if any(row.device == "cuda" for row in results):
+    if any(DeviceKind.of(row.device).has_own_memory for row in results):
         shown.insert(6, Column("used MB (NVML)", lambda row, first: _size(_comparable(row) or None, _MB, 0)))
     if any(row.reference for row in results):
         shown += [
@@ -246,7 +247,7 @@ def remarks(results: Sequence[Result]) -> list[str]:
             f"{whose} timed while other programs kept the cores busy, so that their speeds say little{titles}. Memory "
             "and losses don't depend on that."
         )
-    if any(row.device == "cpu" for row in results):
+    if any(DeviceKind.of(row.device).is_host for row in results):
         lines.append(
             "On the CPU, measured are the live tensors that operators make, those inside bitsandbytes' CPU optimizers "
             "included."

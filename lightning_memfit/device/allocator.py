@@ -1,16 +1,15 @@
 """`CachingAllocator`: what torch's CUDA caching allocator would hold and reserve, without a GPU.
 
 The rules are those of torch's native backend, one stream (`c10/cuda/CUDACachingAllocator.cpp` and
-`c10/core/AllocatorConfig.h`, torch 2.9 to 2.13). Addresses are made up: new segments lie above older ones, where a
-driver may place them otherwise. That decides between free blocks of equal size and nothing else.
+`c10/core/AllocatorConfig.h`, torch 2.9 to 2.13). Addresses are made up: new segments get higher ones than
+older segments, where a driver may place them otherwise. That decides between free blocks of equal size and nothing
+else. `Block`, `Pool` and `ExpandableSegment` are what `CachingAllocator` is made of.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
 
 from lightning_memfit.memory import MIB
-
-# Blocks of memory and the pools that cache them: what `CachingAllocator` is made of.
 
 
 class Block:
@@ -173,7 +172,7 @@ class ExpandableSegment:
         return self._pool.merge(block), mapped
 
 
-# ===
+# --- the allocator ----------------------------------------------------------------------------------------------------
 
 
 _MIN_BLOCK = 512

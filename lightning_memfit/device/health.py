@@ -1,4 +1,7 @@
-"""What of a machine's software would hinder training: each check takes plain facts and gives a `Finding` with a fix."""
+"""What of a machine would hinder training: its software, its memory, its disk.
+
+Each check takes plain facts and gives a `Finding` with a fix; `examine` gathers the facts of this machine.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +176,7 @@ def check_versions(installed: Mapping[str, str | None], requirements: list[str])
     return findings
 
 
-# Limits of memory and disk that would hinder training or offloading, as findings.
+# --- memory and disk --------------------------------------------------------------------------------------------------
 
 
 MIN_HOST_BYTES = 4 * GIB

@@ -1,19 +1,22 @@
-"""`MemoryLimit`: train as if the device had less memory than it has."""
+"""`MemoryLimit`: train as if the device had less memory than it has.
+
+On the CPU it is made of a `SimulatedDevice`: real tensors and real compute, held against a limit.
+"""
 
 import functools
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
 
 from lightning_memfit.device.allocator import CachingAllocator
 from lightning_memfit.memory import Category, format_bytes, parse_bytes
 from lightning_memfit.memory.attach import TrainerAttachment
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import StorageLedger
-
-# `SimulatedDevice`: a device with a memory limit, made of real tensors and real compute on whatever is there.
 
 
 class SimulatedDevice(StorageLedger):
@@ -49,6 +52,7 @@ class SimulatedDevice(StorageLedger):
         """What is held against the limit: reserved bytes with `caching`, live bytes without."""
         return self.live_bytes if self.allocator is None else self.allocator.reserved_bytes
 
+    @override
     def on_allocate(self, identity: int, size_bytes: int, category: Category, name: str) -> None:
         """Hold a new storage against the limit."""
         self._allocated_bytes += size_bytes
@@ -57,16 +61,19 @@ class SimulatedDevice(StorageLedger):
         else:
             self._refused |= not self.allocator.malloc(identity, size_bytes)
 
+    @override
     def on_free(self, identity: int, size_bytes: int, category: Category) -> None:
         """Give a storage back."""
         if self.allocator is not None and identity in self.allocator:  # a refused storage never was
             self.allocator.free(identity)
 
+    @override
     def on_resize(self, identity: int, size_bytes: int) -> None:
         """Replace a storage by one of another size."""
         self.on_free(identity, 0, Category.TEMPORARY)
         self.on_allocate(identity, size_bytes, Category.TEMPORARY, "resize_")
 
+    @override
     def track(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
         """Enter a tensor that exists already.
 
@@ -79,6 +86,7 @@ class SimulatedDevice(StorageLedger):
         if self._refused:
             self._raise(peak)
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         peak = self._begin()
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -109,7 +117,7 @@ class SimulatedDevice(StorageLedger):
         )
 
 
-# ===
+# --- the callback -----------------------------------------------------------------------------------------------------
 
 
 class MemoryLimit(Callback):
@@ -141,47 +149,56 @@ class MemoryLimit(Callback):
         self._attachment: TrainerAttachment | None = None
         self._restored_fraction: tuple[torch.device, float] | None = None
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Limit CUDA before the weights are moved there."""
         device = trainer.strategy.root_device
-        if device.type == "cuda":
+        kind = DeviceKind.of(device)
+        if kind.has_caching_allocator:
             self._limit_cuda(device)
             self._explain_oom_of_weights(trainer, pl_module)
-        elif device.type != "cpu":
+        elif not kind.is_modelled:
             raise MisconfigurationException(f"`MemoryLimit` works on CUDA and on the CPU, not on `{device.type}`.")
 
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin on the CPU."""
         self._start(trainer, pl_module)
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the optimizer states, which a checkpoint may have restored."""
         if self.ledger is not None:
             for optimizer in trainer.optimizers:
                 self.ledger.track_optimizer(optimizer)
 
+    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin on the CPU, unless the validation is part of a fit."""
         self._start(trainer, pl_module)
 
+    @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin on the CPU."""
         self._start(trainer, pl_module)
 
+    @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin on the CPU."""
         self._start(trainer, pl_module)
 
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Lift the limit."""
         self._stop()
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lift the limit; Lightning calls no `teardown` after an exception."""
         self._stop()
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.strategy.root_device.type != "cpu" or self._attachment is not None:
+        if not DeviceKind.of(trainer.strategy.root_device).is_host or self._attachment is not None:
             return
         self._check_weights(pl_module)
         self.ledger = SimulatedDevice(self.limit_bytes, caching=self.caching)

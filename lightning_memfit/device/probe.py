@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from lightning_memfit.memory.kind import cuda_device
 from lightning_memfit.memory.process import nvml_usage
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -69,7 +70,7 @@ def probe_device(index: int = 0) -> DeviceState:
         raise RuntimeError("No CUDA device is available. Name one from the catalogue instead, or a size such as 12GiB.")
     if not 0 <= index < torch.cuda.device_count():
         raise ValueError(f"`index={index}` is out of range: there are {torch.cuda.device_count()} CUDA devices.")
-    device = torch.device("cuda", index)
+    device = cuda_device(index)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     usage = nvml_usage(device)
     return DeviceState(

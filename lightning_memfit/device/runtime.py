@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 
 from lightning_memfit.memory import MIB
+from lightning_memfit.memory.kind import cuda_device
 
 _ENVIRONMENT = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -70,7 +71,7 @@ def measure_runtime(index: int = 0) -> RuntimeMemory:
     """
     import torch
 
-    device = torch.device("cuda", index)
+    device = cuda_device(index)
     torch._C._cuda_clearCublasWorkspaces()
     cleared = torch.cuda.memory_allocated(device)
     weight = torch.zeros(64, 64, device=device, requires_grad=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from lightning_memfit.memory.kind import CUDA, DeviceType
 from lightning_memfit.optim.optimizers import OPTIMIZERS
 
 Kind = Literal["causal", "encoder-decoder", "text classification", "masked", "image classification"]
@@ -33,7 +34,7 @@ class NamedRun:
     checkpointing: Literal["none", "full"] = "none"
     attention: Literal["sdpa", "eager"] = "sdpa"
     accumulate_grad_batches: int = 1
-    device: Literal["cuda", "cpu"] = "cuda"
+    device: DeviceType = CUDA
     capability: tuple[int, int] = (8, 0)
 
     def __post_init__(self) -> None:

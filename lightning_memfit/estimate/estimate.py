@@ -9,10 +9,11 @@ import numpy as np
 from lightning_memfit.device.allocator import CachingAllocator
 from lightning_memfit.device.runtime import RuntimeMemory
 from lightning_memfit.memory import Category, MemoryBreakdown
+from lightning_memfit.memory.kind import CUDA, DeviceKind
 from lightning_memfit.profile.events import CATEGORIES, EventList
 from lightning_memfit.profile.record import ModelProfile
 
-CUDA_ROUNDING = 512
+CUDA_ROUNDING = DeviceKind.of(CUDA).rounding_bytes
 """Bytes to which torch's CUDA caching allocator rounds every request."""
 
 
@@ -95,14 +96,14 @@ def estimate_step(
         ValueError: If the profile doesn't know that micro-batch size.
     """
     events = profile.events_at(micro_batch_size)
-    cuda = profile.device == "cuda"
-    live = events.live_bytes(CUDA_ROUNDING if cuda else 1)
+    kind = profile.device_kind
+    live = events.live_bytes(kind.rounding_bytes)
     start = _first_step(events)
     peak = start + int(live[start:].argmax())
-    breakdown = events.breakdown_at(peak, CUDA_ROUNDING if cuda else 1)
+    breakdown = events.breakdown_at(peak, kind.rounding_bytes)
     workspace = runtime.allocated_bytes if runtime is not None else 0
     allocated = int(live[peak]) + workspace
-    reserved = _reserved(events, start, workspace) if cuda else allocated
+    reserved = _reserved(events, start, workspace) if kind.has_caching_allocator else allocated
     context = runtime.context_bytes if runtime is not None else 0
     breakdown += MemoryBreakdown.from_dict(profile.host)
     breakdown += MemoryBreakdown.device(
@@ -121,7 +122,7 @@ def estimate_step(
         total_bytes=reserved + context,
         by_phase=_by_phase(events, live, workspace),
         largest=tuple(LargeTensor(*item) for item in events.largest_at(peak, num_largest)),
-        timeline=timeline(events, CUDA_ROUNDING if cuda else 1),
+        timeline=timeline(events, kind.rounding_bytes),
         assumptions=profile.assumptions,
     )
 
@@ -129,13 +130,13 @@ def estimate_step(
 def predict_peak_bytes(profile: ModelProfile, micro_batch_size: int, runtime: RuntimeMemory | None = None) -> int:
     """Allocated bytes at the peak alone: what a search over micro-batch sizes asks for thousands of times."""
     events = profile.events_at(micro_batch_size)
-    live = events.live_bytes(CUDA_ROUNDING if profile.device == "cuda" else 1)
+    live = events.live_bytes(profile.device_kind.rounding_bytes)
     return int(live[_first_step(events) :].max()) + (runtime.allocated_bytes if runtime is not None else 0)
 
 
 def predict_total_bytes(profile: ModelProfile, micro_batch_size: int, runtime: RuntimeMemory | None = None) -> int:
     """What the device must have: `Estimate.total_bytes` alone."""
-    if profile.device != "cuda":
+    if not profile.device_kind.has_caching_allocator:
         return predict_peak_bytes(profile, micro_batch_size, runtime) + (runtime.context_bytes if runtime else 0)
     events = profile.events_at(micro_batch_size)
     workspace, context = (runtime.allocated_bytes, runtime.context_bytes) if runtime is not None else (0, 0)

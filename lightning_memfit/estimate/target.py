@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory, safety_margin_bytes
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
 
 DEFAULT_CAPABILITY = (8, 0)
 """CUDA capability of a device that is not named; it decides the attention kernel."""
@@ -18,7 +19,7 @@ class Target:
     """A device, and how many bytes a run may use there."""
 
     name: str
-    kind: Literal["cuda", "cpu"]
+    kind: DeviceType
     capacity_bytes: int | None
     """What a run may take, context included; None where no device is known."""
     margin_bytes: int = 0
@@ -32,6 +33,11 @@ class Target:
     """Whether the capacity is a limit on the bytes of live tensors (`MemoryLimit`), so that nothing else counts."""
 
     @property
+    def device_kind(self) -> DeviceKind:
+        """What the type of this device can do."""
+        return DeviceKind.of(self.kind)
+
+    @property
     def usable_bytes(self) -> int | None:
         """Capacity less the margin."""
         return None if self.capacity_bytes is None else max(0, self.capacity_bytes - self.margin_bytes)
@@ -43,7 +49,7 @@ class Target:
             "kind": self.kind,
             "capacity_bytes": self.capacity_bytes,
             "margin_bytes": self.margin_bytes,
-            "capability": list(self.capability) if self.kind == "cuda" else None,
+            "capability": list(self.capability) if self.device_kind.has_compute_capability else None,
             "source": self.source,
         }
 
@@ -54,13 +60,13 @@ def named_target(name: str) -> Target:
     Raises:
         ValueError: If the name is unknown, or of a device whose runtime isn't CUDA.
     """
-    if name.strip().lower() == "cpu":
+    if name.strip().lower() == CPU:
         return host_target()
     spec = find_device(name)
     runtime = runtime_memory(spec.compute_capability)
     return Target(
         name=spec.name,
-        kind="cuda",
+        kind=CUDA,
         capacity_bytes=spec.memory_bytes,
         margin_bytes=safety_margin_bytes(spec.memory_bytes),
         capability=spec.compute_capability or DEFAULT_CAPABILITY,
@@ -71,7 +77,7 @@ def named_target(name: str) -> Target:
 
 def unnamed_target() -> Target:
     """Some CUDA device of unknown size: figures without a verdict."""
-    return Target("a CUDA device", "cuda", None, runtime=runtime_memory(DEFAULT_CAPABILITY), source="none was named")
+    return Target("a CUDA device", CUDA, None, runtime=runtime_memory(DEFAULT_CAPABILITY), source="none was named")
 
 
 def host_target(limit_bytes: int | None = None) -> Target:
@@ -82,13 +88,13 @@ def host_target(limit_bytes: int | None = None) -> Target:
     """
     if limit_bytes is not None:
         name, source = "this CPU under the recipe's MemoryLimit", "`limit` of MemoryLimit"
-        return Target(name, "cpu", limit_bytes, source=source, counts_tensors=True)
+        return Target(name, CPU, limit_bytes, source=source, counts_tensors=True)
     from lightning_memfit.device.probe import probe_host
 
     available = probe_host().available_bytes
     return Target(
         name="this CPU",
-        kind="cpu",
+        kind=CPU,
         capacity_bytes=available,
         margin_bytes=safety_margin_bytes(available),
         source="RAM that is available now, cgroup limits considered",
@@ -111,7 +117,7 @@ def live_target(index: int = 0) -> Target | None:
     capacity = min(state.total_bytes, state.free_bytes + runtime.context_bytes)
     return Target(
         name=state.name,
-        kind="cuda",
+        kind=CUDA,
         capacity_bytes=capacity,
         margin_bytes=safety_margin_bytes(state.total_bytes),
         capability=state.compute_capability,

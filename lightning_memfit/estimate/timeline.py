@@ -88,7 +88,7 @@ def render(report: EstimateReport) -> str:
         f"{profile.num_parameters:,} parameters, {profile.precision}, {profile.optimizer}, {size}. Peak of live "
         f"tensors {format_bytes(max(_totals(timeline)))} in {estimate.phase}"
     )
-    if report.target.kind == "cuda":
+    if report.target.device_kind.has_caching_allocator:
         facts += f"; with cached memory and CUDA context {format_bytes(estimate.total_bytes)}"
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">\n'

@@ -16,6 +16,7 @@ import numpy as np
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING
 from lightning_memfit.estimate.optimizers import OptimizerFamily, optimizer_family
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.profile.events import CATEGORIES, EventList
 from lightning_memfit.profile.record import ModelProfile, ParameterInfo
 
@@ -44,7 +45,7 @@ class Variant:
     @property
     def rounding_bytes(self) -> int:
         """Multiple to which the device's allocator rounds."""
-        return CUDA_ROUNDING if self.device == "cuda" else 1
+        return DeviceKind.of(self.device).rounding_bytes
 
     def trained_bytes(self) -> int:
         """Bytes of all trained weights as they are stored, each rounded, tied ones once."""
@@ -68,7 +69,7 @@ def steady_step(profile: ModelProfile, micro_batch_size: int | None = None) -> V
         ValueError: If the profile doesn't know that size, or has no second step.
     """
     events = profile.events_at(micro_batch_size)
-    unit = CUDA_ROUNDING if profile.device == "cuda" else 1
+    unit = profile.device_kind.rounding_bytes
     live = events.live_bytes(unit)
     peaks = {
         name: start + int(live[start:stop].argmax())
@@ -108,7 +109,7 @@ def with_optimizer(variant: Variant, optimizer: str | OptimizerFamily, keep_32bi
         ValueError: If the family is unknown, or its scratch memory is known to a trace only.
     """
     family = optimizer if isinstance(optimizer, OptimizerFamily) else optimizer_family(optimizer)
-    if variant.device != "cuda" or family.scratch_copies is None:
+    if DeviceKind.of(variant.device).is_host or family.scratch_copies is None:
         where = f"of {family.name}" if family.scratch_copies is None else "on the CPU"
         raise ValueError(f"The scratch memory of a step {where} follows from no formula: profile the model with it.")
     states = family.total_bytes(variant.parameters, variant.rounding_bytes, keep_32bit)

@@ -27,6 +27,7 @@ from lightning_memfit.fitting.recovery.ladder import LastResort
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.fitting.step.callback import MicroBatching
 from lightning_memfit.memory import format_bytes, parse_bytes
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.planner.feedback import PlanFeedback
 from lightning_memfit.planner.plan import Plan, label, technique_classes
 from lightning_memfit.planner.search import make_plan
@@ -71,14 +72,14 @@ def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: 
     samples = resize_batch(batch, batch_size(batch), setting.micro_batch_size)
     limits = [MemoryLimit(c.limit_bytes, c.caching) for c in trainer.callbacks if isinstance(c, MemoryLimit)]  # type: ignore[attr-defined]
     device = trainer.strategy.root_device
-    if device.type == "cuda":
+    if DeviceKind.of(device).has_caching_allocator:
         torch.cuda.reset_peak_memory_stats(device)
     with isolate_rng(), _quiet():
         fits = _two_steps(trainer, module, samples, setting, limits)
     # Trainer, loops and copy refer to one another: without this their tensors would stay beside those of the run.
     gc.collect()
     peak_bytes = _peak_bytes(device, limits) if fits else None
-    if device.type == "cuda":
+    if DeviceKind.of(device).has_caching_allocator:
         torch.cuda.empty_cache()
     return Probed(fits, peak_bytes)
 
@@ -92,7 +93,7 @@ def _two_steps(
     clone = copy.deepcopy(module, {id(owner): None} if owner is not None else {})
     clone._trainer = None
     probing = pl.Trainer(
-        accelerator=device.type if device.type == "cpu" else "gpu",
+        accelerator=DeviceKind.of(device).accelerator,
         devices=1 if device.index is None else [device.index],
         precision=setting.precision,
         max_steps=2,
@@ -116,7 +117,7 @@ def _two_steps(
 
 
 def _peak_bytes(device: torch.device, limits: list[MemoryLimit]) -> int | None:
-    if device.type == "cuda":
+    if DeviceKind.of(device).has_caching_allocator:
         return int(torch.cuda.max_memory_allocated(device))
     peaks = [limit.ledger.peak_bytes for limit in limits if limit.ledger is not None]
     return max(peaks, default=None)
@@ -249,7 +250,7 @@ class MemFit(pl.Callback):
             target=target,
             rates=calibrated(rates_of(target)),
             facts=facts_of(module, target, options),
-            limits=Limits(host_bytes=host if target.kind == "cuda" else None),
+            limits=Limits(host_bytes=host if target.device_kind.has_own_memory else None),
             allow=self.allow,
             fixed=fixed,
             loader_batch=batch_size(batch),
@@ -340,9 +341,10 @@ def target_of(trainer: pl.Trainer) -> Target:
     """
     device = trainer.strategy.root_device
     limits = [c.limit_bytes for c in trainer.callbacks if isinstance(c, MemoryLimit)]  # type: ignore[attr-defined]
-    if device.type == "cpu":
+    kind = DeviceKind.of(device)
+    if kind.is_host:
         return host_target(min(limits) if limits else None)
-    target = live_target(device.index or 0) if device.type == "cuda" else None
+    target = live_target(device.index or 0) if kind.is_modelled else None
     if target is None:
         raise MisconfigurationException(f"`MemFit` plans for CUDA and for the CPU, not for `{device.type}`.")
     assert target.capacity_bytes is not None

@@ -12,6 +12,7 @@ from lightning_memfit.measure.resident_tensors import held_bytes, stepped_parame
 from lightning_memfit.measure.throughput import Throughput
 from lightning_memfit.memory import GIB, Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.attach import TrainerAttachment, hide_idle_hooks
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.memory.process import nvml_usage, peak_rss_bytes, pinned_bytes, rss_bytes, swapped_out_bytes
 
@@ -66,7 +67,7 @@ class UsageSampler:
         if ledger is not None:
             sizes |= {f"{category}_peak": size for category, size in ledger.peak_by_category.items() if size}
             sizes["live_peak"] = ledger.peak_bytes
-        if self.device.type != "cuda":
+        if not DeviceKind.of(self.device).has_caching_allocator:
             return None if ledger is None else ledger.peak_bytes
         peak = torch.cuda.max_memory_allocated(self.device)
         sizes |= {"allocated_peak": peak, "reserved_peak": torch.cuda.max_memory_reserved(self.device)}
@@ -75,7 +76,7 @@ class UsageSampler:
         return peak
 
     def _read_nvml(self, sizes: dict[str, int | None]) -> None:
-        if self.device.type == "cuda" and (usage := nvml_usage(self.device)) is not None:
+        if DeviceKind.of(self.device).has_own_memory and (usage := nvml_usage(self.device)) is not None:
             self._keep("process", usage.process_bytes, sizes)
             self._keep("card", usage.card_bytes, sizes)
 
@@ -163,7 +164,7 @@ class MemoryMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the last run."""
         self._reset(trainer.strategy.root_device)
-        if self._device.type == "cuda":
+        if DeviceKind.of(self._device).has_caching_allocator:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -234,8 +235,7 @@ class MemoryMonitor(Callback):
     # --- tensors ----------------------------------------------------------------------------------------------------
 
     def _follow(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        on_cuda = self._device.type == "cuda"
-        ledger = StorageLedger(rounding_bytes=512 if on_cuda else 1, device_type=self._device.type)
+        ledger = StorageLedger(DeviceKind.of(self._device).rounding_bytes, device_type=self._device.type)
         ledger.track_module(pl_module)
         its_own = {id(parameter) for parameter in pl_module.parameters()}
         for optimizer in trainer.optimizers:
@@ -261,7 +261,7 @@ class MemoryMonitor(Callback):
         self._throughput.synchronize()
         figures = self._usage.read(trainer, ledger)
         in_bar = figures["memory/rss_gib"]
-        if self._device.type == "cuda":
+        if DeviceKind.of(self._device).has_caching_allocator:
             in_bar = figures["memory/allocated_peak_gib"]
         elif self._ledger is not None:
             in_bar = figures["memory/live_peak_gib"]
@@ -288,17 +288,17 @@ class MemoryMonitor(Callback):
         self._losses = (name, first, last)
 
     def _make_report(self, trainer: Trainer) -> RunReport:
-        on_cuda = self._device.type == "cuda"
+        counted = DeviceKind.of(self._device).has_caching_allocator
         name, first, last = self._losses or (None, None, None)
         return RunReport(
-            device=torch.cuda.get_device_name(self._device) if on_cuda else str(self._device),
+            device=torch.cuda.get_device_name(self._device) if counted else str(self._device),
             num_steps=self._num_steps,
             predicted=self.predicted,
             measured=self._measured,
             measured_over=self._measured_over,
             limit_bytes=self._limit_bytes,
-            peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if on_cuda else None,
-            peak_reserved_bytes=torch.cuda.max_memory_reserved(self._device) if on_cuda else None,
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if counted else None,
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(self._device) if counted else None,
             process_bytes=self._usage.largest.get("process"),
             card_bytes=self._usage.largest.get("card"),
             host_bytes=self._usage.largest.get("host"),

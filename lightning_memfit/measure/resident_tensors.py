@@ -8,6 +8,7 @@ import torch
 
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.host import stands_for_host
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import held_tensors
 
 
@@ -29,7 +30,7 @@ class _Sum:
     def _tier(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Tier:
         if tensor.device.type == self._device.type:
             return Tier.HOST if stands_for_host(storage) else Tier.DEVICE
-        return Tier.PINNED_HOST if self._device.type == "cuda" and tensor.is_pinned() else Tier.HOST
+        return Tier.PINNED_HOST if DeviceKind.of(self._device).has_own_memory and tensor.is_pinned() else Tier.HOST
 
 
 def held_bytes(module: torch.nn.Module, optimizers: Iterable[Any], device: torch.device) -> MemoryBreakdown:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from lightning_memfit.memory.kind import synchronize
+
 
 def count_tokens(batch: Any) -> int | None:
     """Elements of `input_ids`, padding included; None where a batch has no such entry."""
@@ -65,8 +67,7 @@ class Throughput:
 
     def synchronize(self) -> None:
         """Wait for the device and read the clock."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         self._last = time.perf_counter()
 
     def pause(self) -> None:

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.measure.throughput import Throughput, count_samples, count_tokens
+from lightning_memfit.memory.kind import DeviceKind
 
 _FORWARD_AND_BACKWARD = 3  # backward multiplies by the weights and by the inputs: twice the forward
 
@@ -156,7 +157,7 @@ class FlopsMonitor(Callback):
 def _peak_of(trainer: Trainer) -> float | None:
     """Dense FLOP/s of the CUDA device in the trainer's precision, from the catalogue."""
     device = trainer.strategy.root_device
-    if device.type != "cuda":
+    if not DeviceKind.of(device).is_catalogued:
         rank_zero_info(f"FlopsMonitor: no peak is known for `{device.type}`, so there is no MFU. Give `peak_flops`.")
         return None
     try:

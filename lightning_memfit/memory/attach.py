@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_memfit.memory.breakdown import Category
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import StorageLedger
 
 if TYPE_CHECKING:
@@ -85,13 +86,13 @@ class TrainerAttachment:
         return batch_to_device
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._strategy.root_device.type == "cpu" and not self.ledger.is_tracked(tensor):
+        if DeviceKind.of(self._strategy.root_device).is_host and not self.ledger.is_tracked(tensor):
             tensor = tensor.clone()
         self.ledger.track(tensor, Category.INPUT)
         return tensor
 
 
-# Sparing Lightning the hooks of a callback that do nothing.
+# --- idle hooks -------------------------------------------------------------------------------------------------------
 
 
 _PER_BATCH = (

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from typing_extensions import override
 
 from lightning_memfit.memory.breakdown import Category
 from lightning_memfit.memory.host import is_on_host, keep_on_host, stands_for_host
@@ -19,7 +20,7 @@ from lightning_memfit.memory.host import is_on_host, keep_on_host, stands_for_ho
 # Operators on the CPU that are Python programs of their own, whose tensors a dispatch mode doesn't see by itself.
 # Written for bitsandbytes 0.49-0.50, whose CPU optimizers dequantize, step and quantize with torch operators inside
 # one custom operator; its fake kernel shows none of that. On CUDA the operator is one kernel without scratch memory.
-# `tests/unit/memory/test_python_kernels.py` fails when the names move.
+# A test in `tests/unit/memory` fails when the names move.
 
 
 _MODULE = "bitsandbytes.backends.cpu.ops"
@@ -36,9 +37,6 @@ def python_kernel(operator: Any) -> Callable[..., Any] | None:
         return None
     kernel = _KERNELS.get(operator._opname)
     return None if kernel is None else getattr(sys.modules[_MODULE], kernel)
-
-
-# ===
 
 
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc}
@@ -68,8 +66,8 @@ class StorageLedger(TorchDispatchMode):
 
     Args:
         rounding_bytes: Sizes are rounded up to a multiple of this (512 for the CUDA caching allocator).
-        device_type: Storages elsewhere are left out, `"cuda"` for instance keeps what lies on the host out of the
-            figures. None follows every device.
+        device_type: Storages elsewhere are left out, so that the host's tensors are not counted on a GPU. None follows
+            every device.
         python_kernels: Look inside operators on CPU tensors that are Python programs of their own.
     """
 
@@ -176,6 +174,7 @@ class StorageLedger(TorchDispatchMode):
 
     # --- the mode ---------------------------------------------------------------------------------------------------
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kernel = python_kernel(func) if self._python_kernels else None
         if kernel is not None and _on_cpu(args):

@@ -1,4 +1,4 @@
-"""What the operating system and the driver say that this process uses."""
+"""What the operating system and the driver say that this process uses, and having freed memory given back."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _handle(uuid: str) -> object:
         return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
 
 
-# What glibc does with freed memory: by default it keeps much of it, which a run near the limit can't afford.
+# --- freed memory -----------------------------------------------------------------------------------------------------
 
 
 KEPT_BYTES = 256 * 1024

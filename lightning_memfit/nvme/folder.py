@@ -1,4 +1,8 @@
-"""`RunFolder`: a folder of a run's own under the user's, locked while the run lives and removed when it ends."""
+"""`RunFolder`: a run's own folder within the user's, locked while the run lives and removed when it ends.
+
+`Owner` names the process that made it, apart from a later one with the same number; `find_runs` and `remove_stale_runs`
+find, judge and remove file by file what dead runs left behind.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-
-# Who a run folder belongs to: a process, told apart from a later one with the same number.
-
 
 OWNER_FILE = "owner.json"
 _FORMAT = 1
@@ -84,7 +85,7 @@ def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-# Folders that dead runs left behind: found, judged, and removed file by file.
+# --- stale runs -----------------------------------------------------------------------------------------------------
 
 
 LOCK_FILE = "lock"
@@ -108,7 +109,7 @@ class RunState:
     """Why it must stay; empty for what a dead run left."""
 
     @property
-    def is_leftover(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether nobody uses it and everything in it is known."""
         return not self.kept_because
 
@@ -126,7 +127,7 @@ def find_runs(parent: str | Path) -> list[RunState]:
     return states
 
 
-def remove_leftovers(parent: str | Path) -> list[RunState]:
+def remove_stale_runs(parent: str | Path) -> list[RunState]:
     """Remove what dead runs on this machine left. Callers hold the parent's lock, so that no run is just starting.
 
     Returns:
@@ -134,7 +135,7 @@ def remove_leftovers(parent: str | Path) -> list[RunState]:
     """
     removed = []
     for state in find_runs(parent):
-        if state.is_leftover:
+        if state.is_stale:
             remove_run(state.path)
             removed.append(state)
     return removed
@@ -226,7 +227,7 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-# ===
+# --- the run's own folder ---------------------------------------------------------------------------------------------
 
 
 _RUN_ID = re.compile(r"[0-9a-z]{4,40}")
@@ -251,21 +252,21 @@ class RunFolder:
         path: The folder, DeepSpeed's `nvme_path`.
         run_id: Shared by all processes of the run.
         is_owner: Whether this process made the folder and removes it.
-        reaped: What dead runs had left and was removed.
+        removed: Folders of dead runs that were removed.
     """
 
-    def __init__(self, path: Path, run_id: str, is_owner: bool, lock: int, reaped: list[RunState]) -> None:
+    def __init__(self, path: Path, run_id: str, is_owner: bool, lock: int, removed: list[RunState]) -> None:
         self.path = path
         self.run_id = run_id
         self.is_owner = is_owner
-        self.reaped = reaped
+        self.removed = removed
         self._lock: int | None = lock
         self._pid = os.getpid()
         atexit.register(self.close)
 
     @classmethod
     def create(cls, parent: str | Path, run_id: str) -> RunFolder:
-        """Remove dead runs' leftovers and make the folder.
+        """Remove what dead runs left and make the folder.
 
         Args:
             parent: The user's `nvme_path`. It is not made: a mistyped path would end on another drive.
@@ -278,7 +279,7 @@ class RunFolder:
         parent = check_parent(parent)
         path = parent / _name(run_id)
         with _locked(parent):
-            reaped = remove_leftovers(parent)
+            removed = remove_stale_runs(parent)
             living = next((state for state in find_runs(parent) if state.path == path), None)
             if living is not None:
                 raise RuntimeError(f"{path} can't be used: {living.kept_because}. End that run or take another run id.")
@@ -288,7 +289,7 @@ class RunFolder:
                 raise RuntimeError(f"{path} is there, but no run made it. Move it away.") from error
             lock = _hold(path)
             Owner.this_process(run_id).write(path)
-        return cls(path, run_id, True, lock, reaped)
+        return cls(path, run_id, True, lock, removed)
 
     @classmethod
     def join(cls, parent: str | Path, run_id: str) -> RunFolder:

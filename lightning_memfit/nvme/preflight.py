@@ -25,7 +25,7 @@ from lightning_memfit.nvme.sizing import AioSettings, InfinitySizes
 from lightning_memfit.nvme.traffic import Traffic
 from lightning_memfit.nvme.watermark import free_bytes
 
-# Each thing that would hinder a run with ZeRO-Infinity: plain facts in, a `Finding` with the fix out.
+# --- checks: plain facts in, a `Finding` with the fix out -------------------------------------------------------------
 
 
 MIN_DAYS_OF_ENDURANCE = 30
@@ -56,15 +56,15 @@ def check_other_runs(states: Sequence[RunState]) -> list[Finding]:
     findings = []
     for state in states:
         size = format_bytes(state.size_bytes)
-        if state.is_leftover:
+        if state.is_stale:
             fix = "nothing to do, the run removes it when it starts"
-            findings.append(Finding("leftovers", "note", f"{size} of a run that was killed, in {state.path}", fix))
+            findings.append(Finding("stale runs", "note", f"{size} of a run that was killed, in {state.path}", fix))
         elif "still runs" in state.kept_because:
             fix = "its speed and its room are shared; wait for it, or take another drive"
             findings.append(Finding("other run", "note", f"{state.owner} keeps {size} in {state.path}", fix))
         else:
             fix = "look at it, and remove it by hand"
-            findings.append(Finding("leftovers", "note", f"{state.path} stays, as {state.kept_because}", fix))
+            findings.append(Finding("stale runs", "note", f"{state.path} stays, as {state.kept_because}", fix))
     return findings
 
 
@@ -82,7 +82,7 @@ def check_disk_room(needed_bytes: int, free_bytes: int, reserve_bytes: int) -> F
 
     Args:
         needed_bytes: By all ranks on this machine.
-        free_bytes: Of the file system, with dead runs' leftovers counted as free.
+        free_bytes: Of the file system, with what dead runs left counted as free.
         reserve_bytes: Of `DiskWatermark`.
     """
     found = f"{format_bytes(needed_bytes)} of swap files and {format_bytes(reserve_bytes)} of reserve"
@@ -197,7 +197,7 @@ def check_endurance(traffic: Traffic, seconds_per_step: float, terabytes_written
     return Finding("endurance", "note", found, "more micro-batches per step write less; take a drive for servers")
 
 
-# ===
+# --- the preflight ----------------------------------------------------------------------------------------------------
 
 
 SAMPLE_BYTES = 64 * MIB
@@ -353,4 +353,4 @@ def _memory(needs: Needs) -> list[Finding]:
 
 
 def _reclaimed(runs: Sequence[RunState]) -> int:
-    return sum(state.size_bytes for state in runs if state.is_leftover)
+    return sum(state.size_bytes for state in runs if state.is_stale)

@@ -16,6 +16,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import keep_on_host, reserve_pinned, return_to_device
+from lightning_memfit.memory.kind import DeviceKind
 
 
 class HostMaster:
@@ -145,8 +146,8 @@ class _Transfer:
     """Copies between host and one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "gradients") if device.type == "cuda" else None
+        self._stream: Any = torch.cuda.Stream(device) if DeviceKind.of(device).is_asynchronous else None
+        self._thread = ThreadPoolExecutor(1, "gradients") if DeviceKind.of(device).is_asynchronous else None
 
     def close(self) -> None:
         if self._thread is not None:

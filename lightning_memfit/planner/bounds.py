@@ -113,7 +113,7 @@ class Bounds:
     @property
     def is_cuda(self) -> bool:
         """Whether device and host are two."""
-        return self.workload.target.kind == "cuda"
+        return self.workload.target.device_kind.has_own_memory
 
     def placement(self, setting: Setting) -> Placement:
         """What DeepSpeed keeps where under a setting, by the table of the plain step's parameters."""

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.kind import DeviceKind, synchronize
 from lightning_memfit.planner.time import CalibrationFile, cpu_name
 
 _SKIPPED_STEPS = 2
@@ -89,7 +90,7 @@ class PlanFeedback(pl.Callback):
             f"PlanFeedback: a step takes {self.measured_seconds:.3f} s, {predicted:.3f} s by data sheet; later plans "
             "take it into account."
         )
-        if device.type == "cuda" and self.peak_bytes:
+        if DeviceKind.of(device).has_caching_allocator and self.peak_bytes:
             measured = torch.cuda.max_memory_allocated(device)
             if abs(measured / self.peak_bytes - 1) > _TOLERANCE:
                 rank_zero_warn(
@@ -100,7 +101,7 @@ class PlanFeedback(pl.Callback):
 
 def device_name(device: torch.device) -> str:
     """The name under which a device's rates are known."""
-    if device.type != "cuda":
+    if not DeviceKind.of(device).is_catalogued:
         return cpu_name()
     driver = torch.cuda.get_device_name(device)
     try:
@@ -110,6 +111,5 @@ def device_name(device: torch.device) -> str:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()

@@ -188,7 +188,7 @@ class MemoryModel:
         self._setting = setting
         self._dtype = dtype
         self._placement = placement
-        self._cuda = laboratory.workload.target.kind == "cuda"
+        self._cuda = laboratory.workload.target.device_kind.has_own_memory
         self._rounding = CUDA_ROUNDING if self._cuda else 1
         self._passes = passes
 

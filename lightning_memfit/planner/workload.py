@@ -142,7 +142,7 @@ def facts_of(module: Any, target: Target, options: StepOptions, optimizer: str =
         with torch.device("meta"), fake_pretrained_weights(), contextlib.suppress(NotImplementedError):
             shape = copy.deepcopy(module)
             shape.configure_model()
-    capability = target.capability if target.kind == "cuda" else None
+    capability = target.capability if target.device_kind.has_compute_capability else None
     return read_facts(
         shape, target.kind, capability, optimizer, options.gradient_clip_val, options.gradient_clip_algorithm
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_memfit.memory.kind import CUDA, DeviceKind
 from lightning_memfit.profile.events import EventList, Floats, at_size
 
 FORMAT = 2
@@ -54,7 +55,7 @@ class ModelProfile:
     """For a batch of one whose events say nothing about two samples."""
     precision: str = "32-true"
     accumulate_grad_batches: int = 1
-    device: str = "cuda"
+    device: str = CUDA
     """Device type whose operators were traced."""
     optimizer: str = ""
     sequence_length: int | None = None
@@ -80,6 +81,11 @@ class ModelProfile:
     """Host memory that the run keeps, by tier and category, as `MemoryBreakdown.to_dict` gives it."""
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        """What the type of device traced can do."""
+        return DeviceKind.of(self.device)
 
     @property
     def num_parameters(self) -> int:

@@ -5,13 +5,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from lightning_memfit.memory import Category, MemoryBreakdown
+from lightning_memfit.memory.kind import CUDA, DeviceKind, DeviceType
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
 from lightning_memfit.profile.events import CATEGORIES, AlignmentError, EventList, canonical, without_small
 from lightning_memfit.profile.fake import (
@@ -155,7 +156,7 @@ def _phase_peaks(events: EventList) -> np.ndarray:
 class Emulation:
     """The device whose operators a trace issues."""
 
-    device: Literal["cuda", "cpu"] = "cuda"
+    device: DeviceType = CUDA
     """`cpu` leaves torch's CPU dispatch as it is."""
     capability: tuple[int, int] = (8, 0)
     """CUDA compute capability; decides the attention kernel."""
@@ -263,7 +264,7 @@ def _trace(
                     clone.configure_model()  # type: ignore[operator]
             table = parameter_table(clone) if builds_itself else parameter_table(module, true_dtype)
             fold = plan.apply(clone) if plan else fold_blocks(clone, shorten)
-            cuda = emulation.device == "cuda"
+            cuda = DeviceKind.of(emulation.device).emulated_dispatch
             recorder = EventRecorder(fold.blocks, host_scalars=cuda, python_kernels=not cuda)
             fake, data = integers.fake_batch(batch), attached_datamodule(module)
             run_step(recorder, clone, fake, options, callbacks, make_optimizer, datamodule=data)
@@ -321,14 +322,14 @@ def _enter_modes(
 ) -> CudaDispatch | None:
     stack.enter_context(fake_mode)
     dispatch = None
-    if emulation.device == "cuda":
+    if DeviceKind.of(emulation.device).emulated_dispatch:
         dispatch = stack.enter_context(CudaDispatch(emulation.capability, emulation.attention))
         if options.precision in AUTOCAST_DTYPES:
             stack.enter_context(cuda_autocast_lists())
         stack.enter_context(refuse_fused_recurrence())
     else:
         stack.enter_context(OneDnnWorkspaces(fake_mode))
-    stack.enter_context(foreach_defaults(emulation.device == "cuda"))
+    stack.enter_context(foreach_defaults(DeviceKind.of(emulation.device).emulated_dispatch))
     stack.enter_context(transformers_not_tracing())
     stack.enter_context(copyable_fakes())
     stack.enter_context(fake_pretrained_weights())

@@ -1,4 +1,8 @@
-"""Rewriting a checkpoint folder without ever being left with half of one."""
+"""Checkpoint folders of sharded runs: replaced as a whole, read as one file, resumed with other ranks or another stage.
+
+`rewritten` never leaves half a checkpoint; `consolidated` joins the shards of ZeRO or FSDP2; `SavedRun` and `convert`
+take a ZeRO run on through DeepSpeed's universal checkpoints.
+"""
 
 import shutil
 from argparse import Namespace
@@ -17,7 +21,7 @@ from lightning_memfit.strategies.upstream.deepspeed import SUB_GROUPS, reading_s
 
 @contextmanager
 def rewritten(path: str | Path, is_writer: bool, barrier: Callable[[], None]) -> Iterator[Path]:
-    """Give a folder beside `path` to write to, which takes its place once everything is written.
+    """Give a folder next to `path` to write to, which takes its place once everything is written.
 
     All ranks enter and leave together. An earlier checkpoint at `path` is there until then; a run that dies in between
     leaves it, and a folder `<path>.partial`, which the next save replaces.
@@ -52,9 +56,6 @@ def rewritten(path: str | Path, is_writer: bool, barrier: Callable[[], None]) ->
 def _remove(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
-
-
-# From the checkpoint folder of a sharded run to one checkpoint with whole fp32 weights.
 
 
 # What DeepSpeed 0.19 adds to the file that also holds what Lightning saves.
@@ -122,11 +123,8 @@ def _from_fsdp2(root: Path) -> dict[str, Any]:
         whole = Path(folder) / "whole.pt"
         dcp_to_torch_save(root, whole)
         state_dict = torch.load(whole, map_location="cpu", weights_only=True)["state_dict"]
-    saved = torch.load(root / "meta.pt", map_location="cpu", weights_only=False)
+    saved: dict[str, Any] = torch.load(root / "meta.pt", map_location="cpu", weights_only=False)
     return saved | {"state_dict": state_dict}
-
-
-# Resuming a ZeRO run with another number of ranks or another stage, through DeepSpeed's universal checkpoints.
 
 
 _TAG = "universal"
@@ -180,7 +178,7 @@ class SavedRun:
 
 
 def convert(folder: Path) -> None:
-    """Write a universal checkpoint into a checkpoint folder of stage 1 or 2, beside what is there.
+    """Write a universal checkpoint into a checkpoint folder of stage 1 or 2, in addition to what is there.
 
     It takes 12 bytes per parameter. One that was finished is kept.
     """

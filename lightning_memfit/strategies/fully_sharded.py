@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.strategies.tensor_parallel import check_same_batch, divide_blocks, share_random_state
-from lightning_memfit.strategies.upstream.packed_shard import save_states_plainly
+from lightning_memfit.strategies.upstream.torch import save_states_plainly
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
@@ -69,6 +70,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self.blocks = blocks
         self._compared: set[str] = set()
 
+    @override
     def setup_environment(self) -> None:
         """Start communication; ranks that don't compute together are data parallel."""
         ranks, together = self.num_processes * self.num_nodes, self.tensor_parallel_size
@@ -88,6 +90,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self._data_parallel_size = ranks // together
         super().setup_environment()
 
+    @override
     def setup(self, trainer: Trainer) -> None:
         """Divide and shard the module, then as Lightning does."""
         module = self.lightning_module
@@ -99,6 +102,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         if self.tensor_parallel_size > 1:
             share_random_state(self._together, self.root_device)
 
+    @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """As Lightning does; checkpoints of the states then don't depend on how layers were divided."""
         super().setup_optimizers(trainer)
@@ -106,6 +110,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             for optimizer in self.optimizers:
                 save_states_plainly(optimizer)
 
+    @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; the first of each stage is compared over the ranks that compute together."""
         assert self.lightning_module is not None

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memfit.profile.fake import fake_clone, fake_pretrained_weights

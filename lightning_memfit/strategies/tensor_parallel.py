@@ -1,5 +1,8 @@
 """Tensor parallelism of blocks like GPT-2's and Llama's: several ranks compute one model on one batch together.
 
+`divide_blocks` divides the layers; `share_random_state` and `check_same_batch` see to what such ranks must have in
+common, the random numbers of dropout and the batch.
+
 Plans are made of the blocks' structure. Those that transformers keeps in its configurations (`base_model_tp_plan`) have
 none for GPT-2, and work only for models that transformers itself loads onto the mesh.
 """
@@ -10,7 +13,7 @@ from math import gcd
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_memfit.checkpointing.blocks import find_blocks
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.strategies.tensor_parallel_styles import Columns, Region, Rows, Whole, output_features
 
 
@@ -168,9 +172,6 @@ def _check(name: str, block: nn.Module, plan: BlockPlan, size: int) -> None:
             )
 
 
-# What ranks that compute one model together must have in common: the batch, and the random numbers of dropout.
-
-
 def share_random_state(mesh: DeviceMesh, device: torch.device) -> None:
     """Give all ranks of a group the random state of its first one, of the CPU and of the device.
 
@@ -181,7 +182,7 @@ def share_random_state(mesh: DeviceMesh, device: torch.device) -> None:
     state = torch.get_rng_state().to(device)
     distributed.broadcast(state, first, group=mesh.get_group())
     torch.set_rng_state(state.cpu())
-    if device.type == "cuda":
+    if DeviceKind.of(device).has_own_generator:
         state = torch.cuda.get_rng_state(device).to(device)
         distributed.broadcast(state, first, group=mesh.get_group())
         torch.cuda.set_rng_state(state.cpu(), device)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from typing_extensions import override
 
-from lightning_memfit.strategies.upstream.packed_shard import distribute_packed, packed_slice, save_plainly
+from lightning_memfit.strategies.upstream.torch import distribute_packed, own_parameters, packed_slice, save_plainly
 
 
 class _Layer(ParallelStyle):
@@ -37,6 +38,7 @@ class _Layer(ParallelStyle):
         divided = self.divided(layer, name, parameter.detach())
         return nn.Parameter(divided, requires_grad=parameter.requires_grad)
 
+    @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.mesh = device_mesh
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -56,24 +58,28 @@ class Columns(_Layer):
         super().__init__()
         self.parts = parts
 
+    @override
     def divided(self, layer: nn.Module, name: str, value: Tensor) -> DTensor:
         """By outputs."""
         if self.parts > 1 and name == "weight":
             return distribute_packed(value, self.mesh, output_dim(layer), self.parts)
         return super().divided(layer, name, value)
 
+    @override
     def placement(self, layer: nn.Module, name: str, value: Tensor) -> Placement:
         """By outputs; the small bias of a fused layer is whole, as FSDP2 can't divide further what is packed."""
         if self.parts > 1:
             return Replicate()
         return Shard(output_dim(layer) if name == "weight" else 0)
 
+    @override
     def local(self, layer: nn.Module, name: str, parameter: DTensor) -> Tensor | None:
         """Outputs of this rank."""
         if self.parts == 1 or name == "weight":
             return parameter.to_local()
         return packed_slice(parameter.to_local(grad_placements=[Partial()]), 0, self.parts, self.mesh)
 
+    @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
         if self.parts > 1:
@@ -85,16 +91,19 @@ class Columns(_Layer):
 class Rows(_Layer):
     """A linear layer of which each rank computes a summand from some of the inputs; the last of a region."""
 
+    @override
     def placement(self, layer: nn.Module, name: str, value: Tensor) -> Placement:
         """By inputs; every rank has the whole bias."""
         return Shard(1 - output_dim(layer)) if name == "weight" else Replicate()
 
+    @override
     def local(self, layer: nn.Module, name: str, parameter: DTensor) -> Tensor | None:
         """Inputs of this rank. The bias is left out, to be added once."""
         if name == "weight":
             return parameter.to_local()
         return None if isinstance(layer, nn.Linear) else torch.zeros_like(parameter.to_local(), requires_grad=False)
 
+    @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)  # its hook comes first, and puts the bias back
 
@@ -119,16 +128,19 @@ class Whole(_Layer):
         super().__init__()
         self._done: dict[nn.Parameter, nn.Parameter] = {}
 
+    @override
     def _divided(self, layer: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if parameter not in self._done:
             self._done[parameter] = super()._divided(layer, name, parameter)
         return self._done[parameter]
 
+    @override
     def placement(self, layer: nn.Module, name: str, value: Tensor) -> Placement:
         """Matrices by their last dimension."""
         divisible = value.ndim > 1 and value.shape[-1] % self.mesh.size() == 0
         return Shard(value.ndim - 1) if divisible else Replicate()
 
+    @override
     def local(self, layer: nn.Module, name: str, parameter: DTensor) -> Tensor | None:
         """All of it."""
         return parameter.full_tensor()
@@ -145,6 +157,7 @@ class Region(ParallelStyle):
         super().__init__()
         self.counts = counts
 
+    @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in self.counts:
             if isinstance(getattr(module, name, None), int):
@@ -185,13 +198,13 @@ def _use_while_running(layer: nn.Module, style: _Layer) -> None:
     kept: dict[str, nn.Parameter | None] = {}
 
     def before(_: nn.Module, args: Any) -> None:
-        kept.update(layer._parameters)
+        kept.update(own_parameters(layer))
         for name, parameter in kept.items():
             if isinstance(parameter, DTensor):
-                layer._parameters[name] = style.local(layer, name, parameter)
+                own_parameters(layer)[name] = style.local(layer, name, parameter)
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
-        layer._parameters.update(kept)
+        own_parameters(layer).update(kept)
         kept.clear()
 
     layer.register_forward_pre_hook(before)

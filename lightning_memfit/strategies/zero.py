@@ -10,15 +10,16 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.memory.process import return_freed_memory
 from lightning_memfit.strategies.checkpoints import SavedRun, convert, rewritten
@@ -31,8 +32,6 @@ from lightning_memfit.strategies.upstream.deepspeed import (
 from lightning_memfit.strategies.upstream.huggingface import partitioned_builds
 from lightning_memfit.strategies.zero_config import Config, ZeroOptions, with_raw_options
 from lightning_memfit.strategies.zero_sizes import ModelSizes, sized
-
-# Optimizers that step on the host.
 
 
 def prefer_fused(optimizer: Optimizer) -> bool:
@@ -50,9 +49,6 @@ def prefer_fused(optimizer: Optimizer) -> bool:
     for group in groups:
         group["fused"] = True
     return bool(groups)
-
-
-# ===
 
 
 class ZeroStrategy(DeepSpeedStrategy):
@@ -130,6 +126,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     def _on_cpu(self) -> bool:
         return isinstance(self.accelerator, CPUAccelerator)
 
+    @override
     def setup_environment(self) -> None:
         """Start the processes' communication; Lightning's own strategy refuses the CPU here."""
         allow_loading_without_optimizer()
@@ -142,6 +139,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         disable_shared_memory_collectives()
         DDPStrategy.setup_environment(self)
 
+    @override
     def setup_distributed(self) -> None:
         """As Lightning's, without its check of device indices, which a CPU has none of."""
         if not self._on_cpu:
@@ -152,6 +150,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         self._init_deepspeed_distributed()
 
     @property
+    @override
     def root_device(self) -> torch.device:
         """The rank's device; the CPU has an index, which DeepSpeed compares with zero."""
         return torch.device("cpu", 0) if self._on_cpu else super().root_device
@@ -172,6 +171,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     # --- configuration ----------------------------------------------------------------------------------------------
 
+    @override
     def _init_config_if_needed(self) -> None:
         """Add what the Trainer says; Lightning lets raw options silently win over it."""
         if self._config_initialized or self.lightning_module is None:
@@ -196,6 +196,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     # --- model and optimizer ----------------------------------------------------------------------------------------
 
+    @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Partition parameters as they are made, with stage 3."""
@@ -206,6 +207,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             with partitioned_builds(self.config):
                 yield
 
+    @override
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
@@ -221,12 +223,14 @@ class ZeroStrategy(DeepSpeedStrategy):
         require_host_memory(model, optimizer, zero, itemsize, self.world_size, self.num_processes, self._on_cpu)
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
+    @override
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
         if self._train_engine is not None:
             self._train_engine.destroy()  # of an earlier `fit`: its hooks would run beside the new engine's
         super()._initialize_deepspeed_train(model)
         self._train_engine = self.model
 
+    @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         """After `fit`, evaluate with the engine that trained: a second one would partition what is partitioned."""
         if self._train_engine is not None and self._train_engine.module is model:
@@ -236,6 +240,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         self._fill_sizes(model)
         super()._initialize_deepspeed_inference(model)
 
+    @override
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -248,11 +253,13 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint folder; one that is there already is replaced when the new one is complete."""
         with rewritten(self.broadcast(filepath), self.local_rank == 0, self.barrier) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
 
+    @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and, to go on training, optimizer states: converted where ranks or stage have changed."""
         assert self.lightning_module is not None

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.device.probe import probe_device
 from lightning_memfit.estimate.zero_infinity import zero_infinity_states
 from lightning_memfit.estimate.zero_moments import Place, ZeroRun, zero_moments
 from lightning_memfit.memory import MemoryBreakdown, format_bytes, parse_bytes
 from lightning_memfit.memory.breakdown import Tier
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.nvme.folder import RunFolder, new_run_id
 from lightning_memfit.nvme.preflight import Needs, PreflightReport, preflight
 from lightning_memfit.nvme.sizing import AioSettings, InfinitySizes, infinity_sizes
@@ -106,6 +108,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         self._aio = AioSettings()
         self.remote_device = "nvme" if offload_parameters else None
 
+    @override
     def setup_environment(self) -> None:
         """Start the processes' communication."""
         super().setup_environment()
@@ -114,6 +117,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
 
     # --- before anything is loaded ----------------------------------------------------------------------------------
 
+    @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Check and prepare the drive, then put parameters there as they are made."""
@@ -124,6 +128,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
                 stack.enter_context(super().model_sharded_context())
             yield
 
+    @override
     def _fill_sizes(self, model: nn.Module) -> None:
         self._prepare(ModelShape.of_built(model))
         super()._fill_sizes(model)
@@ -152,7 +157,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         micro_batches = self.lightning_module.trainer.accumulate_grad_batches
         traffic = step_traffic(share * self._offloads[0], share * self._offloads[1], sizes.itemsize, 2, micro_batches)
         device = self.root_device
-        free = probe_device(device.index).available_bytes if device.type == "cuda" else None
+        free = probe_device(device.index).available_bytes if DeviceKind.of(device).has_own_memory else None
         moments = self._moments(shape, sizes)
         needs = Needs(states, sizes, traffic, self.num_processes, free, self.reserve_bytes, self.endurance_tbw, moments)
         report = preflight(self.nvme_path, needs)
@@ -234,6 +239,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
 
     # --- training ---------------------------------------------------------------------------------------------------
 
+    @override
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
@@ -253,6 +259,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
                 "lost silently. Use an optimizer of torch.optim, or `offload_optimizer: false`."
             )
 
+    @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         """Without an optimizer there is nothing of it to offload, and DeepSpeed must not look for its files."""
         zero = self.config["zero_optimization"]
@@ -263,6 +270,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
             if section is not None:
                 self.config["zero_optimization"]["offload_optimizer"] = section
 
+    @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step, then stop if the drive is about to be full."""
         result = super().optimizer_step(*args, **kwargs)
@@ -275,6 +283,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         """Bytes that the run keeps on this machine's drive, now; monitors ask for them."""
         return 0 if self.folder is None else self.folder.used_bytes
 
+    @override
     def on_exception(self, exception: BaseException) -> None:
         """Leave nothing on the drive."""
         super().on_exception(exception)
@@ -288,6 +297,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint, unless the states on disk are in doubt."""
         if self._watermark is not None:
@@ -296,6 +306,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
             checkpoint = checkpoint | {SUB_GROUPS: sub_groups_of(self.deepspeed_engine)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and, to go on training, the optimizer's states, which upstream loses where they lie on disk.
 

@@ -18,6 +18,7 @@ from lightning_memfit.estimate.checkpointing_budget import BudgetPlanner, Comput
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_total_bytes
 from lightning_memfit.estimate.target import live_target
 from lightning_memfit.memory import parse_bytes
+from lightning_memfit.memory.kind import CPU, CUDA, compute_capability
 from lightning_memfit.profile.events import EventList
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import AUTOCAST_DTYPES, TRUE_DTYPES, StepOptions
@@ -128,8 +129,9 @@ def _resolve(
 ) -> ResolvedBudget:
     _refuse_untraced_memory(budget, trainer)
     device = trainer.strategy.root_device
-    cuda = device.type == "cuda"
-    emulation = Emulation("cuda", torch.cuda.get_device_capability(device)) if cuda else Emulation("cpu")
+    capability = compute_capability(device)
+    cuda = capability is not None
+    emulation = Emulation(CPU) if capability is None else Emulation(CUDA, capability)
     precision = trainer.precision
     options = StepOptions(
         precision,  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 from typing_extensions import override
 
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.techniques.core.callback import ReversibleCallback
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.first_batch import training_data_source
@@ -50,7 +51,7 @@ class DataLoading(ReversibleCallback):
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap where the Trainer gets its training loaders from."""
-        pin = trainer.strategy.root_device.type == "cuda" if self.pin_memory is None else self.pin_memory
+        pin = DeviceKind.of(trainer.strategy.root_device).has_own_memory if self.pin_memory is None else self.pin_memory
 
         def loaders(inner: Callable[[], Any]) -> Any:
             source = inner()

@@ -8,7 +8,7 @@ _PAGE = "mixed_precision"
 
 def _needs_bfloat16(run: Run, options: Options) -> str | None:
     capability = run.facts.capability
-    if run.facts.device == "cuda" and capability is not None and capability < (8, 0):
+    if run.facts.device_kind.has_compute_capability and capability is not None and capability < (8, 0):
         return (
             f"compute capability {capability[0]}.{capability[1]} has no bfloat16 tensor cores. "
             "Use fp16_mixed, or a device from 8.0 (Ampere) on."

@@ -169,7 +169,7 @@ def _cost_of_8bit(profile: ModelProfile, options: Options) -> Cost:
 
 
 def _cost_of_paging(profile: ModelProfile, options: Options) -> Cost:
-    return Cost(step=_paging(state_bytes(profile)) if profile.device == "cuda" else Work())
+    return Cost(step=_paging(state_bytes(profile)) if profile.device_kind.has_own_memory else Work())
 
 
 def _paging(size_bytes: float) -> Work:
@@ -201,7 +201,7 @@ PAGED_OPTIMIZER_8BIT = Technique(
     numerics=frozenset({"8bit"}),
     callbacks=(CallbackSpec(_CLASS_PATH, {"paged": True}),),
     unsupported=_unsupported_paged,
-    cost=lambda profile, options: _cost_of_8bit(profile, {"paged": profile.device == "cuda"}),
+    cost=lambda profile, options: _cost_of_8bit(profile, {"paged": profile.device_kind.has_own_memory}),
     package="bitsandbytes",
     extra=_EXTRA,
     page="optimizer_8bit",

@@ -51,7 +51,7 @@ class TF32(ReversibleCallback):
 def unsupported(run: Run, options: Options | None = None) -> str | None:
     """Reason and fix, or None where products can be in TF32."""
     capability = run.facts.capability
-    if run.facts.device != "cuda" or capability is None:
+    if not run.facts.device_kind.has_compute_capability or capability is None:
         return f"TF32 is computed by CUDA devices only, and this is {run.facts.device}. Leave it out."
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]} has no TF32; it begins with 8.0. Use fp16_mixed."

@@ -82,7 +82,7 @@ def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None where blocks can be compiled."""
     facts = run.facts
     if facts.compiler is False:
-        needed = "Triton" if facts.device == "cuda" else "a C++ compiler"
+        needed = "Triton" if facts.device_kind.compiles_with_triton else "a C++ compiler"
         return f"torch.compile finds no {needed}. Install one (pip install triton; apt install g++), or leave it out."
     if facts.num_blocks == 0 and not options.get("blocks"):
         return f"the module {_NO_BLOCKS}"

@@ -163,7 +163,7 @@ def test_folder_within_a_live_run(tmp_path: Path) -> None:
 def test_folder_of_a_killed_run_is_counted_as_free_and_removed_at_the_start(killed_run: Path) -> None:
     report = preflight(killed_run.parent, needs_of())
     assert report.problems == ()
-    (note,) = [finding for finding in report.findings if finding.name == "leftovers"]
+    (note,) = [finding for finding in report.findings if finding.name == "stale runs"]
     assert "8.0" in note.found
     assert killed_run.exists()
     RunFolder.create(killed_run.parent, "next").close()

@@ -203,7 +203,7 @@ def test_killed_run_is_cleaned_up_after_resumed_and_exported(tmp_path: Path, res
     process.wait()
 
     (left,) = find_runs(drive)
-    assert left.is_leftover
+    assert left.is_stale
     assert predicted <= left.size_bytes <= predicted + MIB // 4  # whole blocks of files, and the owner file
 
     results = launch(tmp_path, {"next": common | {"scenario": f"{SCENARIOS}.resume"}})

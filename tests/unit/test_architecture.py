@@ -36,6 +36,13 @@ ALLOWED = {
     "data": {"memory"},
 }
 
+# Where the text "cuda" may be written, and why; everybody else asks a `DeviceKind`.
+NAMES_CUDA = {
+    "lightning_memfit/memory/kind.py": "the one module that knows what it means",
+    "lightning_memfit/device/health.py": "part of the file name of bitsandbytes' library",
+    "lightning_memfit/models/causal_lm.py": "key of the random state in checkpoints",
+}
+
 
 def imported_folders(path: Path) -> set[str]:
     found = set()
@@ -107,6 +114,15 @@ def test_planner_and_fitting_name_no_technique() -> None:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and node.value in names:
                     pytest.fail(f"{path.relative_to(ROOT)}:{node.lineno} names {node.value!r}")
+
+
+def test_one_module_knows_what_cuda_means() -> None:
+    found = set()
+    for path in sorted([*PACKAGE.rglob("*.py"), *(ROOT / "cli").rglob("*.py")]):
+        texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        if any(isinstance(text, str) and (text == "cuda" or text.startswith("cuda:")) for text in texts):
+            found.add(str(path.relative_to(ROOT)))
+    assert found == set(NAMES_CUDA), "Ask a question of `lightning_memfit.memory.kind.DeviceKind` instead."
 
 
 def test_every_folder_has_a_place_in_the_map() -> None:

@@ -10,6 +10,7 @@ import yaml
 from lightning_memfit.bench.peers.peer import Peer, peer_named
 from lightning_memfit.bench.peers.task import Task
 from lightning_memfit.bench.peers.watch import Watch
+from lightning_memfit.memory.kind import device_of, hardware_name
 
 
 class PeerRun:
@@ -26,8 +27,7 @@ class PeerRun:
         self._options: dict[str, Any] = job["options"]
         self._settings = settings
         self._folder = folder
-        on_cuda = settings["trainer"]["accelerator"] == "gpu"
-        self._device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+        self._device = device_of(settings["trainer"]["accelerator"])
         self._watch = Watch(int(job["warmup_steps"]), self._device)
 
     def fit(self) -> None:
@@ -54,7 +54,7 @@ class PeerRun:
             "loss_first": first,
             "loss_last": last,
             "hardware": {
-                "device": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
+                "device": hardware_name(self._device),
                 "threads": torch.get_num_threads(),
             },
         }

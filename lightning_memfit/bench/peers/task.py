@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_memfit.memory.kind import device_of
+
 _READ = {"devices", "accelerator", "precision", "max_steps", "accumulate_grad_batches"}
 _QUIET = {"max_epochs", "limit_val_batches", "logger", "enable_checkpointing"}
 _QUIET |= {"enable_progress_bar", "enable_model_summary"}
@@ -57,7 +59,7 @@ class Task:
     @property
     def device(self) -> torch.device:
         """Where it is trained."""
-        return torch.device("cuda", 0) if self._trainer["accelerator"] == "gpu" else torch.device("cpu")
+        return device_of(self._trainer["accelerator"])
 
     @property
     def precision(self) -> str:

@@ -6,6 +6,7 @@ from lightning_memfit.bench.peers.by_hand import ByHand
 from lightning_memfit.bench.peers.peer import Options, Peer, UnsupportedError
 from lightning_memfit.bench.peers.task import Task
 from lightning_memfit.bench.peers.watch import Watch
+from lightning_memfit.memory.kind import DeviceKind
 
 _OFFLOADING = "torchao.optim.CPUOffloadOptimizer"
 
@@ -20,7 +21,7 @@ def train(task: Task, options: Options, watch: Watch) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(task.folder / "inductor"))
     by_hand = ByHand.read("torchao", {"optimizer": "torchao.optim.AdamW8bit", **options})
     on_host = by_hand.optimizer == _OFFLOADING
-    if on_host and task.device.type != "cuda":
+    if on_host and not DeviceKind.of(task.device).has_own_memory:
         raise UnsupportedError(f"`{by_hand.optimizer}` moves tensors between a GPU and the host: it needs CUDA.")
     by_hand.import_code()
     task.import_model_code()

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memfit.bench.record import Memory
 from lightning_memfit.bench.step_clock import ResidentGrowth, StepClock
 from lightning_memfit.memory import Category
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.memory.process import nvml_usage, peak_rss_bytes
 
@@ -34,8 +35,9 @@ class Watch:
     def __init__(self, warmup_steps: int, device: torch.device) -> None:
         self.clock = StepClock(warmup_steps)
         self.sees_device = True
-        self.ledger = StorageLedger(rounding_bytes=512 if device.type == "cuda" else 1, device_type=device.type)
+        self.ledger = StorageLedger(rounding_bytes=DeviceKind.of(device).rounding_bytes, device_type=device.type)
         self._device = device
+        self._kind = DeviceKind.of(device)
         self._resident = ResidentGrowth()
         self._following = True
         self._step = ExitStack()
@@ -51,7 +53,7 @@ class Watch:
         if optimizer is not None:
             self.ledger.track_optimizer(optimizer)
         self.ledger.reset_peak()
-        if self._device.type == "cuda":
+        if self._kind.has_caching_allocator:
             torch.cuda.reset_peak_memory_stats(self._device)
         self.clock.start()
 
@@ -88,7 +90,7 @@ class Watch:
         """A micro-batch on the device. On the CPU it is copied, as for Lightning's runs: the copy is the device's."""
         moved = {}
         for name, tensor in batch.items():
-            if self._device.type == "cpu":
+            if self._kind.is_host:
                 moved[name] = tensor.clone() if self._following else tensor
             else:
                 moved[name] = tensor.to(self._device, non_blocking=True)
@@ -118,13 +120,13 @@ class Watch:
 
     def memory(self) -> Memory:
         """Peaks of the run."""
-        on_cuda = self._device.type == "cuda"
-        usage = nvml_usage(self._device) if on_cuda else None
+        counted = self._kind.has_caching_allocator
+        usage = nvml_usage(self._device) if counted else None
         by_category = {str(category): size for category, size in self.ledger.peak_by_category.items() if size}
         live = (sum(by_category.values()) or None) if self.sees_device else None
         return Memory(
-            allocated_bytes=torch.cuda.max_memory_allocated(self._device) if on_cuda else live,
-            reserved_bytes=torch.cuda.max_memory_reserved(self._device) if on_cuda else None,
+            allocated_bytes=torch.cuda.max_memory_allocated(self._device) if counted else live,
+            reserved_bytes=torch.cuda.max_memory_reserved(self._device) if counted else None,
             by_category=by_category if self.sees_device else {},
             process_bytes=usage.process_bytes if usage else None,
             card_bytes=usage.card_bytes if usage else None,

@@ -15,6 +15,7 @@ from lightning_memfit.checkpointing.offload import MIN_OFFLOAD_BYTES
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.memory import Category, format_bytes
 from lightning_memfit.memory.host import copy_to_host, is_on_host
+from lightning_memfit.memory.kind import DeviceKind
 
 _AWAY = WeakIdKeyDictionary()
 """States that wait on the host, of all optimizers."""
@@ -68,7 +69,7 @@ class HostStates:
             buffer.copy_(state, non_blocking=True)
             _AWAY[state], device = True, state.device
             state.data = buffer
-        if device is not None and device.type == "cuda":
+        if device is not None and DeviceKind.of(device).is_asynchronous:
             torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()

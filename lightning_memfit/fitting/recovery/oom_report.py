@@ -20,6 +20,7 @@ from lightning_memfit.fitting.size.prediction import profile_fit, runtime_of
 from lightning_memfit.fitting.size.search import largest_under
 from lightning_memfit.measure.resident_tensors import held_bytes
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import TraceError
@@ -105,7 +106,7 @@ class OutOfMemoryReport(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to record where CUDA memory is allocated."""
-        if self.record_history and trainer.strategy.root_device.type == "cuda":
+        if self.record_history and DeviceKind.of(trainer.strategy.root_device).has_caching_allocator:
             start_history()
             self._records = True
 
@@ -144,7 +145,7 @@ class OutOfMemoryReport(Callback):
     ) -> None:
         device = trainer.strategy.root_device
         rank = trainer.global_rank
-        if device.type == "cuda":
+        if DeviceKind.of(device).has_caching_allocator:
             self.snapshot_path = _free_path(Path(self.folder or trainer.default_root_dir), rank)
             dump_snapshot(self.snapshot_path)
         held = held_bytes(module, trainer.optimizers, device)

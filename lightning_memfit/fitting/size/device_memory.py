@@ -5,6 +5,8 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_memfit.memory.kind import DeviceKind
+
 
 class MemoryGauge(Protocol):
     """What fitting reads of a device. A `SimulatedDevice` is one."""
@@ -67,7 +69,7 @@ def find_gauge(trainer: Trainer) -> MemoryGauge | None:
         if ledger is not None:
             return ledger
     device = trainer.strategy.root_device
-    return CudaGauge(device) if device.type == "cuda" else None
+    return CudaGauge(device) if DeviceKind.of(device).has_caching_allocator else None
 
 
 def knows_limit(trainer: Trainer) -> bool:
@@ -75,11 +77,11 @@ def knows_limit(trainer: Trainer) -> bool:
     from lightning_memfit.device.limit import MemoryLimit
 
     limited = any(isinstance(callback, MemoryLimit) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    return limited or trainer.strategy.root_device.type == "cuda"
+    return limited or DeviceKind.of(trainer.strategy.root_device).has_caching_allocator
 
 
 def allocation_retries(device: torch.device) -> int:
     """How often the caching allocator had to give its cache back to serve an allocation; 0 off CUDA."""
-    if device.type != "cuda":
+    if not DeviceKind.of(device).has_caching_allocator:
         return 0
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

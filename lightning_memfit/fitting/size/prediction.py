@@ -4,7 +4,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -13,6 +12,7 @@ from lightning_memfit.estimate.estimate import Estimate, estimate_step, predict_
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.memory.attach import hide_idle_hooks
+from lightning_memfit.memory.kind import CPU, CUDA, compute_capability
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.events import CATEGORIES
@@ -119,16 +119,14 @@ def predict_sizes(trainer: Trainer, module: LightningModule) -> SizePrediction |
 
 def emulation_of(trainer: Trainer) -> Emulation:
     """The device whose operators a trace must issue for this trainer."""
-    device = trainer.strategy.root_device
-    if device.type == "cuda":
-        return Emulation("cuda", torch.cuda.get_device_capability(device))
-    return Emulation("cpu")
+    capability = compute_capability(trainer.strategy.root_device)
+    return Emulation(CPU) if capability is None else Emulation(CUDA, capability)
 
 
 def runtime_of(trainer: Trainer) -> RuntimeMemory | None:
     """What lies outside a trace on the trainer's device; nothing on the CPU."""
-    device = trainer.strategy.root_device
-    return runtime_memory(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+    capability = compute_capability(trainer.strategy.root_device)
+    return None if capability is None else runtime_memory(capability)
 
 
 class MemoryPrediction(Callback):

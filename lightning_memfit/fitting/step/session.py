@@ -25,6 +25,7 @@ from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.outputs import StepMetrics
 from lightning_memfit.fitting.step.ranks import Agreement, GradientReducer
 from lightning_memfit.fitting.step.split import BatchSplitter, LossWeight, SampleWeights, predicts_next_token, weigh
+from lightning_memfit.memory.kind import DeviceKind, hardware_name
 from lightning_memfit.memory.replicas import num_replicas
 
 # `global_batch_size` = loader batch x devices x `accumulate_grad_batches`, checked and where possible arranged.
@@ -155,7 +156,8 @@ class FitSession:
             # DistributedDataParallel would broadcast buffers in the first forward; we do it after each step.
             trainer.strategy.model.require_forward_param_sync = False  # type: ignore[union-attr]
         # A CPU without a simulated device has one memory only.
-        has_host = self._device.type == "cuda" or (self._device.type == "cpu" and gauge is not None)
+        kind = DeviceKind.of(self._device)
+        has_host = kind.has_own_memory or (kind.is_host and gauge is not None)
         rungs = rungs_up_to(options.last_resort, module, trainer.optimizers[0], has_host, trainer.num_devices)
         self._ladder = Ladder(rungs, self._agreement)
         self._expected: int | None = None
@@ -251,9 +253,9 @@ class FitSession:
 
     def _setting(self) -> dict[str, Any]:
         trainer = self._loop.trainer
-        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
+        name = hardware_name(self._device)
         limit_bytes = self._options.limit_bytes
-        if limit_bytes is None and self._gauge is not None and self._device.type != "cuda":
+        if limit_bytes is None and self._gauge is not None and not DeviceKind.of(self._device).has_caching_allocator:
             limit_bytes = self._gauge.limit_bytes
         return {"device": name, "world_size": trainer.world_size, "limit_bytes": limit_bytes}
 
@@ -299,7 +301,8 @@ class FitSession:
     def _watch_allocator(self) -> None:
         """Lower the size where the caching allocator keeps emptying its cache, which costs far more than one pass."""
         self._num_steps += 1
-        if self._device.type != "cuda" or self._num_steps % _STEPS_BETWEEN_CHECKS or self.sizes is None:
+        cached = DeviceKind.of(self._device).has_caching_allocator
+        if not cached or self._num_steps % _STEPS_BETWEEN_CHECKS or self.sizes is None:
             return
         before, self._retries = self._retries, allocation_retries(self._device)
         if self._retries - before >= _MANY_RETRIES and self.sizes.current > 1:

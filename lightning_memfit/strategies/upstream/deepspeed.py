@@ -1,4 +1,7 @@
-"""Names of DeepSpeed that are not public, written for DeepSpeed 0.19.8; `test_upstream_names.py` pins them."""
+"""What the strategies change in DeepSpeed, or read of it, by names that are not public.
+
+Written for DeepSpeed 0.19.8; `test_upstream_names.py` and `test_zero_infinity.py` fail where these names move.
+"""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -42,7 +45,7 @@ def loading_universal(engine: Any) -> Iterator[None]:
         engine._config.load_universal_checkpoint = False
 
 
-# Names of DeepSpeed that swapping to disk needs, written for DeepSpeed 0.19.8; `test_upstream_names.py` pins them.
+# --- states on disk -------------------------------------------------------------------------------------------------
 
 
 SUB_GROUPS = "memfit_sub_groups"

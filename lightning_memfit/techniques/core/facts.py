@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_memfit.checkpointing.blocks import find_blocks
+from lightning_memfit.memory.kind import CUDA, DeviceKind, compute_capability
 
 
 @dataclass(frozen=True)
 class Facts:
     """What no choice of technique changes. None where it is not known before the model is built."""
 
-    device: str = "cuda"
+    device: str = CUDA
     """Device type."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability."""
@@ -47,6 +47,11 @@ class Facts:
     """Class name of the training loader."""
     compiler: bool | None = None
     """Whether the machine has what torch.compile needs."""
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        """What the type of the device can do."""
+        return DeviceKind.of(self.device)
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ _HOOKS = (
 
 def read_facts(
     module: nn.Module,
-    device: str = "cuda",
+    device: str = CUDA,
     capability: tuple[int, int] | None = None,
     optimizer: str = "",
     gradient_clip_val: float | None = None,
@@ -123,11 +128,11 @@ def read_facts(
 
 def run_of(trainer: Any, module: Any) -> Run:
     """The run that a Trainer is about to begin with a module."""
-    device = trainer.strategy.root_device.type
+    device = trainer.strategy.root_device
     facts = read_facts(
         module,
-        device,
-        torch.cuda.get_device_capability() if device == "cuda" else None,
+        device.type,
+        compute_capability(device),
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
     )
@@ -150,7 +155,7 @@ def _strategy(strategy: Any) -> str:
 
 def has_compiler(device: str) -> bool:
     """Whether torch.compile finds what it generates code for: Triton on CUDA, a C++ compiler on the CPU."""
-    if device == "cuda":
+    if DeviceKind.of(device).compiles_with_triton:
         return find_spec("triton") is not None
     return any(shutil.which(name) is not None for name in ("g++", "clang++", "c++"))
 

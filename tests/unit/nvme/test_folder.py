@@ -77,17 +77,17 @@ def test_killed_run_is_reaped_by_the_next(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
     (state,) = find_runs(tmp_path)
-    assert state.is_leftover
+    assert state.is_stale
     assert state.size_bytes >= 8192
     with RunFolder.create(tmp_path, "next") as folder:
-        assert [found.path for found in folder.reaped] == [state.path]
+        assert [found.path for found in folder.removed] == [state.path]
         assert list(tmp_path.iterdir()) == [folder.path]
 
 
 def test_live_run_is_neither_removed_nor_used(tmp_path: Path) -> None:
     with rank("create", tmp_path, "live") as process:
         with RunFolder.create(tmp_path, "other") as folder:
-            assert folder.reaped == []
+            assert folder.removed == []
         with pytest.raises(RuntimeError, match=rf"process {process.pid} on .* still runs. End that run"):
             RunFolder.create(tmp_path, "live")
         (state,) = find_runs(tmp_path)
@@ -99,13 +99,13 @@ def test_run_whose_first_rank_was_killed_lives_while_another_does(tmp_path: Path
         first.kill()
         first.wait()
         (state,) = find_runs(tmp_path)
-        assert not state.is_leftover
+        assert not state.is_stale
         with pytest.raises(RuntimeError, match="still runs"):
             RunFolder.create(tmp_path, "run1")
         with pytest.raises(RuntimeError, match="must create it first"):
             RunFolder.join(tmp_path, "run1")
     (state,) = find_runs(tmp_path)
-    assert state.is_leftover
+    assert state.is_stale
 
 
 def test_owner_waits_for_the_other_ranks(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_nothing_foreign_is_deleted(tmp_path: Path) -> None:
     write_swap(tmp_path)
     before = sorted(path for path in tmp_path.rglob("*"))
     with RunFolder.create(tmp_path, "next") as folder:
-        assert folder.reaped == []
+        assert folder.removed == []
     assert sorted(tmp_path.rglob("*")) == before
     with pytest.raises(OSError, match=r"thesis\.txt, which no run wrote"):
         remove_run(state.path)

@@ -1,4 +1,4 @@
-"""Private names of DeepSpeed and transformers that `deepspeed_internals` and `huggingface_build` rely on."""
+"""Private names of Lightning, DeepSpeed and transformers that strategies rely on."""
 
 import inspect
 
@@ -30,3 +30,23 @@ def test_deepspeed():
     assert "_restore_from_bit16_weights()" in engine
     assert "return self._config.load_universal_checkpoint" in engine
     assert callable(DeepSpeedZeRoOffload)
+
+
+def test_lightning():
+    from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+
+    overridden = {
+        "_init_config_if_needed": ["self"],
+        "_setup_model_and_optimizer": ["self", "model", "optimizer", "lr_scheduler"],
+        "_initialize_deepspeed_train": ["self", "model"],
+        "_initialize_deepspeed_inference": ["self", "model"],
+    }
+    called = {
+        "_init_deepspeed_distributed": ["self"],
+        "_load_config": ["self", "config"],
+        "_restore_zero_state": ["self", "ckpt", "strict"],
+    }
+    for name, parameters in (overridden | called).items():
+        assert list(inspect.signature(getattr(DeepSpeedStrategy, name)).parameters) == parameters
+    assert DeepSpeedStrategy(stage=3)._config_initialized is False
+    assert ModelParallelStrategy(data_parallel_size=2)._data_parallel_size == 2

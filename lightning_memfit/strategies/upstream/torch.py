@@ -1,9 +1,9 @@
-"""The placement of fused weights: `q|k|v` divided so that a rank has its part of each.
+"""What tensor parallelism needs of torch that is not public, written for torch 2.11 to 2.13.
 
-torch has no public placement for it. `_StridedShard`, written for FSDP2 over tensor parallelism, describes it; this
-module was written for torch 2.11 to 2.13 and is the only one to name it. A distributed checkpoint stores one rectangle
-per rank, which such a part is not: in state dicts the same tensor is divided plainly, so that a checkpoint reads alike
-whatever divided the model.
+A module's own parameters are replaced while it runs; and fused weights, `q|k|v`, are divided so that a rank has its
+part of each. torch has no public placement for that: `_StridedShard`, written for FSDP2 over tensor parallelism,
+describes it, and no other module names it. A distributed checkpoint stores one rectangle per rank, which such a part is
+not: in state dicts the same tensor is divided plainly, so that a checkpoint reads alike whatever divided the model.
 """
 
 from typing import Any, TypeGuard
@@ -17,6 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """A module's own parameters by name, to be read and replaced; what is put in need be no `nn.Parameter`."""
+    return module._parameters
+
+
 def distribute_packed(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: int) -> DTensor:
     """Divide each of `parts` equal parts of a dimension among the ranks of a mesh, of the first rank's numbers."""
     whole = distribute_tensor(tensor, mesh, [Replicate()])
@@ -28,7 +33,8 @@ def distribute_packed(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: int) ->
 
 def packed_slice(tensor: Tensor, dim: int, parts: int, mesh: DeviceMesh) -> Tensor:
     """What this rank has of a tensor that is divided so."""
-    return tensor.unflatten(dim, (parts, mesh.size(), -1)).select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1)
+    part: Tensor = tensor.unflatten(dim, (parts, mesh.size(), -1)).select(dim + 1, mesh.get_local_rank())
+    return part.flatten(dim, dim + 1)
 
 
 def is_packed(tensor: Any) -> TypeGuard[DTensor]:
@@ -40,13 +46,13 @@ def save_plainly(module: nn.Module) -> list[RemovableHandle]:
     """Make a module's own packed parameters plain in its state dict, and packed again when one is loaded."""
 
     def saved(owner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name, parameter in owner._parameters.items():
+        for name, parameter in own_parameters(owner).items():
             key = prefix + name
             if is_packed(parameter) and isinstance(state.get(key), DTensor):
                 state[key] = _plain(state[key])
 
     def loaded(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, parameter in owner._parameters.items():
+        for name, parameter in own_parameters(owner).items():
             key = prefix + name
             if is_packed(parameter) and isinstance(state.get(key), DTensor):
                 state[key] = _like(state[key], parameter)
