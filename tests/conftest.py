@@ -5,10 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The same examples on every run and machine, in a second or two per test; nothing is written into the checkout.
+settings.register_profile("memfit", derandomize=True, max_examples=60, deadline=None, database=None)
+settings.load_profile("memfit")
 
 
 @pytest.fixture(autouse=True, scope="session")
