@@ -29,10 +29,17 @@ def memfit_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.environ["MEMFIT_CACHE"] = before
 
 
+INTEGRATION = Path(__file__).parent / "integration"
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a CUDA device where there is none."""
+    """Mark real runs as slow, and skip tests that need a CUDA device where there is none."""
     import torch
 
+    for item in items:
+        if INTEGRATION in item.path.parents:
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -11,7 +11,7 @@ from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segm
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import CHOICES
 from lightning_memfit.memory.ledger import StorageLedger
-from tests.unit.checkpointing.models import MODELS, ResNet, gpt2, loss_of, make
+from tests.unit.checkpointing.models import EVERY_MODEL, ResNet, gpt2, loss_of, make
 
 
 def blocks_of(model):
@@ -41,7 +41,7 @@ def assert_equal_runs(first, second):
 
 
 @pytest.mark.parametrize("choice", [c for c in CHOICES if c != "none"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_gradients_buffers_and_random_numbers_are_those_of_the_plain_run(name, choice):
     model, batch = make(name)
     plain = gradients(copy.deepcopy(model), batch)
@@ -121,6 +121,7 @@ def kept_bytes(choice, fake=False, **config):
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fake", [False, True])
 def test_kept_bytes_shrink_with_the_choice(fake):
     kept = {choice: kept_bytes(choice, fake) for choice in CHOICES}
