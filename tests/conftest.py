@@ -5,10 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The same examples on every run and machine, in a second or two per test; nothing is written into the checkout.
+settings.register_profile("memfit", derandomize=True, max_examples=60, deadline=None, database=None)
+settings.load_profile("memfit")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -24,10 +29,17 @@ def memfit_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.environ["MEMFIT_CACHE"] = before
 
 
+INTEGRATION = Path(__file__).parent / "integration"
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a CUDA device where there is none."""
+    """Mark real runs as slow, and skip tests that need a CUDA device where there is none."""
     import torch
 
+    for item in items:
+        if INTEGRATION in item.path.parents:
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

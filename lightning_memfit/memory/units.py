@@ -1,11 +1,14 @@
 """Bytes as people write and read them. Integers inside, GiB only at the edges."""
 
 import re
+from decimal import Decimal
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
+
+_TOO_LARGE = 1 << 63
 
 _BINARY = {"kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB}
 _DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -25,20 +28,19 @@ def parse_bytes(value: int | float | str, argument: str = "size") -> int:
         ValueError: If the value is not a positive size.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        number, unit = float(value), ""
+        number, unit = Decimal(value), ""
     else:
         match = _PATTERN.fullmatch(str(value))
         if match is None:
             raise ValueError(f"`{argument}={value!r}` is not a size. Write for example 12GiB, 500MiB or 12e9.")
-        number, unit = float(match[1]), match[2].lower()
+        number, unit = Decimal(match[1]), match[2].lower()  # a float times 1000 is a byte short for 8.2 kB
     scale = {"": 1, **_DECIMAL, **_BINARY}.get(unit)
     if scale is None:
         known = "B, kB, MB, GB, TB, KiB, MiB, GiB or TiB"
         raise ValueError(f"`{argument}={value!r}` has the unknown unit {unit!r}. Use {known}.")
-    size = int(number * scale)
-    if size <= 0:
-        raise ValueError(f"`{argument}={value!r}` must be a positive size.")
-    return size
+    if number.is_nan() or not 1 <= number * scale < _TOO_LARGE:
+        raise ValueError(f"`{argument}={value!r}` must be a positive size, of less than 8 EiB.")
+    return int(number * scale)
 
 
 def format_percent(share: float) -> str:

@@ -4,7 +4,7 @@ On the CPU `nn.LSTM` runs oneDNN's layer, whose workspace torch's fake kernel ta
 running the layer once on zeros. On CUDA cuDNN decides how much it reserves, by a rule that is not published, and
 torch's fake kernel takes that to be nothing as well: recurrent layers that are trained are refused there.
 
-Written for torch 2.9-2.13 (`torch._VF`, `aten.mkldnn_rnn_layer`); `tests/unit/profile/test_recurrent.py` fails when
+Written for torch 2.9-2.13 (`torch._VF`, `aten.mkldnn_rnn_layer`); `tests/unit/profile/test_patches.py` fails when
 they move.
 """
 
@@ -96,7 +96,7 @@ def _zeros_like(value: Any) -> Any:
 # Let a trace on fake CPU tensors choose horizontally batched (`_foreach_`) kernels as a CUDA device would. torch's
 # optimizers take them by default where parameters lie on CUDA, and AdamW's then needs scratch memory as large as the
 # weights. Written for torch 2.9-2.13 (`torch.optim.optimizer._default_to_fused_or_foreach`,
-# `torch.utils._foreach_utils._has_foreach_support`); `tests/unit/profile/test_foreach.py` fails when they move.
+# `torch.utils._foreach_utils._has_foreach_support`); `tests/unit/profile/test_patches.py` fails when they move.
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def foreach_defaults(cuda: bool) -> Iterator[None]:
 
 # Let Python code read fake tensors as numbers: `tensor.numpy()` and `torch.tensor([tensor, ...])`. Both read memory
 # past torch's dispatcher. What they read is what `.item()` would: the real values of integers, assumed ones of
-# everything else. Written for torch 2.9-2.13; `tests/unit/profile/test_reading.py` fails when they move.
+# everything else. Written for torch 2.9-2.13; `tests/unit/profile/test_patches.py` fails when they move.
 
 
 @contextmanager

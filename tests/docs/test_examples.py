@@ -76,6 +76,7 @@ def namespace(monkeypatch, tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "text"), [block for block in blocks("python") if "own_module" not in block.id])
 def test_python_runs(namespace, page, text):
     if "torchao" in text:
@@ -83,6 +84,7 @@ def test_python_runs(namespace, page, text):
     exec(compile(text, str(page), "exec"), namespace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "text"), blocks("diff"))
 def test_the_added_line_is_all_it_takes(namespace, page, text):
     code = "\n".join(line[1:] for line in text.splitlines())
@@ -90,6 +92,7 @@ def test_the_added_line_is_all_it_takes(namespace, page, text):
     assert namespace["trainer"].global_step == 3
 
 
+@pytest.mark.slow
 def test_the_guide_for_an_own_module_runs_from_top_to_bottom(namespace, capsys):
     text = "\n".join(block.values[1] for block in blocks("python") if "own_module" in block.id)
     exec(compile(text, "own_module.md", "exec"), namespace)

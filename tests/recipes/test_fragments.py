@@ -25,12 +25,14 @@ def fit(*fragments: str) -> list[str]:
     return ["fit", "--config", "quickstart", "--trainer.callbacks=[]", *laid_over, *SMALL]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fragment", OTHERS)
 def test_fragment_runs(fragment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(fit(fragment)) == 0
 
 
+@pytest.mark.slow
 def test_wandb_fragment_runs(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -40,6 +42,7 @@ def test_wandb_fragment_runs(tmp_path, monkeypatch):
     wandb.finish()  # Lightning leaves the run open, and the next one of this process would join it
 
 
+@pytest.mark.slow
 def test_fragments_run_together(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(fit(*(f"fragments/{name}" for name in TOGETHER))) == 0

@@ -64,6 +64,7 @@ def test_files_and_their_content(tmp_path):
     assert "out of memory" in page
 
 
+@pytest.mark.slow
 def test_the_same_results_make_the_same_files(tmp_path):
     pages = []
     for name in ("a", "b"):

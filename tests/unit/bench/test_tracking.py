@@ -8,6 +8,7 @@ from lightning_memfit.bench.tracking import Tracker, Tracking, reachable_mode
 from tests.helpers.wandb_files import read_run
 
 
+@pytest.mark.slow
 def test_an_offline_run_holds_configuration_metrics_and_group(tmp_path):
     wandb = pytest.importorskip("wandb")
     tracker = Tracker(Tracking("offline", "mine", "sweep-cpu", str(tmp_path)), "p1_b2", {"point": {"devices": 1}})

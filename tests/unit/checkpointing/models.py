@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -121,6 +122,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Te
     "vit": (vit, _images),
     "resnet": (ResNet, _images),
 }
+
+
+QUICK = {"gpt2", "resnet"}
+EVERY_MODEL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
+"""For a test of each: `make fast` takes one of tokens and one with buffers that training changes."""
 
 
 def make(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:

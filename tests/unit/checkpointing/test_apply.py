@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memfit.checkpointing.apply import apply_checkpointing, disable_caches
+from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segments, disable_caches
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import CHOICES
 from lightning_memfit.memory.ledger import StorageLedger
-from tests.unit.checkpointing.models import MODELS, ResNet, gpt2, loss_of, make
+from tests.unit.checkpointing.models import EVERY_MODEL, ResNet, gpt2, loss_of, make
 
 
 def blocks_of(model):
@@ -41,7 +41,7 @@ def assert_equal_runs(first, second):
 
 
 @pytest.mark.parametrize("choice", [c for c in CHOICES if c != "none"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_gradients_buffers_and_random_numbers_are_those_of_the_plain_run(name, choice):
     model, batch = make(name)
     plain = gradients(copy.deepcopy(model), batch)
@@ -121,6 +121,7 @@ def kept_bytes(choice, fake=False, **config):
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fake", [False, True])
 def test_kept_bytes_shrink_with_the_choice(fake):
     kept = {choice: kept_bytes(choice, fake) for choice in CHOICES}
@@ -251,3 +252,35 @@ def test_a_cache_that_reaches_a_block_is_refused():
     apply_checkpointing(blocks_of(model), ["full"] * 4)
     with pytest.raises(ValueError, match="use_cache=False"):
         model(**batch, use_cache=True)
+
+
+def test_segments_are_exact_and_come_off():
+    model, batch = make("resnet")
+    plain = gradients(copy.deepcopy(model), batch)
+    applied = apply_segments(model, find_blocks(model))
+    assert applied.num_blocks == 2
+    assert_equal_runs(gradients(model, batch), plain)
+    applied.remove()
+    assert "forward" not in vars(model.layer1)
+
+
+def test_only_the_inputs_of_segments_are_kept():
+    def block():
+        return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    model = nn.Sequential(*(block() for _ in range(9)))
+    x = torch.randn(64, 16, requires_grad=True)
+    apply_segments(nn.ModuleDict({"model": model}), find_blocks(nn.ModuleDict({"model": model})))
+    with StorageLedger() as ledger:
+        loss = model(x).sum()
+        kept = ledger.live_bytes
+    boundary = 64 * 16 * 4
+    random_state = 3 * torch.get_rng_state().numel()
+    assert 3 * boundary <= kept < 3.5 * boundary + random_state
+    loss.backward()
+
+
+def test_blocks_called_by_other_code_are_refused():
+    model = gpt2()
+    with pytest.raises(ValueError, match=r"mode='sqrt'.*ModuleList"):
+        apply_segments(model, find_blocks(model))

@@ -3,6 +3,8 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.checkpointing_budget.milp import milp_bound_seconds
 from lightning_memfit.checkpointing.knapsack import BlockOption, CheckpointingProblem, PlanFrontier
@@ -89,3 +91,46 @@ def test_wrong_arguments():
         CheckpointingProblem(())
     with pytest.raises(ValueError, match="negative"):
         CheckpointingProblem(((BlockOption("full", 1, 1, -1.0),),))
+
+
+# Problems of up to five blocks, small enough for every plan to be tried. Blocks need not be alike, options need not be
+# sensible (slower and larger than another), and figures coincide often, which is where comparisons go wrong.
+
+
+@st.composite
+def small_problems(draw):
+    small = st.integers(0, 12)
+    blocks = []
+    for _ in range(draw(st.integers(1, 5))):
+        choices = draw(st.lists(st.sampled_from(CHOICES), min_size=1, max_size=3, unique=True))
+        blocks.append(tuple(BlockOption(c, draw(small), draw(small), draw(small) / 4) for c in choices))
+    return CheckpointingProblem(tuple(blocks), head_bytes=draw(small), floor_bytes=draw(small))
+
+
+@given(small_problems())
+def test_small_problems_are_solved_as_by_trying_every_plan(problem):
+    plans = list(itertools.product(*([option.choice for option in options] for options in problem.blocks)))
+    figures = [(problem.peak_bytes(plan), problem.seconds(plan)) for plan in plans]
+    frontier = PlanFrontier(problem)
+    assert frontier.minimum_bytes == min(peak for peak, _ in figures)
+    fastest = min(seconds for _, seconds in figures)
+    assert frontier.maximum_bytes == min(peak for peak, seconds in figures if seconds == fastest)
+    previous = float("inf")
+    for budget in range(frontier.minimum_bytes, frontier.maximum_bytes + 3):
+        plan = frontier.plan_for(budget)
+        assert (plan.peak_bytes, plan.seconds) == (problem.peak_bytes(plan.choices), problem.seconds(plan.choices))
+        assert plan.peak_bytes <= budget
+        assert plan.seconds == min(seconds for peak, seconds in figures if peak <= budget)
+        assert plan.seconds <= previous
+        previous = plan.seconds
+    with pytest.raises(ValueError, match="below the least peak"):
+        frontier.plan_for(frontier.minimum_bytes - 1)
+
+
+@given(small_problems(), st.integers(0, 30), st.integers(0, 30))
+def test_a_step_that_needs_more_around_its_blocks_is_never_faster(problem, more_head, budget):
+    larger = CheckpointingProblem(problem.blocks, problem.head_bytes + more_head, problem.floor_bytes)
+    first, second = PlanFrontier(problem), PlanFrontier(larger)
+    assert first.minimum_bytes <= second.minimum_bytes
+    if budget >= second.minimum_bytes:
+        assert first.plan_for(budget).seconds <= second.plan_for(budget).seconds

@@ -12,7 +12,7 @@ from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segm
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
 from lightning_memfit.memory.ledger import StorageLedger
-from tests.unit.checkpointing.models import MODELS, gpt2, loss_of, make
+from tests.unit.checkpointing.models import EVERY_MODEL, gpt2, loss_of, make
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -44,7 +44,7 @@ def assert_equal(ours, plain):
     assert all(torch.equal(ours[2][name], plain[2][name]) for name in plain[2])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_gradients_and_random_state_are_bitwise_those_of_the_plain_run(name):
     model, batch = make(name)
     plain = gradients(copy.deepcopy(model), batch)
@@ -211,7 +211,7 @@ def recompute_all(model, pool):
     return applied
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_inputs_of_recomputed_blocks_on_the_host_change_no_number(name, monkeypatch):
     model, batch = make(name)
     plain = gradients(copy.deepcopy(model), batch)

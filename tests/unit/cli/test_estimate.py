@@ -73,6 +73,7 @@ def test_recipe_for_a_gpu_is_estimated_without_one_and_leaves_nothing(capsys, re
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_settings_come_from_the_recipe(capsys, recipe):
     _, plain = estimate(capsys, *recipe, "--device", "12GiB")
     _, changed = estimate(
@@ -87,6 +88,7 @@ def test_settings_come_from_the_recipe(capsys, recipe):
     assert weights[0] == pytest.approx(2 * weights[1], rel=0.05)
 
 
+@pytest.mark.slow
 def test_exit_codes_and_largest_micro_batch(capsys, recipe):
     code, report = estimate(capsys, *recipe, "--device", "900MiB")
     assert code == (0 if report["verdict"]["fits"] else 1)
@@ -97,6 +99,7 @@ def test_exit_codes_and_largest_micro_batch(capsys, recipe):
         assert (code, report["micro_batch_size"]) == (expected, size)
 
 
+@pytest.mark.slow
 def test_recipe_without_device_is_held_against_this_machine(capsys, recipe):
     code, report = estimate(capsys, *recipe)
     assert code == 0
@@ -106,6 +109,7 @@ def test_recipe_without_device_is_held_against_this_machine(capsys, recipe):
     assert report["device"]["capacity_bytes"] == 1 << 20
 
 
+@pytest.mark.slow
 def test_recipe_that_insists_on_a_gpu_gets_no_verdict(capsys, recipe, monkeypatch):
     monkeypatch.setattr("cli.estimate_recipe.live_target", lambda: None)
     code, report = estimate(capsys, *recipe, "--trainer.accelerator=cuda")
@@ -114,6 +118,7 @@ def test_recipe_that_insists_on_a_gpu_gets_no_verdict(capsys, recipe, monkeypatc
     assert any("--device" in note for note in report["notes"])
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_said(capsys, recipe):
     _, report = estimate(
         capsys, *recipe, "--device", "12GiB", "--trainer.devices=2", "--trainer.strategy=ddp",
@@ -123,11 +128,13 @@ def test_what_is_left_out_is_said(capsys, recipe):
     assert any("StochasticWeightAveraging" in note for note in report["notes"])
 
 
+@pytest.mark.slow
 def test_global_batch_size_of_several_devices_is_accepted(capsys, recipe):
     code, _ = estimate(capsys, *recipe, "--device", "12GiB", "--trainer.devices=2", "--data.global_batch_size=4")
     assert code == 0
 
 
+@pytest.mark.slow
 def test_table_reads_well(capsys, recipe, tmp_path):
     page = tmp_path / "page.html"
     assert main(["estimate", *recipe, "--device", "12GiB", "--timeline", str(page)]) == 0
@@ -232,6 +239,7 @@ def test_mistakes_are_explained(capsys, arguments, message):
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_cached_answer_needs_neither_torch_nor_lightning():
     code = """
 import sys

@@ -6,6 +6,8 @@ import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_memfit.device.allocator import CachingAllocator
 from lightning_memfit.memory import MIB
@@ -220,6 +222,64 @@ def check_layout(allocator):
     cached = sorted(allocator.cached_blocks())
     for (address, size), (following, _) in itertools.pairwise(cached):
         assert address + size < following  # neighbours are one block
+
+
+REQUESTS = st.one_of(
+    st.integers(0, 4096),
+    st.integers(0, 80 * MIB),
+    st.sampled_from([512, MIB, 2 * MIB, 10 * MIB, 20 * MIB, 32 * MIB]).flatmap(
+        lambda size: st.sampled_from([size - 1, size, size + 1])  # where the rules change
+    ),
+)
+"""Bytes of an allocation; `PROGRAMS` also have the index of a live one to free, or an emptied cache."""
+FREES = st.integers(0, 1000).map(lambda index: ("free", index))
+PROGRAMS = st.lists(
+    st.one_of(REQUESTS.map(lambda size: ("malloc", size)), FREES, FREES, st.just(("empty_cache", 0))), max_size=40
+)
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+@given(program=PROGRAMS)
+def test_any_program_keeps_the_layout_and_gives_all_back(configuration, program):
+    allocator, live = CachingAllocator(**{**configuration, **TIGHT.get(configuration.get("limit_bytes"), {})}), {}
+    for position, (action, value) in enumerate(program):
+        if action == "malloc":
+            before = allocator.allocated_bytes, allocator.num_ooms
+            if allocator.malloc(position, value):
+                live[position] = value
+            else:
+                assert (allocator.allocated_bytes, allocator.num_ooms) == (before[0], before[1] + 1)
+                assert position not in allocator
+        elif action == "free" and live:
+            identity = sorted(live)[value % len(live)]
+            allocator.free(identity)
+            del live[identity]
+        elif action == "empty_cache":
+            allocator.empty_cache()
+        check_layout(allocator)
+        check_blocks(allocator, live)
+    for identity in live:
+        allocator.free(identity)
+    check_layout(allocator)
+    assert allocator.allocated_bytes == 0
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
+
+
+TIGHT = {1 << 30: {"limit_bytes": 120 * MIB}}
+"""In forty requests a GiB is never short."""
+
+
+def check_blocks(allocator, live):
+    """Every live request has a block of its own, large enough, of whole 512 bytes."""
+    held = {identity: (address, size) for identity, address, size in allocator.blocks_in_use()}
+    assert set(held) == {identity for identity, size in live.items() if size}
+    assert all(size >= live[identity] for identity, (_, size) in held.items())
+    assert all(address % 512 == size % 512 == 0 for address, size in held.values())
+    assert allocator.allocated_bytes <= allocator.peak_allocated_bytes
+    assert allocator.reserved_bytes <= allocator.peak_reserved_bytes
+    if allocator.limit_bytes is not None:
+        assert allocator.peak_reserved_bytes <= allocator.limit_bytes
 
 
 def test_a_hundred_thousand_events_take_half_a_second():

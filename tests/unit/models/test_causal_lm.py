@@ -3,11 +3,14 @@ import json
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
+from torchmetrics.text import Perplexity
 
 from lightning_memfit.data.packed import PackedBlocks
 from lightning_memfit.data.tokenization import byte_tokenizer
 from lightning_memfit.models import CausalLM
+from lightning_memfit.models.causal_lm import LossPerplexity
 
 TINY = {
     "model_type": "gpt2",
@@ -190,3 +193,14 @@ def test_export_refuses_a_used_folder(tmp_path):
     with pytest.raises(ValueError, match="nothing is overwritten"):
         module.export(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_equals_torchmetrics_over_batches_of_different_size():
+    torch.manual_seed(0)
+    ours, reference = LossPerplexity(), Perplexity(ignore_index=-100)
+    for batch in (2, 5):
+        logits, labels = torch.randn(batch, 7, 11), torch.randint(11, (batch, 7))
+        labels[0, :3] = -100
+        ours.update(cross_entropy(logits.flatten(0, 1), labels.flatten()), (labels != -100).sum())
+        reference.update(logits, labels)
+    torch.testing.assert_close(ours.compute(), reference.compute())

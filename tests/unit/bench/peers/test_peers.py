@@ -47,6 +47,7 @@ def check(outcome: dict[str, Any], lightning: dict[str, Any]) -> None:
         assert measured["by_category"][category] == pytest.approx(before[category], rel=0.02)
 
 
+@pytest.mark.slow
 def test_plain_lightning_counts_weights_gradients_and_states(lightning: dict[str, Any]) -> None:
     check(lightning, lightning)
     by_category = lightning["measured"]["by_category"]
@@ -55,12 +56,14 @@ def test_plain_lightning_counts_weights_gradients_and_states(lightning: dict[str
     assert by_category[Category.OPTIMIZER_STATE] == pytest.approx(2 * weights, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers.Trainer needs accelerate")
 def test_the_hugging_face_trainer_trains_the_same(lightning: dict[str, Any], tmp_path: Path) -> None:
     check(run_peer(tmp_path, "hf_trainer", {"optim": "adamw_torch"}), lightning)
     assert lightning["measured"]["rss_growth_bytes"] is None or sys.platform == "linux"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 def test_the_hand_written_loop_trains_the_same(lightning: dict[str, Any], tmp_path: Path) -> None:
     check(run_peer(tmp_path, "torchao", {"optimizer": "torch.optim.AdamW"}), lightning)

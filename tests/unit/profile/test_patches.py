@@ -1,0 +1,185 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+
+from lightning_memfit.memory import Category
+from lightning_memfit.profile.build import profile_module
+from lightning_memfit.profile.events import CATEGORIES
+from lightning_memfit.profile.integers import RealIntegers
+from lightning_memfit.profile.patches import (
+    UnknownKernelError,
+    foreach_defaults,
+    readable_fakes,
+    refuse_fused_recurrence,
+)
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import Emulation, TraceError, trace_step
+
+from .modules import Classifier, peak, really_run, trace_cpu
+
+
+class Recurrent(Classifier):
+    def __init__(self, kind=nn.LSTM, trained=True, **settings):
+        super().__init__()
+        self.trained = trained
+        self.layer = kind(12, 24, batch_first=True, **settings)
+        self.out = nn.LazyLinear(3)
+        self.out(torch.zeros(1, 48 if settings.get("bidirectional") else 24))
+
+    def training_step(self, batch, batch_idx):
+        with torch.set_grad_enabled(self.trained):
+            hidden, _ = self.layer(batch)
+        return self.out(hidden[:, -1]).square().mean()
+
+
+BATCH = torch.randn(4, 10, 12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [
+        ({}, "32-true"),
+        ({"num_layers": 2, "dropout": 0.1, "bidirectional": True}, "32-true"),
+        ({}, "bf16-mixed"),
+        ({"kind": nn.GRU}, "32-true"),
+        ({"kind": nn.RNN}, "32-true"),
+        ({"trained": False}, "32-true"),
+    ],
+)
+def test_on_the_cpu_the_figure_is_that_of_a_real_run(settings, precision):
+    torch.manual_seed(0)
+    module, options = Recurrent(**settings), StepOptions(precision)
+    assert peak(trace_cpu(module, BATCH, options).events) == peak(really_run(module, BATCH, options))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_on_cuda_trained_recurrence_is_refused(kind):
+    with pytest.raises(TraceError, match=r"can't be traced for CUDA.*known to the device only"):
+        trace_step(Recurrent(kind), BATCH, StepOptions())
+
+
+def test_on_cuda_recurrence_without_gradients_is_traced():
+    assert len(trace_step(Recurrent(trained=False), BATCH, StepOptions()).events) > 0
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell(3, 4), nn.GRUCell(3, 4)])
+def test_cells_are_refused_as_well(cell):
+    with refuse_fused_recurrence():
+        with pytest.raises(UnknownKernelError, match="_cell"):
+            cell(torch.zeros(2, 3))
+        with torch.no_grad():
+            cell(torch.zeros(2, 3))
+    cell(torch.zeros(2, 3))
+
+
+def test_the_names_that_are_replaced_still_exist():
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell"):
+        assert callable(getattr(torch._VF, name))
+        assert name not in vars(torch._VF)
+    assert torch.ops.aten.mkldnn_rnn_layer.default
+
+
+WEIGHTS = 4 * (64 * 64 * 4)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+
+    def forward(self, x):
+        return type("Output", (), {"loss": self.layers(x).square().mean()})
+
+
+def scratch_in_step(device, foreach=None):
+    def make_optimizer(module):
+        return torch.optim.AdamW(module.parameters(), foreach=foreach)
+
+    events = profile_module(
+        Model(), {"x": torch.zeros(2, 64)}, emulation=Emulation(device), make_optimizer=make_optimizer
+    ).events
+    start = next(at for at, name in reversed(events.phases) if name == "step")
+    temporary = CATEGORIES.index(Category.TEMPORARY)
+    signed = (torch.tensor(events.events).sign() * torch.tensor(events.sizes[events.storages])).numpy()
+    signed[events.categories[events.storages] != temporary] = 0
+    live = signed.cumsum()
+    return int(live[start:].max() - live[start])
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+def test_adamw_on_cuda_needs_scratch_memory_of_all_weights(foreach):
+    assert scratch_in_step("cuda", foreach) > 0.9 * WEIGHTS
+
+
+def test_foreach_off_and_cpu_step_one_parameter_at_a_time():
+    assert scratch_in_step("cuda", False) < 0.6 * WEIGHTS
+    assert scratch_in_step("cpu") < 0.6 * WEIGHTS
+
+
+def test_upstream_is_left_as_it_was():
+    tables = optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types
+    before = [list(table) for table in tables], optimizer._get_foreach_kernels_supported_devices
+    with foreach_defaults(cuda=True):
+        assert "cpu" in optimizer._get_foreach_kernels_supported_devices()
+    assert ([list(table) for table in tables], optimizer._get_foreach_kernels_supported_devices) == before
+
+
+@pytest.fixture
+def integers():
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    integers = RealIntegers(fake_mode)
+    with fake_mode, integers, readable_fakes(integers):
+        yield integers
+
+
+IDS = torch.tensor([4, 1])
+
+
+def test_integers_are_read_as_they_are(integers):
+    fake = integers.fake_batch(IDS)
+    assert fake.numpy().tolist() == [4, 1]
+    assert np.asarray(fake).max() == 4
+    assert fake.cpu().detach().numpy().dtype == np.int64
+    assert integers.assumptions == []
+
+
+def test_what_numpy_changes_stays_in_numpy(integers):
+    fake = integers.fake_batch(IDS)
+    fake.numpy()[0] = 99
+    assert fake.tolist() == [4, 1]
+
+
+def test_floats_are_assumed(integers):
+    assert torch.randn(2, 3).numpy().tolist() == [[1.0] * 3] * 2
+    assert integers.assumptions == ["6 unknown float32 values were read as 1.0"]
+
+
+def test_a_tensor_with_gradient_must_be_detached(integers):
+    x = torch.randn(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="detach"):
+        x.numpy()
+    assert x.detach().numpy().shape == (2,)
+
+
+def test_tensors_are_made_of_tensors(integers):
+    norms = [torch.randn(3).norm(), torch.randn(3).norm()]
+    assert torch.tensor(norms).shape == (2,)
+    assert torch.as_tensor([norms, norms]).shape == (2, 2)
+    ids = integers.fake_batch(IDS)
+    assert torch.tensor([ids[0], ids[1], 7]).shape == (3,)
+    assert torch.tensor([1.0, 2.0]).dtype is torch.float32
+
+
+def test_a_numpy_round_trip_is_followed(integers):
+    assert torch.from_numpy(torch.randn(2, 3).numpy() * 2).shape == (2, 3)
+
+
+def test_everything_is_put_back():
+    before = torch.tensor, torch.as_tensor
+    with pytest.raises(KeyError), readable_fakes(RealIntegers(FakeTensorMode())):
+        raise KeyError
+    assert before == (torch.tensor, torch.as_tensor)
