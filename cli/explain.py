@@ -10,11 +10,14 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from importlib import import_module
 
+import lightning_memfit
+
 _PARSER_KEY = re.compile(r'Parser key "(?P<key>[^"]+)"')
 _CLASS_OPTION = re.compile(r"given class_path '(?P<path>[^']+)':\s*Option '(?P<key>[^']+)' is not accepted")
 _CLASS_PATH = re.compile(r"class_path '(?P<path>[^']+)':\s*(module '[\w.]+' has no attribute|No module named)")
 _SHORT_NAME = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
 _COMMAND_LINE = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[\w.]+)")
+_HELP_OPTION = re.compile(r"argument --(?P<key>trainer\.callbacks)\.help: expected one argument")
 _TOP_OPTION = re.compile(r"(?:does not accept option|Option) '(?P<key>[\w.]+)'")
 
 
@@ -34,6 +37,8 @@ def explain(message: str, parser: argparse.ArgumentParser) -> str:
         return f"{where}there is no class `{match['path']}`. {_closest_class(match['path'].rpartition('.')[2])}"
     if match := _SHORT_NAME.search(message):
         return f"{where}there is no class `{match['name']}`. {_closest_class(match['name'])}"
+    if match := _HELP_OPTION.search(message):
+        return f"`--{match['key']}.help` needs the name of a class, such as {', '.join(_own_callbacks())}."
     if match := _COMMAND_LINE.search(message) or _TOP_OPTION.search(message):
         return f"there is no option `{match['key']}`. {_closest_option(match['key'], set(_options(parser)))}"
     return message
@@ -79,9 +84,6 @@ def _arguments(class_path: str) -> set[str]:
 def _closest_class(name: str) -> str:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
-    import lightning_memfit.data
-    import lightning_memfit.models  # noqa: F401
-
     paths: dict[str, str] = {}
     for base in (Callback, LightningDataModule, LightningModule):
         for cls in _subclasses(base):
@@ -90,6 +92,13 @@ def _closest_class(name: str) -> str:
     if matches:
         return f"Closest: {', '.join(paths[match] for match in matches)}."
     return "Give its full import path, such as `lightning_memfit.models.CausalLM`."
+
+
+def _own_callbacks() -> list[str]:
+    from lightning.pytorch import Callback
+
+    public = ((name, getattr(lightning_memfit, name)) for name in lightning_memfit.__all__)
+    return [name for name, value in public if isinstance(value, type) and issubclass(value, Callback)]
 
 
 def _subclasses(base: type) -> Iterator[type]:

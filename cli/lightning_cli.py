@@ -7,7 +7,9 @@ from typing import Any, Literal, NoReturn
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+import lightning_memfit
 
 from .explain import explain
 from .recipe_files import resolve_arguments
@@ -44,8 +46,7 @@ class MemFitCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
-        import lightning_memfit.strategies  # noqa: F401  their names, for `trainer.strategy`
-
+        import_public_names()
         silence_deprecated_calls()
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
         super().__init__(
@@ -89,6 +90,16 @@ class MemFitCLI(LightningCLI):
         callback = self.trainer.checkpoint_callback
         path = getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", "")
         print(f"Checkpoint: {path}" if path else "No checkpoint was written.")
+
+
+def import_public_names() -> None:
+    """Import all public classes of the package, so that YAML and options take `MicroBatching` for its full path.
+
+    jsonargparse finds a bare class name, and lists classes in `--trainer.callbacks.help`, among the subclasses that are
+    imported. Strategies register the names that `trainer.strategy` takes.
+    """
+    for name in lightning_memfit.__all__:
+        getattr(lightning_memfit, name)
 
 
 def silence_deprecated_calls() -> None:

@@ -216,7 +216,7 @@ def label(setting: Setting) -> str:
 
 
 _OWN = "lightning_memfit"
-FEEDBACK = "lightning_memfit.planner.feedback.PlanFeedback"
+FEEDBACK = "lightning_memfit.PlanFeedback"  # as a parsed recipe names it, which drops that of an earlier plan
 BATCHING = "lightning_memfit.fitting.step.callback.MicroBatching"
 
 
