@@ -12,6 +12,7 @@ NAMED_OPTIONS = (
     "checkpointing",
     "attention",
     "accumulate_grad_batches",
+    "technique",
 )
 """Options that a recipe states itself."""
 

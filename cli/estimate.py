@@ -9,7 +9,7 @@ import gc
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -22,6 +22,8 @@ from lightning_memfit.profile.quiet import collector_paused
 from .arguments import NAMED_OPTIONS, positive, split_arguments
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from lightning_memfit.estimate.report import EstimateReport
     from lightning_memfit.profile.record import ModelProfile
 
@@ -96,6 +98,12 @@ def make_parser() -> argparse.ArgumentParser:
     named.add_argument("--optimizer", help="adamw, adamw_fused, sgd, adamw_8bit, ... (default: adamw)")
     named.add_argument("--checkpointing", choices=("none", "full"), help="activation checkpointing (default: none)")
     named.add_argument("--attention", choices=("sdpa", "eager"), help="attention implementation (default: sdpa)")
+    named.add_argument(
+        "--technique",
+        action="append",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="apply a technique, e.g. lora:rank=8 or gradient_release; repeat for more",
+    )
     named.add_argument("--accumulate-grad-batches", type=positive, metavar="N", help="default: 1")
     return parser
 
@@ -258,13 +266,52 @@ def _estimate(arguments: argparse.Namespace) -> EstimateReport:
     if arguments.measure:
         raise ValueError("`--measure` needs a recipe (`--config`): a model that is only named has no weights to train.")
     given = {name: getattr(arguments, name) for name in NAMED_OPTIONS if getattr(arguments, name) is not None}
+    techniques = tuple(given.pop("technique", ()))
     run = NamedRun(
         arguments.model,
         micro_batch_size=arguments.micro_batch_size or 1,
         device=target.kind,
         capability=target.capability,
+        techniques=techniques,
         **given,
     )
-    profile = profile_named(run, None if arguments.no_cache else ProfileCache(), not arguments.no_shorten, overlap=True)
+    make_callbacks = _callbacks_of(techniques, run.precision) if techniques else tuple
+    cache = None if arguments.no_cache else ProfileCache()
+    profile = profile_named(run, cache, not arguments.no_shorten, overlap=True, callbacks=make_callbacks)
     notes = (_NO_DEVICE,) if target.capacity_bytes is None else ()
     return build_report(profile, target, None, notes)
+
+
+def _callbacks_of(techniques: Sequence[str], precision: str) -> Callable[[], tuple[Any, ...]]:
+    """What makes the callbacks of techniques given as `NAME` or `NAME:KEY=VALUE,...`.
+
+    Raises:
+        ValueError: If a name or an option is unknown, two decide the same, or one shows nothing in a trace.
+    """
+    import yaml
+
+    from lightning_memfit.techniques.core.registry import find_technique
+    from lightning_memfit.techniques.core.setting import Setting
+
+    setting = Setting()
+    for text in techniques:
+        name, _, options = text.partition(":")
+        technique = find_technique(name)
+        pairs = [pair.partition("=") for pair in options.split(",") if pair]
+        malformed = next((key for key, equals, _ in pairs if not equals), None)
+        if malformed is not None:
+            raise ValueError(f"`--technique {text}`: `{malformed}` has no value. Write NAME:KEY=VALUE,KEY=VALUE.")
+        known = setting.of_kind(technique.kind)
+        if known is not None:
+            raise ValueError(f"`--technique {known.name}` and `{name}` both decide the {technique.kind}. Drop one.")
+        needed = technique.trainer.get("precision", precision)
+        if technique.kind == "precision":
+            raise ValueError(f"`--technique {name}` is a precision. Pass `--precision {needed}`.")
+        if not technique.traced or technique.kind == "strategy":
+            raise ValueError(f"`--technique {name}` changes nothing that one device's memory shows. Leave it out.")
+        if needed != precision:
+            raise ValueError(f"`--technique {name}` needs `--precision {needed}` (found {precision}).")
+        given = {key: yaml.safe_load(value) for key, _, value in pairs}
+        technique.configured(**given)  # refuses options that it does not have
+        setting = setting.choose(name, **given)
+    return setting.traced_callbacks

@@ -36,6 +36,8 @@ class NamedRun:
     accumulate_grad_batches: int = 1
     device: DeviceType = CUDA
     capability: tuple[int, int] = (8, 0)
+    techniques: tuple[str, ...] = ()
+    """Names and options of the techniques whose callbacks are traced, as the user wrote them."""
 
     def __post_init__(self) -> None:
         for name, value in (

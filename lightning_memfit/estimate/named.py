@@ -6,6 +6,7 @@ it.
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,11 @@ def _read(path: Path) -> Architecture:
 
 
 def profile_named(
-    run: NamedRun, cache: ProfileCache | None = None, shorten: bool = True, overlap: bool = False
+    run: NamedRun,
+    cache: ProfileCache | None = None,
+    shorten: bool = True,
+    overlap: bool = False,
+    callbacks: Callable[[], tuple[Any, ...]] = tuple,
 ) -> ModelProfile:
     """Profile a named model without weights.
 
@@ -65,6 +70,7 @@ def profile_named(
         cache: Where profiles are kept between runs; none by default.
         shorten: Trace five repeated blocks and unroll where they are proved alike.
         overlap: Trace two sizes at a time, in a process that has done nothing else yet.
+        callbacks: Makes the callbacks of `run.techniques`; called only where a trace is needed.
 
     Raises:
         ValueError: If the model is unknown, or can't take that sequence length.
@@ -77,7 +83,7 @@ def profile_named(
         return known
     from lightning_memfit.estimate.named_model import trace_named
 
-    profile = trace_named(run, architecture, shorten, overlap)
+    profile = trace_named(run, architecture, shorten, overlap, callbacks())
     if cache is not None:
         cache.save(key, profile)
     return profile

@@ -17,8 +17,14 @@ from lightning_memfit.profile.trace import Emulation
 _LEARNING_RATE = 1e-4  # no memory depends on it
 
 
-def trace_named(run: NamedRun, architecture: Architecture, shorten: bool = True, overlap: bool = False) -> ModelProfile:
-    """Trace a named run; see `profile_module` for `overlap`.
+def trace_named(
+    run: NamedRun,
+    architecture: Architecture,
+    shorten: bool = True,
+    overlap: bool = False,
+    callbacks: tuple[Any, ...] = (),
+) -> ModelProfile:
+    """Trace a named run; see `profile_module` for `overlap` and `callbacks`.
 
     Raises:
         TraceError: If the step can't be traced.
@@ -27,16 +33,40 @@ def trace_named(run: NamedRun, architecture: Architecture, shorten: bool = True,
     length = run.sequence_length or architecture.sequence_length
     if run.checkpointing == "full":
         _checkpoint(model)
+    batch = make_batch(architecture, model.config, run.micro_batch_size, length)
+    make_optimizer: OptimizerFactory | None = optimizer_factory(run.optimizer)
+    if callbacks:  # they need a Trainer, which costs half a second
+        model, make_optimizer = _as_lightning_module(model, run.optimizer), None
     profile = profile_module(
         model,
-        make_batch(architecture, model.config, run.micro_batch_size, length),
+        batch,
         StepOptions(run.precision, run.accumulate_grad_batches),  # type: ignore[arg-type]
         Emulation(run.device, run.capability),
-        make_optimizer=optimizer_factory(run.optimizer),
+        callbacks,
+        make_optimizer,
         shorten=shorten,
         overlap=overlap,
     )
     return replace(profile, name=architecture.name)
+
+
+def _as_lightning_module(model: Any, optimizer: str) -> Any:
+    """The model as the LightningModule that a Trainer and technique callbacks need."""
+    import lightning.pytorch as pl
+
+    class NamedModule(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**batch).loss
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_factory(optimizer)(self)
+
+    return NamedModule()
 
 
 def build_model(architecture: Architecture, attention: str) -> Any:

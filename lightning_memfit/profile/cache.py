@@ -65,7 +65,7 @@ def own_code() -> str:
     """Hash of the modules that make traces, so that a change of ours makes old profiles stale."""
     digest = hashlib.sha256()
     for folder in ("profile", "memory", "checkpointing", "techniques", "optim"):
-        for path in sorted((Path(__file__).parents[1] / folder).glob("*.py")):
+        for path in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -68,7 +68,13 @@ def run_step(
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         steps: Optimizer steps; the second is the steady state.
         datamodule: What `trainer.datamodule` shall be; none of its hooks is called.
+
+    Raises:
+        ValueError: If callbacks are given for a module that is not a LightningModule: nobody would call them.
     """
+    if callbacks and make_optimizer is not None:
+        names = ", ".join(type(callback).__name__ for callback in callbacks)
+        raise ValueError(f"`callbacks` ({names}) need a LightningModule, which `make_optimizer` says this is not.")
     _track_batch(recorder, batch)
     try:
         if make_optimizer is None:
