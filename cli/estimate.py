@@ -275,14 +275,14 @@ def _estimate(arguments: argparse.Namespace) -> EstimateReport:
         techniques=techniques,
         **given,
     )
-    make_callbacks = _callbacks_of(techniques, run.precision) if techniques else tuple
+    make_callbacks = _callbacks_of(techniques) if techniques else tuple
     cache = None if arguments.no_cache else ProfileCache()
     profile = profile_named(run, cache, not arguments.no_shorten, overlap=True, callbacks=make_callbacks)
     notes = (_NO_DEVICE,) if target.capacity_bytes is None else ()
     return build_report(profile, target, None, notes)
 
 
-def _callbacks_of(techniques: Sequence[str], precision: str) -> Callable[[], tuple[Any, ...]]:
+def _callbacks_of(techniques: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
     """What makes the callbacks of techniques given as `NAME` or `NAME:KEY=VALUE,...`.
 
     Raises:
@@ -304,13 +304,12 @@ def _callbacks_of(techniques: Sequence[str], precision: str) -> Callable[[], tup
         known = setting.of_kind(technique.kind)
         if known is not None:
             raise ValueError(f"`--technique {known.name}` and `{name}` both decide the {technique.kind}. Drop one.")
-        needed = technique.trainer.get("precision", precision)
         if technique.kind == "precision":
-            raise ValueError(f"`--technique {name}` is a precision. Pass `--precision {needed}`.")
+            raise ValueError(
+                f"`--technique {name}` is a precision. Pass `--precision {technique.trainer['precision']}`."
+            )
         if not technique.traced or technique.kind == "strategy":
             raise ValueError(f"`--technique {name}` changes nothing that one device's memory shows. Leave it out.")
-        if needed != precision:
-            raise ValueError(f"`--technique {name}` needs `--precision {needed}` (found {precision}).")
         given = {key: yaml.safe_load(value) for key, _, value in pairs}
         technique.configured(**given)  # refuses options that it does not have
         setting = setting.choose(name, **given)

@@ -75,7 +75,6 @@ def _shapes(config: tuple[tuple[str, Any], ...]) -> tuple[tuple[ParameterInfo, .
 def activation_bytes(size: str, precision: str) -> int:
     """Peak of activations and temporary tensors in one micro-batch, from a trace of a step without any sharding."""
     from lightning_memfit import CausalLM, RandomTokens
-    from lightning_memfit.estimate.variants import steady_step
     from lightning_memfit.memory import Category
     from lightning_memfit.profile.build import profile_module
     from lightning_memfit.profile.step import StepOptions
@@ -88,5 +87,8 @@ def activation_bytes(size: str, precision: str) -> int:
     options = StepOptions("bf16-true" if precision.startswith("bf16") else precision)  # as DeepSpeed keeps its weights
     module = CausalLM(config=config, learning_rate=1e-4)
     profile = profile_module(module, batch, options, Emulation(device="cpu"), any_micro_batch=False)
-    live = (Category.ACTIVATION, Category.TEMPORARY)
-    return sum(steady_step(profile).phases["forward"].get(category) for category in live)
+    starts = [at for at, _ in profile.events.phases]
+    index = max(index for index, (_, name) in enumerate(profile.events.phases) if name == "forward")
+    start, stop = starts[index], starts[index + 1]  # of the second step, which every later one repeats
+    peak = profile.events.breakdown_at(start + int(profile.events.live_bytes()[start:stop].argmax()))
+    return sum(peak.get(category) for category in (Category.ACTIVATION, Category.TEMPORARY))

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from lightning_memfit.estimate.optimizers import optimizer_family
-from lightning_memfit.estimate.variants import trained
 from lightning_memfit.planner.workload import Workload
-from lightning_memfit.profile.record import ModelProfile, ParameterInfo
+from lightning_memfit.profile.record import ModelProfile, ParameterInfo, trained
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.registry import all_strategies, techniques
 from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice

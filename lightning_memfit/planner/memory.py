@@ -13,14 +13,13 @@ from lightning_memfit.checkpointing.knapsack import BlockOption, CheckpointingPr
 from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_peak_bytes, predict_total_bytes
-from lightning_memfit.estimate.variants import trained
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.planner.placement import Placement, torch_placement
 from lightning_memfit.planner.steady_state import Standing, Transients, later_phases, released_levels
 from lightning_memfit.planner.time import RECOMPUTED_OPERATOR, PassWork, Rates, pass_seconds
 from lightning_memfit.planner.trace_store import CHOICES, Laboratory
 from lightning_memfit.profile.events import CATEGORIES, EventList
-from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.record import ModelProfile, trained
 from lightning_memfit.techniques.core.setting import Setting
 
 # `Passes`: forward and backward under every checkpointing choice, and what is read off them, each figure once.

@@ -1,6 +1,7 @@
 """`ModelProfile`: what is known about a training step. Plain data; reading one needs numpy, not torch."""
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ class ParameterInfo:
     shared_with: str = ""
     """Name of the parameter it is tied to, if any; tied parameters count once."""
     shape: tuple[int, ...] = ()
+
+
+def trained(parameters: Collection[ParameterInfo]) -> list[ParameterInfo]:
+    """Trainable parameters, tied ones once."""
+    return [p for p in parameters if p.trainable and not p.shared_with]
 
 
 @dataclass(frozen=True)

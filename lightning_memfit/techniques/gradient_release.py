@@ -6,9 +6,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from typing_extensions import override
 
-from lightning_memfit.estimate.variants import trained
 from lightning_memfit.optim import gradient_release
-from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.record import ModelProfile, trained
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, run_of

@@ -6,7 +6,7 @@ Tolerances are absolute, on losses of about 4.5 in fp32: 2e-6, as sums over rank
 import pytest
 import torch
 
-from lightning_memfit.estimate.activations import layer_activation_bytes
+from tests.helpers.closed_forms import layer_activation_bytes
 from tests.helpers.strategy_launch import launch
 from tests.helpers.strategy_runs import BATCH, CLIP, CONFIG, Tokens
 from tests.helpers.strategy_scenarios import evaluate_whole

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from lightning_memfit.estimate.optimizers import OptimizerFamily
-from lightning_memfit.estimate.variants import trained
 from lightning_memfit.memory import Category
 from lightning_memfit.optim.optimizers import find_optimizer
-from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.record import ModelProfile, trained
 
 
 @dataclass(frozen=True)

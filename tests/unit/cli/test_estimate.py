@@ -212,10 +212,42 @@ def test_batch_of_one_still_tells_the_largest(capsys):
 
 
 def test_named_model_without_device_gets_no_verdict(capsys, monkeypatch):
-    monkeypatch.setattr("cli.estimate.live_target", lambda: None)
+    monkeypatch.setattr("lightning_memfit.estimate.target.live_target", lambda: None)
     code, report = estimate(capsys, "--model", "gpt2", "--sequence-length", "64")
     assert code == 2
     assert report["device"]["capacity_bytes"] is None
+
+
+def test_named_model_with_techniques(capsys):
+    """Adapters beside 4-bit weights: the callbacks of recipes are traced, so that the figures are theirs."""
+    named = ["--model", "gpt2", "--sequence-length", "64", "--device", "12GiB"]
+    _, plain = estimate(capsys, *named)
+    _, tuned = estimate(capsys, *named, "--technique", "qlora:rank=4", "--technique", "activation_checkpointing")
+    before, after = (report["peak"]["breakdown"]["device"] for report in (plain, tuned))
+    weights = 12 * 12 * 768**2  # of the linear layers; what is left are embeddings, norms and biases in fp32
+    saved = before["parameter"] - after["parameter"]
+    assert saved == pytest.approx(weights * (4 - 0.516), rel=0.02)  # half a byte, a scale per 64, the adapters
+    trained = 4 * 12 * (768 * (768 + 2304) + 768 * (768 + 768) + 2 * 768 * (768 + 3072)) // 768
+    assert after["optimizer_state"] == pytest.approx(2 * 4 * trained, rel=0.01)
+    _, again = estimate(capsys, *named, "--technique", "qlora:rank=4", "--technique", "activation_checkpointing")
+    assert again == tuned
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--technique", "lara"], "Closest: lora"),
+        (["--technique", "lora:r=4"], "Closest: rank"),
+        (["--technique", "lora:rank"], "`rank` has no value"),
+        (["--technique", "lora", "--technique", "qlora"], "both decide the adapter"),
+        (["--technique", "bf16_true"], "Pass `--precision bf16-true`"),
+        (["--technique", "zero_2"], "changes nothing that one device's memory shows"),
+        (["--technique", "tf32"], "changes nothing that one device's memory shows"),
+    ],
+)
+def test_techniques_that_a_trace_cannot_show_are_refused(capsys, arguments, message):
+    assert main(["estimate", "--model", "gpt2", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

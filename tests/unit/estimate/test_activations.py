@@ -5,10 +5,10 @@ from functools import cache
 
 import pytest
 
-from lightning_memfit.estimate.activations import checkpointed_segments, layer_activation_bytes
 from lightning_memfit.estimate.architectures import ARCHITECTURES, NamedRun
 from lightning_memfit.estimate.named_model import trace_named
 from lightning_memfit.memory import Category
+from tests.helpers.closed_forms import layer_activation_bytes
 
 BATCH, SEQUENCE, HIDDEN, HEADS = 2, 512, 512, 8
 UNIT = BATCH * SEQUENCE * HIDDEN
@@ -85,10 +85,6 @@ def test_ranks_that_compute_together_as_in_table_2(recompute, sequence_parallel,
 def test_heads_are_not_cut():
     with pytest.raises(ValueError, match="`tensor_parallel_size=3` must divide `num_heads=8`"):
         layer_activation_bytes(BATCH, SEQUENCE, HIDDEN, HEADS, tensor_parallel_size=3)
-
-
-def test_square_root_of_the_depth():
-    assert [checkpointed_segments(n) for n in (1, 12, 48, 96)] == [1, 3, 7, 10]
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1, 1), (1, -1, 1, 1)])

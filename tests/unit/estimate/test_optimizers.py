@@ -1,10 +1,17 @@
+from dataclasses import replace
+from functools import cache
+
 import pytest
 import torch
 from transformers.optimization import Adafactor
 
+from lightning_memfit.estimate.architectures import ARCHITECTURES, NamedRun
+from lightning_memfit.estimate.estimate import CUDA_ROUNDING
+from lightning_memfit.estimate.named_model import trace_named
 from lightning_memfit.estimate.optimizers import optimizer_family
+from lightning_memfit.memory import Category
 from lightning_memfit.optim.optimizers import OPTIMIZERS
-from lightning_memfit.profile.record import ParameterInfo
+from lightning_memfit.profile.record import ParameterInfo, trained
 from lightning_memfit.profile.step import parameter_table
 
 SHAPES = [(300, 200), (64,), (5000,), (3, 50, 70), (100, 100), (4096,), (4095,), (1, 7)]
@@ -96,3 +103,32 @@ def test_per_parameter_figures_agree_with_large_tensors():
     for family in map(optimizer_family, OPTIMIZERS):
         if not family.factored:
             assert family.total_bytes(table) / (1 << 20) == pytest.approx(family.bytes_per_parameter(), abs=0.002)
+
+
+SMALL = replace(ARCHITECTURES["gpt2"], config={"n_layer": 2, "n_embd": 256, "n_head": 4, "vocab_size": 3000})
+
+
+@cache
+def traced(optimizer, precision):
+    return trace_named(NamedRun("gpt2", 2, 64, precision=precision, optimizer=optimizer), SMALL)
+
+
+def at_the_steps_peak(profile, category):
+    """Bytes of a category at the highest moment of the second optimizer step."""
+    starts = [(at, name) for at, name in profile.events.phases]
+    start = next(at for at, name in reversed(starts) if name == "step")
+    peak = start + int(profile.events.live_bytes(CUDA_ROUNDING)[start:].argmax())
+    return profile.events.breakdown_at(peak, CUDA_ROUNDING).get(category)
+
+
+@pytest.mark.parametrize(
+    "name", ["sgd", "sgd_momentum", "adam", "adamw", "adamw_fused", "rmsprop", "adamw_8bit", "lion", "lion_8bit"]
+)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_states_and_scratch_memory_agree_with_traces(name, precision):
+    profile, family = traced(name, precision), optimizer_family(name)
+    states = family.total_bytes(profile.parameters, CUDA_ROUNDING)
+    assert at_the_steps_peak(profile, Category.OPTIMIZER_STATE) == pytest.approx(states, abs=2048)  # 8-bit code tables
+    weights = sum(-(-p.numel * p.itemsize // CUDA_ROUNDING) * CUDA_ROUNDING for p in trained(profile.parameters))
+    scratch = (family.scratch_copies or 0) * weights
+    assert at_the_steps_peak(profile, Category.TEMPORARY) == pytest.approx(scratch, rel=0.01, abs=64 * 1024)

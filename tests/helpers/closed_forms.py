@@ -1,8 +1,8 @@
-"""Activation memory of a transformer layer in closed form (Korthikanti et al. 2022, equations 1 to 4, table 2).
+"""Closed forms of the papers, against which traces are held.
 
-The formulae assume half precision, attention without a fused kernel, a feed-forward width of four times the hidden size
-and dropout after attention and feed-forward, with masks of one byte. Fused attention keeps neither scores nor
-probabilities, which is the `selective` case. Estimates of real modules come from their trace, not from here.
+Activations: Korthikanti et al. 2022, equations 1 to 4, table 2. They assume half precision, attention without a fused
+kernel, a feed-forward width of four times the hidden size and dropout after attention and feed-forward, with masks of
+one byte. Fused attention keeps neither scores nor probabilities, which is the `selective` case.
 """
 
 from typing import Literal
@@ -55,10 +55,3 @@ def layer_activation_bytes(
     if sequence_parallel:
         return -(-(outside + inside) // tensor_parallel_size)
     return outside + -(-inside // tensor_parallel_size)
-
-
-def checkpointed_segments(num_layers: int) -> int:
-    """Number of checkpointed segments that keeps least, the square root of the depth (Chen et al. 2016)."""
-    if num_layers < 1:
-        raise ValueError(f"`num_layers={num_layers}` must be at least 1.")
-    return max(1, round(num_layers**0.5))
