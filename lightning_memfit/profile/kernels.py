@@ -83,6 +83,9 @@ def estimated_scratch_bytes(operator: Any, args: Any, result: Any) -> int:
         args: Its arguments.
         result: What it returned.
     """
+    output: torch.Tensor
+    data: torch.Tensor
+    weight: torch.Tensor
     if operator is _CONVOLUTION:
         (data, weight), output = args[:2], result
     else:
