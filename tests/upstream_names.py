@@ -90,7 +90,7 @@ NAMES: dict[str, str] = {
     "_overloadpacket": "torch._ops.OpOverload",
     "_parameters": "torch.nn.Module",
     "_parse_ckpt_path": "lightning.pytorch.cli.LightningCLI",
-    "_profiler_enabled": "torch.autograd",
+    "_profiler_enabled": "torch._C._autograd",
     "_pytree": "torch.utils",
     "_reassign_or_swap_out_partitioned_parameters": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_record_memory_history": "torch.cuda.memory",

@@ -5,6 +5,7 @@ and dropout after attention and feed-forward, with masks of one byte. Fused atte
 probabilities, which is the `selective` case. Estimates of real modules come from their trace, not from here.
 """
 
+import math
 from typing import Literal
 
 
@@ -61,4 +62,4 @@ def checkpointed_segments(num_layers: int) -> int:
     """Number of checkpointed segments that keeps least, the square root of the depth (Chen et al. 2016)."""
     if num_layers < 1:
         raise ValueError(f"`num_layers={num_layers}` must be at least 1.")
-    return max(1, round(num_layers**0.5))
+    return max(1, round(math.sqrt(num_layers)))

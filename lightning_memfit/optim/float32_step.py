@@ -168,6 +168,7 @@ class Float32Step(Optimizer):
         return self.wrapped.param_groups
 
     @param_groups.setter
+    @override
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.wrapped.param_groups = groups
 
@@ -178,6 +179,7 @@ class Float32Step(Optimizer):
         return self.wrapped.state
 
     @state.setter
+    @override
     def state(self, state: Any) -> None:
         self.wrapped.state = state
 
