@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch import Callback, Trainer
+from typing_extensions import override
 
 from lightning_memfit.bench.observe import HostGrowth, PredictRun, StepTimes, bucket_bytes, with_buckets
 from lightning_memfit.bench.peers.peer import UnsupportedError
@@ -37,6 +38,7 @@ class _Buckets(Callback):
 
     size_bytes = 0
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Ask DDP."""
         self.size_bytes = bucket_bytes(trainer.strategy.model)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
+from typing_extensions import override
 
 from lightning_memfit.memory.kind import allows_cuda
 from lightning_memfit.planner.plan import is_technique
@@ -39,6 +40,7 @@ def main(argv: list[str]) -> int:
 class FitCLI(MemFitCLI):
     """The command line that trains: it plans first where a recipe says `memfit: auto`."""
 
+    @override
     def before_instantiate_classes(self) -> None:
         """Put `MemFit`, or with several devices a plan, in the place of techniques where it says `memfit: auto`."""
         if getattr(self, "subcommand", None) != "fit" or self.config.fit.memfit != "auto":

@@ -7,7 +7,8 @@ from typing import Any, Literal, NoReturn
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
+from typing_extensions import override
 
 import lightning_memfit
 
@@ -25,6 +26,7 @@ _DEPRECATED_CALLS = (
 class MemFitParser(LightningArgumentParser):
     """Parser that explains a mistake in one message instead of listing every option."""
 
+    @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the explanation and leave with exit code 2."""
         if not self.exit_on_error:  # a parser inside the parser, whose error becomes part of an outer one
@@ -58,6 +60,7 @@ class MemFitCLI(LightningCLI):
             **options,
         )
 
+    @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Put recipe files in place of their names, then parse."""
         arguments = sys.argv[1:] if args is None else args
@@ -68,6 +71,7 @@ class MemFitCLI(LightningCLI):
         else:
             self.config = parser.parse_object(arguments)
 
+    @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the option that plans a run."""
         parser.add_argument(
@@ -77,6 +81,7 @@ class MemFitCLI(LightningCLI):
             help="`auto` plans a fit for this device, tries the plan and trains by it, replacing techniques",
         )
 
+    @override
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration as the user wrote it.
 

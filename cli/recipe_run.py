@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_memfit.models import CausalLM
 from lightning_memfit.profile.step import Precision, StepOptions
@@ -77,6 +78,7 @@ class RecipeRun:
 class _RecipeCLI(MemFitCLI):
     """Instantiate everything, with a trainer that runs anywhere and writes nothing."""
 
+    @override
     def before_instantiate_classes(self) -> None:
         """Note what the recipe says of hardware, precision and loggers, and put stand-ins in their place."""
         self.as_written = self.config.clone()

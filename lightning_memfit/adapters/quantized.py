@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_memfit.adapters.linears import is_conv1d
 
@@ -62,11 +63,13 @@ class QuantizedLinear(nn.Linear):
         weight: Tensor = operators.dequantize_4bit(self.weight, scales, _BLOCK, "nf4", shape, dtype)
         return weight
 
+    @override
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer to `(..., in_features)`."""
-        output: Tensor = _QuantizedProduct.apply(input, self.bias, self)
+        output: Tensor = _QuantizedProduct.apply(input, self.bias, self)  # type: ignore[no-untyped-call]
         return output
 
+    @override
     def extra_repr(self) -> str:
         """What `print` shows."""
         return f"{super().extra_repr()}, bits={self.bits}"
@@ -80,6 +83,7 @@ class _QuantizedProduct(torch.autograd.Function):
     """A linear layer of which backward needs no input, only the layer."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantizedLinear) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -88,6 +92,7 @@ class _QuantizedProduct(torch.autograd.Function):
         return F.linear(x.to(dtype), layer.dequantize(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:

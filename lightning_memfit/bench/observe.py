@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lightning_memfit.bench.record import Prediction
 from lightning_memfit.bench.step_clock import ResidentGrowth, StepClock
@@ -82,6 +83,7 @@ class PredictRun(Callback):
         self.prediction: Prediction | None = None
         self.reason = ""
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Predict on the fake clone of the module."""
         if stage != "fit" or not trainer.is_global_zero:
@@ -125,15 +127,18 @@ class StepTimes(Callback):
         self.clock = StepClock(warmup_steps)
         self._global_step = 0
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the clock."""
         self._global_step = trainer.global_step
         self.clock.start()
 
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count what lay between two batches as waiting."""
         self.clock.batch_starts()
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -152,10 +157,12 @@ class HostGrowth(Callback):
         self.resident = ResidentGrowth()
         self.growth_bytes: int | None = None
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start from here."""
         self.resident.start()
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look, before anything else is done."""
         self.growth_bytes = self.resident.growth_bytes

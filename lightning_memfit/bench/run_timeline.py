@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.report import build_report
@@ -43,11 +44,13 @@ class RunTimeline(Callback):
         self._first_step = 0
         self._batch: Any = None
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse to overwrite a page."""
         if stage == "fit" and self.path.exists():
             raise ValueError(f"`path={self.path}` exists already. Name another file: none is overwritten.")
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to record, in the first process."""
         if not trainer.is_global_zero:
@@ -60,19 +63,23 @@ class RunTimeline(Callback):
         self._recorder = recorder
         self._attachment = TrainerAttachment(recorder, trainer.strategy)
 
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Forward begins."""
         self._batch = batch if self._recorder is not None else None
         self._phase("forward")
 
+    @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Backward begins."""
         self._phase("backward")
 
+    @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """The optimizer's step begins."""
         self._phase("step")
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -80,12 +87,14 @@ class RunTimeline(Callback):
         if self._recorder is not None and trainer.global_step - self._first_step >= _STEPS:
             self._draw(trainer, pl_module)
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so where a run was too short."""
         if self._recorder is not None:
             rank_zero_warn(f"RunTimeline: no page, for the run had fewer than {_STEPS} optimizer steps.")
             self._stop()
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take the recorder off the strategy."""
         self._stop()

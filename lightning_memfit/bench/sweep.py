@@ -148,6 +148,8 @@ def _with_numbers(
 
 
 def _nested(path: str, value: Any) -> Settings:
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    return value
+    *outer, innermost = path.split(".")
+    nested = {innermost: value}
+    for key in reversed(outer):
+        nested = {key: nested}
+    return nested

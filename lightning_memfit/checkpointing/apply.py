@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
+from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.checkpointing.forward import ReplacedForward
@@ -37,6 +38,7 @@ class CheckpointedForward(ReplacedForward):
         self.inputs_on_host: OffloadPool | None = None
         self.has_statistics = any(isinstance(module, _BatchStatistics) for module in block.modules())
 
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block; with gradients on, without keeping what the choice does not keep."""
         if not torch.is_grad_enabled():
@@ -235,6 +237,7 @@ class SegmentedForward(CheckpointedForward):
         super().__init__(container, "full")
         self.segment_size = math.ceil(math.sqrt(len(container)))
 
+    @override
     def __call__(self, value: Any) -> Any:
         """Run segment after segment."""
         if not torch.is_grad_enabled():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from typing_extensions import override
 
 from lightning_memfit.checkpointing.forward import ReplacedForward
 from lightning_memfit.memory import Category
@@ -76,6 +77,7 @@ class OffloadedForward(ReplacedForward):
         super().__init__(block)
         self.pool = pool
 
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block; with gradients on, through hooks that move what autograd saves."""
         if not torch.is_grad_enabled():
@@ -150,7 +152,8 @@ def _unpack(saved: Any) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
     saved.run.reach()
-    return saved.copy.use().as_strided(*saved.layout)
+    tensor: torch.Tensor = saved.copy.use().as_strided(*saved.layout)
+    return tensor
 
 
 class _HostCopy:

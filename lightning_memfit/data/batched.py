@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from typing_extensions import override
 
 from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.memory.replicas import num_replicas, ranks_together
@@ -17,7 +18,7 @@ from lightning_memfit.memory.replicas import num_replicas, ranks_together
 # A loader whose order is a pure function of seed, epoch and position, so that a resumed run sees the same batches.
 
 
-class EffectiveBatchSampler(DistributedSampler):
+class EffectiveBatchSampler(DistributedSampler[Any]):
     """Shuffled indices of one process, in whole effective batches.
 
     What would make the last effective batch of an epoch smaller is left out, other blocks each epoch. Being a
@@ -36,7 +37,7 @@ class EffectiveBatchSampler(DistributedSampler):
     """
 
     def __init__(
-        self, dataset: Dataset, batch_size: int, accumulation: int, num_replicas: int, rank: int, seed: int
+        self, dataset: Dataset[Any], batch_size: int, accumulation: int, num_replicas: int, rank: int, seed: int
     ) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, drop_last=True)
         effective = batch_size * accumulation * num_replicas
@@ -52,13 +53,14 @@ class EffectiveBatchSampler(DistributedSampler):
         self.num_samples = self.total_size // num_replicas
         self.start_batch = 0
 
+    @override
     def __iter__(self) -> Iterator[int]:
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))  # type: ignore[arg-type]
         mine = order[self.rank : self.total_size : self.num_replicas]
         return iter(mine[self.start_batch * self.batch_size :].tolist())
 
 
-class ResumableLoader(DataLoader):
+class ResumableLoader(DataLoader[Any]):
     """`DataLoader` over an `EffectiveBatchSampler` that continues in the middle of an epoch.
 
     Lightning stores `state_dict` in checkpoints and calls `load_state_dict` before the first batch. The position is
@@ -67,13 +69,14 @@ class ResumableLoader(DataLoader):
 
     sampler: EffectiveBatchSampler
 
-    def __init__(self, dataset: Dataset, sampler: EffectiveBatchSampler, **arguments: Any) -> None:
+    def __init__(self, dataset: Dataset[Any], sampler: EffectiveBatchSampler, **arguments: Any) -> None:
         # Its own generator: starting workers draws a number, which must not come from the run's random state.
         arguments.setdefault("generator", torch.Generator().manual_seed(sampler.seed))
         super().__init__(dataset, sampler=sampler, batch_size=sampler.batch_size, **arguments)
         self._position = {"epoch": 0, "batches": 0}
         self._resume: dict[str, int] | None = None
 
+    @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         epoch, resume = self.sampler.epoch, self._resume
         self._resume = None
@@ -137,8 +140,8 @@ class BatchedText(pl.LightningDataModule):
         self.seed = seed
         self.tokenizer_name = tokenizer
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._train: Dataset | None = None
-        self._val: Dataset | None = None
+        self._train: Dataset[Any] | None = None
+        self._val: Dataset[Any] | None = None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -153,16 +156,18 @@ class BatchedText(pl.LightningDataModule):
         return len(self.tokenizer)
 
     @abstractmethod
-    def make_samples(self) -> tuple[Dataset, Dataset]:
+    def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return training and validation samples."""
 
+    @override
     def setup(self, stage: str) -> None:
         """Check the batch sizes and make the samples. A second call does nothing."""
         self._check_global_batch_size()
         if self._train is None:
             self._train, self._val = self.make_samples()
 
-    def train_dataloader(self) -> DataLoader:
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled whole effective batches; continues exactly where a checkpoint was written."""
         accumulation, processes, rank = self._placement()
         samples = _ready(self._train)
@@ -171,21 +176,24 @@ class BatchedText(pl.LightningDataModule):
         sampler = EffectiveBatchSampler(samples, self.batch_size, accumulation, processes, rank, self.seed)
         return ResumableLoader(samples, sampler, **self._worker_arguments())
 
-    def val_dataloader(self) -> DataLoader:
+    @override
+    def val_dataloader(self) -> DataLoader[Any]:
         """All validation samples in a fixed mixed order, so that `limit_val_batches` sees all of the text."""
         samples = _ready(self._val)
         order = np.random.default_rng(self.seed).permutation(len(samples))  # type: ignore[arg-type]
         return self._in_order(Subset(samples, order.tolist()))
 
-    def test_dataloader(self) -> DataLoader:
+    @override
+    def test_dataloader(self) -> DataLoader[Any]:
         """The validation samples: there is no third part."""
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> DataLoader:
+    @override
+    def predict_dataloader(self) -> DataLoader[Any]:
         """The validation samples."""
         return self.val_dataloader()
 
-    def _in_order(self, samples: Dataset) -> DataLoader:
+    def _in_order(self, samples: Dataset[Any]) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(self.seed)  # starting workers must not touch the run's random state
         return DataLoader(samples, batch_size=self.batch_size, generator=generator, **self._worker_arguments())
 
@@ -218,7 +226,7 @@ class BatchedText(pl.LightningDataModule):
         )
 
 
-def _ready(samples: Dataset | None) -> Dataset:
+def _ready(samples: Dataset[Any] | None) -> Dataset[Any]:
     if samples is None:
         raise RuntimeError("Call `setup` before asking for a loader.")
     return samples

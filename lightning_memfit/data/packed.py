@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedText
 
@@ -55,6 +56,7 @@ class PackedBlocks(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.tokens) // self.sequence_length
 
+    @override
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"Block {index} of {len(self)}.")
@@ -112,7 +114,8 @@ class PackedText(BatchedText):
     def load_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of training and validation, each `(tokens,)`."""
 
-    def make_samples(self) -> tuple[Dataset, Dataset]:
+    @override
+    def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Cut the tokens into blocks."""
         train, val = self.load_tokens()
         blocks = PackedBlocks(train, self.sequence_length, "training text")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedText
 from lightning_memfit.data.sources import content_hash, load_documents, validation_mask
@@ -51,6 +52,7 @@ class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.pairs)
 
+    @override
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         source, target = self.pairs[index]
         input_ids, is_source = self._padded(source, self.source_length)
@@ -107,7 +109,8 @@ class PairedText(BatchedText):
     def load_pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         """Return source and target texts of training and validation."""
 
-    def make_samples(self) -> tuple[Dataset, Dataset]:
+    @override
+    def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Tokenize the pairs when they are asked for."""
         train, val = (
             TokenizedPairs(pairs, self.tokenizer, self.source_length, self.target_length) for pairs in self.load_pairs()
@@ -181,10 +184,12 @@ class PairData(PairedText):
         self.cache_dir = cache_dir
         self.save_hyperparameters()
 
+    @override
     def prepare_data(self) -> None:
         """Download, on one process."""
         self.load_pairs()
 
+    @override
     def load_pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         """Read both columns into memory.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
 
 
 class RandomTokens(pl.LightningDataModule):
@@ -53,13 +56,15 @@ class RandomTokens(pl.LightningDataModule):
         self.seed = seed
         self._samples: RandomSamples | None = None
 
+    @override
     def setup(self, stage: str) -> None:
         """Draw the ids. A second call does nothing."""
         if self._samples is None:
             shape = (self.num_samples, self.sequence_length)
             self._samples = RandomSamples(shape, self.vocab_size, self.num_labels, self.seed)
 
-    def train_dataloader(self) -> DataLoader:
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
         """All samples in their order."""
         if self._samples is None:
             raise RuntimeError("Call `setup` before asking for a loader.")
@@ -73,7 +78,7 @@ class RandomTokens(pl.LightningDataModule):
         )
 
 
-class RandomSamples(Dataset):
+class RandomSamples(Dataset[Any]):
     """Samples with `input_ids` and `labels`, drawn once with a generator of their own."""
 
     def __init__(self, shape: tuple[int, int], vocab_size: int, num_labels: int | None, seed: int) -> None:
@@ -84,5 +89,6 @@ class RandomSamples(Dataset):
     def __len__(self) -> int:
         return len(self.ids)
 
+    @override
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.ids[index], "labels": self.labels[index]}

@@ -10,7 +10,8 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
 
 from lightning_memfit.data.packed import PackedText, join
 from lightning_memfit.data.pairs import PairedText
@@ -57,6 +58,7 @@ class StandardLibraryText(PackedText):
         self.max_files = max_files
         self.save_hyperparameters()
 
+    @override
     def load_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Read and encode the files in memory: 2 bytes a token."""
         texts = read_standard_library()
@@ -128,6 +130,7 @@ class StandardLibraryPairs(PairedText):
         self.max_files = max_files
         self.save_hyperparameters()
 
+    @override
     def load_pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         """Parse the files; documentation is left out of the code."""
         texts = read_standard_library()[: self.max_files]

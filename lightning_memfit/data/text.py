@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from typing_extensions import override
 
 from lightning_memfit.data.packed import PackedText
 from lightning_memfit.data.sources import content_hash, load_documents, validation_mask
@@ -82,7 +83,8 @@ def write_tokens(tokenized: Dataset, folder: Path, name: str, keep: np.ndarray |
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         _write_atomically(file, partial(_fill, tokenized, keep))
-    return np.load(file, mmap_mode="r")
+    tokens: np.ndarray = np.load(file, mmap_mode="r")
+    return tokens
 
 
 def _tokenize(batch: dict[str, list[Any]], column: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -105,7 +107,8 @@ def _fill(tokenized: Dataset, keep: np.ndarray | None, path: str) -> None:
 
 def _flat(table: Dataset, start: int, chosen: np.ndarray) -> np.ndarray:
     rows = table[start : start + _ROWS].column("tokens").combine_chunks()
-    return rows.filter(chosen[start : start + _ROWS]).flatten().to_numpy()
+    tokens: np.ndarray = rows.filter(chosen[start : start + _ROWS]).flatten().to_numpy()
+    return tokens
 
 
 def _write_atomically(file: Path, write: Callable[[str], None]) -> None:
@@ -182,10 +185,12 @@ class TextData(PackedText):
         self.cache_dir = cache_dir
         self.save_hyperparameters()
 
+    @override
     def prepare_data(self) -> None:
         """Download, tokenize and write the token files, on one process."""
         self.load_tokens()
 
+    @override
     def load_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Map the token files, writing them where they are missing."""
         documents = self._tokenized(self.split)

@@ -184,7 +184,8 @@ def _extra_seconds(choice: Choice, found: BlockFigures, plain: BlockFigures, rat
         share = plain.traffic / max(1.0, float(plain.traffic.sum()))
         computing = _TRAFFIC * plain.traffic / rate.bytes_per_s + plain.flops * share / rate.flops_per_s
         moving = 2 * np.maximum(plain.kept - found.kept, 0) / rate.host_link_bytes_per_s
-        return np.maximum(moving - computing, 0.0) + 1e-9  # what does not hide behind the block's own computing
+        exposed: np.ndarray = np.maximum(moving - computing, 0.0)
+        return exposed + 1e-9  # what does not hide behind the block's own computing
     extra = np.maximum(found.traffic - plain.traffic, 0)
     share = extra / max(1.0, float(extra.sum()))
     flops = max(0, found.flops - plain.flops) * share

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from typing_extensions import override
+
 
 class Category(str, Enum):
     """What a byte is used for."""
@@ -19,6 +21,7 @@ class Category(str, Enum):
     RUNTIME_CONTEXT = "runtime_context"
     FRAGMENTATION = "fragmentation"
 
+    @override
     def __str__(self) -> str:
         return self.value
 
@@ -31,6 +34,7 @@ class Tier(str, Enum):
     HOST = "host"
     DISK = "disk"
 
+    @override
     def __str__(self) -> str:
         return self.value
 

@@ -72,7 +72,7 @@ class StorageLedger(TorchDispatchMode):
     """
 
     def __init__(self, rounding_bytes: int = 1, device_type: str | None = None, python_kernels: bool = True) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         if rounding_bytes < 1:
             raise ValueError(f"`rounding_bytes={rounding_bytes}` must be at least 1.")
         self.rounding_bytes = rounding_bytes

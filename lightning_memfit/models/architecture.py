@@ -42,7 +42,7 @@ def resolve_config(
         return _inline_config(changes)
     argument = "pretrained" if pretrained else "config_name"
     with _readable(argument, named):
-        base = AutoConfig.from_pretrained(_local_or_hub(argument, named))
+        base: PretrainedConfig = AutoConfig.from_pretrained(_local_or_hub(argument, named))
     given_type = changes.pop("model_type", base.model_type)
     if given_type != base.model_type:
         raise ValueError(
@@ -65,6 +65,7 @@ def build(config: PretrainedConfig, pretrained: str | None, attn_implementation:
         ValueError: If the weights cannot be read.
     """
     options: dict[str, Any] = {"dtype": torch.get_default_dtype(), "attn_implementation": attn_implementation}
+    network: PreTrainedModel
     if pretrained is None:
         network = auto_class(config).from_config(config, **options)
     else:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, Metric
+from typing_extensions import override
 
 from lightning_memfit.models.architecture import build, is_encoder_decoder, max_positions, resolve_config
 from lightning_memfit.models.optimizer import checked_options, cosine_with_warmup, optimizer_class, weight_decay_groups
@@ -39,6 +40,7 @@ class LossPerplexity(Metric):
         self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
         self.add_state("tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
+    @override
     def update(self, mean_loss: torch.Tensor, num_tokens: torch.Tensor | int) -> None:
         """Add one batch.
 
@@ -49,6 +51,7 @@ class LossPerplexity(Metric):
         self.total += mean_loss.detach().float() * num_tokens
         self.tokens += num_tokens
 
+    @override
     def compute(self) -> torch.Tensor:
         """Perplexity so far; NaN before the first token."""
         return torch.exp(self.total / self.tokens)
@@ -144,12 +147,14 @@ class CausalLM(pl.LightningModule):
             self._architecture = config
         return self._architecture
 
+    @override
     def configure_model(self) -> None:
         """Build the model in the precision and on the device Lightning asks for. A second call does nothing."""
         if self.model is None:
             self.model = build(self.architecture, self.hparams["pretrained"], self.hparams["attn_implementation"])
             self.model.train()
 
+    @override
     def setup(self, stage: str) -> None:
         """Refuse data the architecture cannot take, before any weight is loaded."""
         datamodule = getattr(self.trainer, "datamodule", None)
@@ -180,6 +185,7 @@ class CausalLM(pl.LightningModule):
             raise RuntimeError("The model is built by `configure_model()`, which has not been called yet.")
         return self.model
 
+    @override
     def forward(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
         """Call the Hugging Face model, without a key-value cache unless asked for."""
         return self.network(input_ids=input_ids, **arguments)
@@ -188,25 +194,31 @@ class CausalLM(pl.LightningModule):
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         self._check_length(batch["input_ids"].shape[1])
-        return self(**batch).loss
+        loss: torch.Tensor = self(**batch).loss
+        return loss
 
+    @override
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the mean loss of a micro-batch in nats per token."""
         loss = self._loss(batch)
         self.log("train_loss", loss.detach(), prog_bar=True, batch_size=batch["input_ids"].shape[0])
         return loss
 
+    @override
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         """Log loss and perplexity, weighted by predicted tokens."""
         self._evaluate("val", batch, self.val_loss, self.val_perplexity)
 
+    @override
     def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         """Log loss and perplexity, weighted by predicted tokens."""
         self._evaluate("test", batch, self.test_loss, self.test_perplexity)
 
+    @override
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the most likely next token at every position, `(batch, length)`."""
-        return self(input_ids=batch["input_ids"]).logits.argmax(dim=-1)
+        tokens: torch.Tensor = self(input_ids=batch["input_ids"]).logits.argmax(dim=-1)
+        return tokens
 
     def _evaluate(
         self, stage: str, batch: dict[str, torch.Tensor], mean: MeanMetric, perplexity: LossPerplexity
@@ -224,6 +236,7 @@ class CausalLM(pl.LightningModule):
 
     # --- optimization -----------------------------------------------------------------------------------------------
 
+    @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer over decayed and undecayed parameters, with a cosine schedule stepped at every optimizer step."""
         groups = weight_decay_groups(self, self.hparams["weight_decay"])
@@ -247,15 +260,18 @@ class CausalLM(pl.LightningModule):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the architecture (a checkpoint loads without the hub) and the random state (dropout goes on exactly)."""
         checkpoint[ARCHITECTURE_KEY] = self.network.config.to_dict()
         checkpoint[_RANDOM_STATE] = collect_random_state()
 
+    @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the random state for the first batch."""
         self._random_state = checkpoint.get(_RANDOM_STATE)
 
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Restore the random state of the checkpoint once, after everything that draws numbers while starting."""
         if self._random_state is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from lightning_memfit.models.causal_lm import CausalLM
 
@@ -17,6 +18,7 @@ class Seq2SeqLM(CausalLM):
 
     encoder_decoder = True
 
+    @override
     def setup(self, stage: str) -> None:
         """Refuse data the architecture cannot take, before any weight is loaded."""
         super().setup(stage)
@@ -24,13 +26,17 @@ class Seq2SeqLM(CausalLM):
         for argument in ("source_length", "target_length"):
             self._check_length(getattr(datamodule, argument, None), argument)
 
+    @override
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the most likely token at every position of the target, given what comes before, `(batch, length)`."""
-        return self(**batch).logits.argmax(dim=-1)
+        tokens: torch.Tensor = self(**batch).logits.argmax(dim=-1)
+        return tokens
 
+    @override
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         self._check_length(batch["labels"].shape[1], "target_length")
         return super()._loss(batch)
 
+    @override
     def _num_predicted(self, labels: torch.Tensor) -> torch.Tensor:
         return (labels != -100).sum()

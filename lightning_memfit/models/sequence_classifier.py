@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from typing_extensions import override
 
 from lightning_memfit.models.architecture import resolve_config
 from lightning_memfit.models.optimizer import checked_options, optimizer_class
@@ -63,6 +64,7 @@ class SequenceClassifier(pl.LightningModule):
         architecture.num_labels = self.hparams["num_labels"]
         return architecture
 
+    @override
     def configure_model(self) -> None:
         """Build the model in the precision and on the device Lightning asks for. A second call does nothing."""
         if self.model is not None:
@@ -76,17 +78,20 @@ class SequenceClassifier(pl.LightningModule):
         )
         self.model = network.train()
 
+    @override
     def forward(self, **batch: torch.Tensor) -> Any:
         """Call the Hugging Face model."""
         assert self.model is not None
         return self.model(**batch)
 
+    @override
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the mean cross-entropy of a micro-batch."""
-        loss = self(**batch).loss
+        loss: torch.Tensor = self(**batch).loss
         self.log("train_loss", loss.detach(), batch_size=len(batch["labels"]))
         return loss
 
+    @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """One group with all parameters."""
         options = {"weight_decay": self.hparams["weight_decay"], **self._optimizer_options}

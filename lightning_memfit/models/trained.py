@@ -28,7 +28,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"`ckpt_path={str(path)!r}` is a sharded checkpoint folder. Consolidate it first.")
     if not file.is_file():
         raise ValueError(f"`ckpt_path={str(path)!r}`: there is no such file.")
-    checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if ARCHITECTURE_KEY not in checkpoint:
         raise ValueError(f"`ckpt_path={str(path)!r}` is not a checkpoint of a CausalLM.")
     return checkpoint
@@ -50,9 +50,10 @@ def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
     config = type(AutoConfig.for_model(entries["model_type"])).from_dict(entries)
     weights = {k.removeprefix(_PREFIX): v for k, v in checkpoint["state_dict"].items() if k.startswith(_PREFIX)}
     dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
-    network = auto_class(config).from_config(config, dtype=dtype)
+    network: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     network.load_state_dict(weights)
-    return network.eval()
+    network.eval()
+    return network
 
 
 def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
@@ -61,14 +62,15 @@ def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
 
     from lightning_memfit.adapters.lora import merge_into
 
-    network = AutoModelForCausalLM.from_pretrained(_base_of(checkpoint), dtype="auto")
+    network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(_base_of(checkpoint), dtype="auto")
     weights = {f"{_PREFIX}{name}": value for name, value in network.state_dict().items()}
     trained = checkpoint["state_dict"]
     merge_into(weights, trained, checkpoint[ADAPTERS]["layers"])
     with torch.no_grad():
         for name in weights.keys() & trained.keys():  # trained as a whole
             weights[name].copy_(trained[name])
-    return network.eval()
+    network.eval()
+    return network
 
 
 def _base_of(checkpoint: dict[str, Any]) -> str:

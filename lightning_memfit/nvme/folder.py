@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from typing_extensions import override
+
 OWNER_FILE = "owner.json"
 _FORMAT = 1
 
@@ -68,6 +70,7 @@ class Owner:
         """Whether the process still runs, as far as this machine can see."""
         return self.boot_id == _boot_id() and _started(self.pid) == self.started
 
+    @override
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.optim.gradient_release import refuse_coupled
 from lightning_memfit.optim.rounding import Rounding, generator_for
@@ -161,23 +162,28 @@ class Float32Step(Optimizer):
         return getattr(self.wrapped, name)
 
     @property
+    @override
     def param_groups(self) -> list[dict[str, Any]]:
         """Groups of the wrapped optimizer."""
         return self.wrapped.param_groups
 
     @param_groups.setter
+    @override
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.wrapped.param_groups = groups
 
     @property
+    @override
     def state(self) -> Any:
         """States of the wrapped optimizer, keyed by the weights."""
         return self.wrapped.state
 
     @state.setter
+    @override
     def state(self, state: Any) -> None:
         self.wrapped.state = state
 
+    @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every weight that has a gradient once."""
         loss = None
@@ -195,11 +201,13 @@ class Float32Step(Optimizer):
         self.num_steps += 1
         return loss
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """States of the wrapped optimizer and where the random bits go on."""
         own = {"rounding": self.rounding.name, "seed": self.seed, "num_steps": self.num_steps}
         return {**self.wrapped.state_dict(), _KEY: own}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
 

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
 
 Convert = Callable[[Optimizer], Optimizer]
 
@@ -89,6 +90,7 @@ def _reattach(scheduler: Any, replaced: dict[int, tuple[Optimizer, Optimizer]]) 
 class _KeepLearningRate(LRScheduler):
     """Changes nothing; constructing a scheduler is torch's public way of having it watch an optimizer's steps."""
 
+    @override
     def get_lr(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
 

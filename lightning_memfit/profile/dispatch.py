@@ -116,13 +116,16 @@ class CudaDispatch:
         )
         self.used[chosen] = self.used.get(chosen, 0) + 1
         with torch.autocast("cpu", enabled=False):
+            output: torch.Tensor
             if chosen == "flash":
-                return _flash(query, key, value, dropout_p, is_causal, scale)
-            if chosen == "cudnn" or chosen == "efficient":
-                return _masked(chosen, query, key, value, attn_mask, dropout_p, is_causal, scale)
-            return aten._scaled_dot_product_attention_math(
-                query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-            )[0]
+                output = _flash(query, key, value, dropout_p, is_causal, scale)
+            elif chosen == "cudnn" or chosen == "efficient":
+                output = _masked(chosen, query, key, value, attn_mask, dropout_p, is_causal, scale)
+            else:
+                output = aten._scaled_dot_product_attention_math(
+                    query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+                )[0]
+            return output
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, causal: bool, scale: float | None) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ class _FakeCopy(TorchFunctionMode):
         self.dtype = dtype
         self.on_copy = on_copy
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.clone:
             return self._fake(args[0])
@@ -60,6 +62,7 @@ class _Collect(TorchFunctionMode):
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__:
             return self.note(*args)
@@ -130,7 +133,7 @@ def copyable_fakes() -> Iterator[None]:
     """Let `copy.deepcopy` copy fake tensors, which `self.log` and torchmetrics do with their states."""
 
     def deepcopy(self: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
-        known = memo.get(id(self))
+        known: torch.Tensor | None = memo.get(id(self))
         if known is not None:
             return known
         with torch.no_grad():
@@ -168,7 +171,9 @@ def fake_pretrained_weights() -> Iterator[None]:
         yield
         return
 
-    def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls: Any, name: Any, /, *args: Any, config: Any = None, dtype: Any = None, **kwargs: Any
+    ) -> Any:
         from transformers import AutoConfig
 
         known = {key: kwargs[key] for key in ("revision", "cache_dir", "token", "local_files_only") if key in kwargs}

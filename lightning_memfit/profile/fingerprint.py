@@ -10,6 +10,8 @@ from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any
 
+from typing_extensions import override
+
 _MAX_DEPTH = 8
 """Deeper nesting is named by its class only."""
 
@@ -174,12 +176,15 @@ def has_datamodule(datamodule: Any) -> Any:
     import lightning.pytorch as pl
 
     class HasDataModule(pl.Callback):
+        @override
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             trainer.datamodule = datamodule
 
+        @override
         def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.datamodule = None
 
+        @override
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             trainer.datamodule = None
 

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import override
 
 from lightning_memfit.profile.fake import fake_clone
 
@@ -69,7 +70,7 @@ class RealIntegers(TorchDispatchMode):
     def __init__(
         self, fake_mode: FakeTensorMode, assumed: "AssumedValues | None" = None, max_elements: int = 1 << 22
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake_mode = fake_mode
         self.max_elements = max_elements
         self.assumed = assumed or AssumedValues()
@@ -115,6 +116,7 @@ class RealIntegers(TorchDispatchMode):
             self.assumptions.append(f"{tensor.numel()} unknown {_name(tensor.dtype)} values were read as {answer}")
             return torch.full(tuple(tensor.shape), answer, dtype=tensor.dtype).numpy()
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:

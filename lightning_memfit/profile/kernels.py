@@ -83,6 +83,9 @@ def estimated_scratch_bytes(operator: Any, args: Any, result: Any) -> int:
         args: Its arguments.
         result: What it returned.
     """
+    output: torch.Tensor
+    data: torch.Tensor
+    weight: torch.Tensor
     if operator is _CONVOLUTION:
         (data, weight), output = args[:2], result
     else:
@@ -145,7 +148,7 @@ def _learned_run(operator: Any, args: Any, result: Any) -> _Run | None:
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     if any(tensor.layout is not torch.strided or tensor.device.type != "cpu" for tensor in tensors):
         return None
-    if torch.autograd._profiler_enabled():
+    if torch._C._autograd._profiler_enabled():
         return None  # there can only be one, and it is the user's
     operands = tree_map(_operand, args)
     samples = operands[0].shape[0]
@@ -242,4 +245,4 @@ def _allocations() -> Iterator[list[int]]:
         yield changes
     finally:
         events = (event for thread in _disable_profiler_legacy() for event in thread)
-        changes.extend(event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc")
+        changes.extend(event.cpu_memory_usage() for event in events if str(event.kind()) == "memory_alloc")

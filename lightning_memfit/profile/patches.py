@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import override
 
 from lightning_memfit.profile.fake import replaced
 from lightning_memfit.profile.integers import RealIntegers
@@ -66,10 +67,11 @@ class OneDnnWorkspaces(TorchDispatchMode):
     """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake_mode = fake_mode
         self._known: dict[str, int] = {}
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is not aten.mkldnn_rnn_layer.default or not torch.is_grad_enabled():
@@ -99,19 +101,22 @@ def _zeros_like(value: Any) -> Any:
 # `torch.utils._foreach_utils._has_foreach_support`); `tests/unit/profile/test_patches.py` fails when they move.
 
 
+_OPTIMIZER: Any = optimizer  # whose private names aren't typed
+
+
 @contextmanager
 def foreach_defaults(cuda: bool) -> Iterator[None]:
     """Count fake tensors as plain ones, and with `cuda` the CPU as a device whose optimizers default to `_foreach_`."""
-    tables = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
-    devices = optimizer._get_foreach_kernels_supported_devices
+    tables = (_OPTIMIZER._foreach_supported_types, _foreach_utils._foreach_supported_types)
+    devices = _OPTIMIZER._get_foreach_kernels_supported_devices
     for table in tables:
         table.append(FakeTensor)
     if cuda:
-        optimizer._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+        _OPTIMIZER._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
     try:
         yield
     finally:
-        optimizer._get_foreach_kernels_supported_devices = devices
+        _OPTIMIZER._get_foreach_kernels_supported_devices = devices
         for table in tables:
             table.remove(FakeTensor)
 

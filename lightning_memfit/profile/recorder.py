@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
 
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.host import is_on_host, keep_on_host
@@ -68,6 +69,7 @@ class EventRecorder(StorageLedger):
         if not self._phases or self._phases[-1][1] != name:
             self._phases.append((len(self._events), name))
 
+    @override
     def track(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
         """Enter a tensor; one that was made under the mode (in `configure_model`) takes the name that it has now."""
         super().track(tensor, category, name)
@@ -76,6 +78,7 @@ class EventRecorder(StorageLedger):
             site = self._site_index.setdefault(name, len(self._site_index))
             self._sites[self._number[entry.identity]] = site
 
+    @override
     def track_module(self, module: torch.nn.Module) -> None:
         """Enter the module's tensors and follow its submodules' calls."""
         super().track_module(module)
@@ -85,6 +88,7 @@ class EventRecorder(StorageLedger):
         for name, child in module.named_modules():
             self._follow(name, child)
 
+    @override
     def track_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Enter the optimizer's states and note its class."""
         self.optimizers.append(type(optimizer).__name__)
@@ -120,6 +124,7 @@ class EventRecorder(StorageLedger):
 
     # --- host memory ------------------------------------------------------------------------------------------------
 
+    @override
     def move_to_host(self, tensor: torch.Tensor, category: Category, serves: torch.Tensor | None) -> None:
         """Count a storage as host memory, from its allocation on."""
         storage = tensor.untyped_storage()
@@ -165,6 +170,7 @@ class EventRecorder(StorageLedger):
 
     # --- what the ledger reports ------------------------------------------------------------------------------------
 
+    @override
     def _see(self, func: Any, args: Any, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided and isinstance(tensor, FakeTensor):
             raise NotImplementedError(f"fake tensors of layout {tensor.layout} don't tell what memory they hold")
@@ -173,6 +179,7 @@ class EventRecorder(StorageLedger):
         super()._see(func, args, tensor)
         self._pending_block = None
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator; a `_foreach_` result belongs to the block of the tensor at its own place in the list."""
         if func is torch.ops.prim.device.default:  # two of three calls; there is nothing to count
@@ -236,11 +243,13 @@ class EventRecorder(StorageLedger):
         entry = self._entry_of(argument)
         return OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
 
+    @override
     def _enter(self, storage: torch.UntypedStorage, category: Category, name: str) -> None:
         """Enter a storage; what techniques need to undo themselves after the last step is no part of it."""
         if not self._phases or self._phases[-1][1] != "end":
             super()._enter(storage, category, name)
 
+    @override
     def on_allocate(self, identity: int, size_bytes: int, category: Category, name: str) -> None:
         """Write an allocation down."""
         number = len(self._sizes)
@@ -256,12 +265,14 @@ class EventRecorder(StorageLedger):
         self._events.append(number + 1)
         self._event_blocks.append(block)
 
+    @override
     def on_free(self, identity: int, size_bytes: int, category: Category) -> None:
         """Write a free down; outside every block it belongs to the block of its storage."""
         number = self._number.pop(identity)
         self._events.append(-(number + 1))
         self._event_blocks.append(self._storage_blocks[number] if self._block == OUTSIDE else self._block)
 
+    @override
     def on_resize(self, identity: int, size_bytes: int) -> None:
         """A resized storage counts as freed and allocated anew."""
         number = self._number[identity]
@@ -272,10 +283,12 @@ class EventRecorder(StorageLedger):
         self.on_allocate(identity, size_bytes, CATEGORIES[self._categories[number]], name)
         self._pending_block = None
 
+    @override
     def on_relabel(self, identity: int, category: Category) -> None:
         """Keep the last label of a storage."""
         self._categories[self._number[identity]] = _INDEX[category]
 
+    @override
     def _label_gradient(self, parameter: torch.Tensor) -> None:
         super()._label_gradient(parameter)
         if parameter.grad is not None:
@@ -287,6 +300,7 @@ class EventRecorder(StorageLedger):
         if owner is not None and entry is not None:
             self._sites[self._number[entry.identity]] = self._sites[self._number[owner.identity]]
 
+    @override
     def _label_states(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter, state in optimizer.state.items():
             entry = self._entries.get(parameter.untyped_storage()._cdata)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.fake import tensors_in
@@ -182,6 +183,7 @@ def _phase_callback(recorder: EventRecorder) -> Any:
     class Phases(pl.Callback):
         """Tell the recorder where Lightning is."""
 
+        @override
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             recorder.track_module(pl_module)
             for optimizer in trainer.optimizers:
@@ -189,15 +191,19 @@ def _phase_callback(recorder: EventRecorder) -> Any:
             for scheduler in trainer.lr_scheduler_configs:
                 scheduler.strict = False  # the validation metric that it monitors is not computed here
 
+        @override
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             recorder.phase("end")
 
+        @override
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             recorder.phase("forward")
 
+        @override
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
             recorder.phase("backward")
 
+        @override
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             recorder.phase("step")
 

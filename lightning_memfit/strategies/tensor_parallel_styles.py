@@ -111,7 +111,9 @@ class Rows(_Layer):
             parts = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
             whole: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
             bias = layer.bias
-            return whole if bias is None else whole + bias.to_local().to(whole.dtype)  # type: ignore[operator, union-attr]
+            if bias is not None:
+                whole = whole + bias.to_local().to(whole.dtype)  # type: ignore[operator, union-attr]
+            return whole
 
         module.register_forward_hook(summed)
         return module

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -222,9 +222,9 @@ class ZeroInfinityStrategy(ZeroStrategy):
     def _on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run on every rank; an error on one is an error on all, so that none waits for one that has gone."""
         error: Exception | None = None
-        result: Any = None
+        results: list[T] = []
         try:
-            result = work()
+            results.append(work())
         except Exception as caught:
             error = caught
         messages: list[str | None] = [None] * self.world_size
@@ -235,7 +235,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         other = next((message for message in messages if message), None)
         if other is not None:
             raise RuntimeError(f"Another rank can't go on: {other}")
-        return result
+        return results[0]
 
     # --- training ---------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 
 def linear_cross_entropy(
@@ -48,7 +49,7 @@ def linear_cross_entropy(
     if num_chunks < 1:
         raise ValueError(f"`num_chunks={num_chunks}` must be at least 1.")
     chunk_length = -(-hidden.shape[1] // num_chunks)
-    result: Tensor = _LinearCrossEntropy.apply(
+    result: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, target, ignore_index, chunk_length, torch.is_grad_enabled()
     )
     return result
@@ -56,6 +57,7 @@ def linear_cross_entropy(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         hidden: Tensor,
@@ -89,6 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("The gradients of linear_cross_entropy were used up by the first backward pass.")

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -105,7 +105,7 @@ class Optimizer8bit(TechniqueCallback):
         kept = embedding_parameters(pl_module) if self.keep_32bit_embeddings else []
 
         def convert(optimizer: Optimizer) -> Optimizer:
-            converted = to_bitsandbytes(
+            converted: Optimizer = to_bitsandbytes(
                 optimizer, bits=self.bits, paged=self.paged, keep_32bit=kept, min_8bit_size=self.min_8bit_size
             )
             _check_new_states(converted)

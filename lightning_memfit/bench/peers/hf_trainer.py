@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from typing_extensions import override
+
 from lightning_memfit.bench.peers.peer import Options, Peer
 from lightning_memfit.bench.peers.task import Task
 from lightning_memfit.bench.peers.watch import Watch
@@ -16,20 +18,25 @@ def train(task: Task, options: Options, watch: Watch) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Watching(TrainerCallback):
+        @override
         def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
             watch.follow(objects["model"], _inner(objects["optimizer"]))
 
+        @override
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             watch.clock.batch_starts()
             watch.step_starts()
 
+        @override
         def on_step_end(self, *_: Any, **__: Any) -> None:
             watch.step_ends()
 
     class Watched(Trainer):
+        @override
         def get_train_dataloader(self) -> Any:
             return task.loader
 
+        @override
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
             inputs = watch.on_device(inputs)
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)

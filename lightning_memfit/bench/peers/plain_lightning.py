@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
 from lightning_memfit.bench.peers.by_hand import ByHand
 from lightning_memfit.bench.peers.peer import Options, Peer
@@ -20,16 +21,19 @@ class HandWritten(LightningModule):
         self._task, self._by_hand = task, by_hand
         self.model: Any = None
 
+    @override
     def configure_model(self) -> None:
         """Build the model."""
         if self.model is None:
             self.model = self._by_hand.prepare(self._task.network())
 
+    @override
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Mean loss of a micro-batch."""
         loss: torch.Tensor = self.model(**batch).loss
         return loss
 
+    @override
     def configure_optimizers(self) -> Any:
         """One optimizer at a constant rate."""
         return self._by_hand.make_optimizer(self.model, self._task)
@@ -43,13 +47,16 @@ class _Watching(Callback):
         self._step = 0
         self._attachment: TrainerAttachment | None = None
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watch.follow(pl_module, trainer.optimizers[0])
         self._attachment = TrainerAttachment(self._watch.ledger, trainer.strategy)
 
+    @override
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         self._watch.clock.batch_starts()
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -62,6 +69,7 @@ class _Watching(Callback):
             self._attachment = None
         self._watch.step_ends()
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watch.ends()
 

@@ -39,7 +39,7 @@ def partitioned_builds(config: dict[str, Any]) -> Iterator[None]:
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
             initialize_weights_zero3(model)
         else:
-            plain(model)
+            plain(model)  # type: ignore[no-untyped-call]
 
     alive = HfDeepSpeedConfig(config)  # transformers holds it weakly: it counts while this frame lives
     PreTrainedModel.initialize_weights = initialize_weights  # type: ignore[method-assign]

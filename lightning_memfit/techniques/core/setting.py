@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from typing_extensions import override
+
 from lightning_memfit.profile.step import Precision, StepOptions
 from lightning_memfit.techniques.core.cost import Cost
 from lightning_memfit.techniques.core.facts import Facts, Run
@@ -28,6 +30,7 @@ class TechniqueChoice:
         """Options are kept as JSON would give them back, so that a saved setting equals itself."""
         object.__setattr__(self, "options", json.loads(json.dumps(dict(self.options), sort_keys=True)))
 
+    @override
     def __hash__(self) -> int:
         return hash((self.name, json.dumps(self.options, sort_keys=True)))
 

@@ -1,0 +1,43 @@
+"""Upstream's private names that the package uses are where the package expects them."""
+
+import ast
+import re
+
+import pytest
+import torch
+
+from tests.upstream_names import NAMES, PAGE, VERSIONS, exists, own_sources, page, paths, used_names
+
+ONLY_WITH_CUDA = {"torch._C._cuda_clearCublasWorkspaces"}
+
+
+def test_every_name_is_known() -> None:
+    missing = {name: sorted(files) for name, files in used_names().items() if "." not in name and name not in NAMES}
+    assert not missing, "say in `NAMES` of tests/upstream_names.py which class or module they belong to"
+
+
+def test_no_name_is_listed_that_is_not_used() -> None:
+    text = "\n".join(map(ast.unparse, own_sources().values()))
+    assert not [name for name in NAMES if not re.search(rf"\b{name}\b", text)]
+
+
+@pytest.mark.parametrize("path", sorted({n if "." in n else f"{NAMES.get(n)}.{n}" for n in used_names()}))
+def test_name_is_where_it_was(path: str) -> None:
+    if path in ONLY_WITH_CUDA and not torch.cuda.is_available():
+        pytest.skip("only torch with CUDA has it")
+    library = path.partition(".")[0]
+    if library in VERSIONS:
+        pytest.importorskip(library)
+    assert exists(path), f"`{path}` has moved: written for {library} {VERSIONS.get(library, '')}"
+
+
+def test_a_name_that_moved_is_noticed() -> None:
+    assert not exists("torch.nn.Module._no_such_name")
+    assert not exists("torch.optim.lr_scheduler._no_such_name")
+    with pytest.raises(AttributeError):
+        exists("torch.no_such_module._name")
+
+
+def test_the_page_lists_them() -> None:
+    assert PAGE.read_text() == page(), "run `python -m tests.upstream_names`"
+    assert all(f"`{path}`" in PAGE.read_text() for path in paths())

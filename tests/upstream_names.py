@@ -1,0 +1,275 @@
+"""Private names of upstream's that the package uses: where each is found, and the version it was written for.
+
+`python -m tests.upstream_names` writes them into `docs/architecture.md`. `tests/unit/test_upstream_names.py` fails when
+the package uses a name that is not in `NAMES`, or when a name has moved.
+"""
+
+import ast
+import contextlib
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+HEADING = "## Where upstream's private names are used\n"
+
+VERSIONS = {
+    "bitsandbytes": "0.49-0.50",
+    "datasets": "4",
+    "deepspeed": "0.19.8",
+    "lightning": "2.6",
+    "python": "3.10-3.13",
+    "torch": "2.9-2.13",
+    "torchao": "0.18",
+    "torchmetrics": "1.9",
+    "transformers": "5.10",
+}
+
+# The module or class that an attribute belongs to, which the expressions of the package don't tell. Names that are
+# imported need no line: their import path says where they are.
+NAMES: dict[str, str] = {
+    "_BatchNorm": "torch.nn.modules.batchnorm",
+    "_C": "torch",
+    "_ExcludeDispatchKeyGuard": "torch._C",
+    "_NormBase": "torch.nn.modules.batchnorm",
+    "_VF": "torch",
+    "_actions": "argparse.ArgumentParser",
+    "_apply": "torch.distributed.tensor.parallel.style.ParallelStyle",
+    "_attn_implementation": "transformers.PreTrainedConfig",
+    "_base": "torch.Tensor",
+    "_call_callback_hooks": "lightning.pytorch.trainer.call",
+    "_call_lightning_module_hook": "lightning.pytorch.trainer.call",
+    "_call_strategy_hook": "lightning.pytorch.trainer.call",
+    "_cdata": "torch.UntypedStorage",
+    "_clear_fp32_optimizer_param_groups": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+    "_compiled_call_impl": "torch.nn.Module",
+    "_config": "deepspeed.DeepSpeedEngine",
+    "_config_initialized": "lightning.pytorch.strategies.DeepSpeedStrategy",
+    "_cuda_clearCublasWorkspaces": "torch._C",
+    "_current_fx_name": "lightning.pytorch.LightningModule",
+    "_current_graph_task_id": "torch._C",
+    "_data_source": "lightning.pytorch.loops.fit_loop._FitLoop",
+    "_ddp_comm_hook": "lightning.pytorch.strategies.DDPStrategy",
+    "_ddp_kwargs": "lightning.pytorch.strategies.DDPStrategy",
+    "_defaults": "torchmetrics.Metric",
+    "_destroy": "torch.library.Library",
+    "_dump_snapshot": "torch.cuda.memory",
+    "_fingerprint": "datasets.Dataset",
+    "_foreach_mul_": "torch",
+    "_foreach_supported_types": "torch.optim.optimizer",
+    "_forward_cache": "torchmetrics.Metric",
+    "_forward_hooks": "torch.nn.Module",
+    "_forward_hooks_with_kwargs": "torch.nn.Module",
+    "_from_config": "transformers.PreTrainedModel",
+    "_get_ddp_logging_data": "torch.nn.parallel.DistributedDataParallel",
+    "_get_foreach_kernels_supported_devices": "torch.optim.optimizer",
+    "_get_param_swap_info": "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper",
+    "_grouped_mm": "torch.ops.aten",
+    "_guards": "torch",
+    "_indices": "torch.Tensor",
+    "_init_config_if_needed": "lightning.pytorch.strategies.DeepSpeedStrategy",
+    "_init_deepspeed_distributed": "lightning.pytorch.strategies.DeepSpeedStrategy",
+    "_initialize_deepspeed_inference": "lightning.pytorch.strategies.DeepSpeedStrategy",
+    "_initialize_deepspeed_train": "lightning.pytorch.strategies.DeepSpeedStrategy",
+    "_inst": "random",
+    "_lib": "bitsandbytes.cextension.lib",
+    "_load_config": "lightning.pytorch.strategies.DeepSpeedStrategy",
+    "_local_scalar_dense": "torch.ops.aten",
+    "_loss_function": "transformers.PreTrainedModel",
+    "_make_zero_grad_fn": "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
+    "_modules": "torch.nn.Module",
+    "_name": "ctypes.CDLL",
+    "_new_buffer": "torchao.optim.adam._AdamBase",
+    "_on_before_batch_transfer": "lightning.pytorch.LightningModule",
+    "_opname": "torch._ops.OpOverload",
+    "_overloadpacket": "torch._ops.OpOverload",
+    "_parameters": "torch.nn.Module",
+    "_parse_ckpt_path": "lightning.pytorch.cli.LightningCLI",
+    "_profiler_enabled": "torch._C._autograd",
+    "_pytree": "torch.utils",
+    "_reassign_or_swap_out_partitioned_parameters": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+    "_record_memory_history": "torch.cuda.memory",
+    "_restore_from_bit16_weights": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+    "_restore_zero_state": "lightning.pytorch.strategies.DeepSpeedStrategy",
+    "_results": "lightning.pytorch.Trainer",
+    "_rigid_load_state_dict": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+    "_scaled_dot_product_attention_math": "torch.ops.aten",
+    "_scaled_dot_product_cudnn_attention": "torch.ops.aten",
+    "_scaled_dot_product_efficient_attention": "torch.ops.aten",
+    "_scaled_dot_product_flash_attention": "torch.ops.aten",
+    "_scaled_dot_product_flash_attention_for_cpu": "torch.ops.aten",
+    "_schema": "torch._ops.OpOverload",
+    "_set_fp32_optimizer_param_groups": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+    "_setup_model_and_optimizer": "lightning.pytorch.strategies.DeepSpeedStrategy",
+    "_should_accumulate": "lightning.pytorch.loops.fit_loop._FitLoop",
+    "_step_fn": "lightning.pytorch.loops.optimization.automatic.Closure",
+    "_swappable_optimizer_subgroup": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+    "_to_copy": "torch.ops.aten",
+    "_trainer": "lightning.pytorch.LightningModule",
+    "_unique2": "torch.ops.aten",
+    "_values": "torch.Tensor",
+    "_version": "torch.Tensor",
+    "_wrapped_by_lr_sched": "torch.optim.lr_scheduler",
+}
+
+
+# Written by us on others' objects, of ours in another folder, or documented by Python in spite of the underscore.
+_NOT_UPSTREAM = ("_", "_fields")
+
+
+def own_sources() -> dict[str, ast.Module]:
+    """Every file of the package by its path as the documentation names it: `fitting/auto.py`, `cli/fit.py`."""
+    package = ROOT / "lightning_memfit"
+    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    files |= {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "cli").rglob("*.py")}
+    return {name: ast.parse(path.read_text()) for name, path in sorted(files.items())}
+
+
+def used_names() -> dict[str, set[str]]:
+    """Private names of upstream's, and the files that use them.
+
+    Imported ones are import paths. Attributes are bare names: those of what upstream's modules export, those of `self`
+    that the package defines nowhere, and those of other objects that the file's folder doesn't define.
+    """
+    sources = own_sources()
+    defined: dict[str, set[str]] = defaultdict(set)
+    for file, tree in sources.items():
+        defined[file.rpartition("/")[0]] |= set(_defined(tree))
+    everywhere = set().union(*defined.values())
+    found: dict[str, set[str]] = defaultdict(set)
+    for file, tree in sources.items():
+        imported = dict(_imported(tree))
+        for path in imported.values():
+            if any(map(_is_private, path.split("."))):
+                found[path].add(file)
+        nearby = defined[file.rpartition("/")[0]]
+        for name in _accessed(tree, set(imported), nearby, everywhere):
+            found[name].add(file)
+    return dict(found)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith(("__", "_memfit")) and name not in _NOT_UPSTREAM
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Private names that a file gives to what is its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            # A method that overrides upstream's is upstream's name, too.
+            overrides = any(ast.unparse(decorator) == "override" for decorator in node.decorator_list)
+            if not overrides:
+                yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            yield node.attr
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Local names and import paths of what comes from upstream."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] in VERSIONS:
+                    yield (alias.asname or alias.name.partition(".")[0]), alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in VERSIONS:
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+def _accessed(tree: ast.Module, imported: set[str], nearby: set[str], everywhere: set[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            if _is_self(node.value):
+                is_upstream = node.attr not in everywhere
+            else:
+                is_upstream = _root(node.value) in imported or node.attr not in nearby
+            if is_upstream:
+                yield node.attr
+        elif isinstance(node, ast.FunctionDef) and _is_private(node.name) and node.name not in everywhere:
+            yield node.name  # overrides a method of upstream's
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            for value in node.args[1:2]:
+                if isinstance(value, ast.Constant) and _is_private(str(value.value)) and value.value not in nearby:
+                    yield str(value.value)
+
+
+def _is_self(node: ast.expr) -> bool:
+    """`self`, `cls` or `super()`."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return isinstance(node, ast.Name) and node.id in ("self", "cls", "super")
+
+
+def _root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute | ast.Call):
+        node = node.value if isinstance(node, ast.Attribute) else node.func
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def owner_of(path: str) -> Any:
+    """The module or class that a path names.
+
+    Raises:
+        AttributeError: If there is none.
+        ModuleNotFoundError: If the library is not installed.
+    """
+    parent, _, name = path.rpartition(".")
+    if not parent:
+        return import_module(name)
+    with contextlib.suppress(ModuleNotFoundError):
+        return import_module(path)  # modules first: torch.optim deletes its attribute `optimizer`
+    return getattr(owner_of(parent), name)
+
+
+def exists(path: str) -> bool:
+    """Whether a name is where its path says: an attribute, or one that a class's or module's source assigns."""
+    owner_path, _, name = path.rpartition(".")
+    owner = owner_of(owner_path)
+    if hasattr(owner, name):
+        return True
+    sources = [cls for cls in inspect.getmro(owner) if cls is not object] if inspect.isclass(owner) else [owner]
+    return any(re.search(rf"\.{name}\b[^=\n]*=[^=]", inspect.getsource(source)) for source in sources)
+
+
+def paths() -> dict[str, set[str]]:
+    """Where each name is found, and the files that use it.
+
+    Raises:
+        KeyError: If the package uses a name that `NAMES` lacks.
+    """
+    return {name if "." in name else f"{NAMES[name]}.{name}": files for name, files in used_names().items()}
+
+
+def section() -> str:
+    """The section of the documentation."""
+    rows: dict[str, dict[str, set[str]]] = defaultdict(dict)
+    for path, files in paths().items():
+        library = path.partition(".")[0]
+        rows[library if library in VERSIONS else "python"][path] = files
+    lines = [HEADING.rstrip("\n")]
+    lines.append(
+        "`tests/unit/test_upstream_names.py` looks each of them up, and fails when one moves or is missing here."
+    )
+    lines.append("`python -m tests.upstream_names` writes these tables.")
+    for library in sorted(rows):
+        lines += ["", f"{library} {VERSIONS[library]}:", "", "| name | used in |", "|---|---|"]
+        for path, files in sorted(rows[library].items()):
+            lines.append(f"| `{path}` | {', '.join(f'`{file}`' for file in sorted(files))} |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The page with its section made anew."""
+    before, _, after = PAGE.read_text().partition(HEADING)
+    _, heading, rest = after.partition("\n## ")
+    return before + section() + (heading + rest)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
