@@ -10,8 +10,9 @@ from lightning_memfit.profile.build import batch_size, measure_step, profile_mod
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
+from tests.helpers.modules import LanguageModel
 
-from .modules import WIDTH, Classifier, LanguageModel, batch, ids, peak, same_events, tiny_gpt2, trace_cpu
+from .modules import WIDTH, Classifier, batch, ids, peak, same_events, tiny_gpt2, trace_cpu
 from .test_trace import Bag, Opaque, TakesAny, ragged
 
 
