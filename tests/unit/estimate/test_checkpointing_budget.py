@@ -89,6 +89,7 @@ def small():
     )
 
 
+@pytest.mark.slow
 def test_plans_with_offloaded_blocks_are_never_above_their_prediction(small):
     frontier, reserve = small._frontiers[1]
     plans = [("offload", "none") * 4, ("none", "offload") * 4, ("full", "offload", "offload", "none") * 2]
@@ -145,7 +146,7 @@ def test_blocks_that_run_twice_are_refused():
             return super().training_step(batch, 0) + super().training_step(batch, 0)
 
     with pytest.raises(BudgetError, match="one after the other"):
-        planner_of(Twice(lambda: gpt2(n_layer=4)), tokens(2, 16))
+        planner_of(Twice(gpt2(n_layer=4)), tokens(2, 16))
 
 
 def planner_of(module, batch):

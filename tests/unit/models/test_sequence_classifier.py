@@ -22,6 +22,7 @@ def train(module: SequenceClassifier, precision: str = "32-true") -> pl.Trainer:
     return fit(module, loader=tokens, max_epochs=20, precision=precision)
 
 
+@pytest.mark.slow
 def test_learns_the_classes_by_heart():
     torch.manual_seed(0)
     trainer = train(SequenceClassifier(CONFIG, num_labels=3, learning_rate=1e-2))

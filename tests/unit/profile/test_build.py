@@ -16,6 +16,7 @@ from .modules import WIDTH, Classifier, batch, ids, peak, same_events, tiny_gpt2
 from .test_trace import Bag, Opaque, TakesAny, ragged
 
 
+@pytest.mark.slow
 def test_every_size_follows_from_two():
     module, options = LanguageModel(tiny_gpt2()), StepOptions("bf16-mixed")
     profile = profile_module(module, ids(2), options, Emulation("cpu"))
