@@ -16,6 +16,8 @@ import torch
 import yaml
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.modules import Layers
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -41,18 +43,6 @@ def commands():
     return found
 
 
-class Tiny(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 2)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-
-
 @pytest.fixture
 def namespace(monkeypatch, tmp_path):
     """What a reader has before an example: a module, its data and Lightning."""
@@ -69,7 +59,7 @@ def namespace(monkeypatch, tmp_path):
     return {
         "L": L,
         "Trainer": trainer,
-        "module": Tiny(),
+        "module": Layers(4, 2),
         "datamodule": L.LightningDataModule.from_datasets(TensorDataset(torch.randn(256, 4)), batch_size=256),
         "MicroBatching": lightning_memfit.MicroBatching,
         "MemoryMonitor": lightning_memfit.MemoryMonitor,

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memfit import MemoryLimit, MemoryMonitor, OutOfMemoryReport
 from lightning_memfit.measure.report import RunReport
-from tests.unit.measure.test_monitor import fit
+from tests.helpers.trainers import quiet_trainer
+from tests.unit.measure.test_monitor import train
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "monitors.md").read_text()
 LOGGED, REPORT = PAGE.split("## The report's JSON")[0], PAGE.split("## The report's JSON")[1]
@@ -23,7 +24,7 @@ def test_every_field_of_the_report_has_a_row() -> None:
 
 @pytest.mark.parametrize("limited", [False, True])
 def test_every_figure_that_is_logged_has_a_row(tmp_path: Path, limited: bool) -> None:
-    trainer = fit(tmp_path, MemoryMonitor(every_n_steps=1), *([MemoryLimit("8MiB")] if limited else []))
+    trainer = train(tmp_path, MemoryMonitor(every_n_steps=1), *([MemoryLimit("8MiB")] if limited else []))
     figures = {name for name in trainer.callback_metrics if name.startswith(("memory/", "throughput/"))}
     assert "memory/activation_peak_gib" in figures
     for name in figures:
@@ -70,13 +71,10 @@ class Classifier(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+@pytest.mark.slow
 def test_the_explanation_shown_is_what_is_said(tmp_path: Path) -> None:
     report = OutOfMemoryReport()
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    watching = [report, MemoryLimit("160MiB")]
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp_path, callbacks=watching, **quiet
-    )
+    trainer = quiet_trainer(report, MemoryLimit("160MiB"), max_epochs=1, default_root_dir=tmp_path)
     data = TensorDataset(torch.randn(64, 16, 32), torch.randint(0, 10, (64,)))
     with pytest.raises(torch.OutOfMemoryError):
         trainer.fit(Classifier(), DataLoader(data, batch_size=64))

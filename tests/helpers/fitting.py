@@ -1,14 +1,9 @@
-"""Small modules, data and runs for the tests of micro-batch fitting."""
+"""Data and modules for the tests of micro-batch fitting: uneven sentences, and a module that runs out of memory."""
 
-import logging
-import warnings
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -61,58 +56,6 @@ class Tagger(pl.LightningModule):
         world_size = self.trainer.world_size
         sampler = DistributedSampler(self.dataset, shuffle=False) if world_size > 1 else None
         return DataLoader(self.dataset, self.batch_size, sampler=sampler)
-
-
-class KeepWeights(pl.Callback):
-    """Save the weights of every rank, which live in other processes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        weights = [p.detach().clone() for p in pl_module.parameters()]
-        seen = getattr(pl_module, "seen", [])
-        torch.save((weights, seen), self.folder / f"{trainer.world_size}-{trainer.global_rank}.pt")
-
-
-def trainer_of(*callbacks: pl.Callback, devices: int = 1, **kwargs: Any) -> pl.Trainer:
-    """A quiet CPU trainer; two processes are forked and talk over gloo with a short timeout."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    strategy: Any = "auto"
-    if devices > 1:
-        strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=timedelta(seconds=60))
-        kwargs.setdefault("use_distributed_sampler", False)
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        callbacks=list(callbacks),
-        **{**quiet, "max_epochs": 2} | kwargs,
-    )
-
-
-def fit(module: pl.LightningModule, *callbacks: pl.Callback, loader: Any = None, **kwargs: Any) -> pl.Trainer:
-    """Train a module."""
-    trainer = trainer_of(*callbacks, **kwargs)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(module, loader)
-    return trainer
-
-
-def fit_on_two_ranks(
-    module: pl.LightningModule, folder: Path, *callbacks: pl.Callback, **kwargs: Any
-) -> list[tuple[list[Tensor], list[int]]]:
-    """Train on two ranks and return each rank's weights and the samples it saw."""
-    fit(module, *callbacks, KeepWeights(folder), devices=2, **kwargs)
-    return [torch.load(folder / f"2-{rank}.pt") for rank in range(2)]
-
-
-def difference(module: pl.LightningModule | list[Tensor], other: pl.LightningModule | list[Tensor]) -> float:
-    """The largest difference between two sets of weights."""
-    ours, theirs = ([*one.parameters()] if isinstance(one, pl.LightningModule) else one for one in (module, other))
-    return max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
 def out_of_memory() -> torch.OutOfMemoryError:

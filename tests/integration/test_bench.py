@@ -12,7 +12,7 @@ from tests.helpers.wandb_files import read_run
 
 BASE = {
     "seed_everything": 1,
-    "model": {"class_path": "tests.helpers.toy.Toy"},
+    "model": {"class_path": "tests.helpers.modules.Toy"},
     "data": {
         "class_path": "lightning_memfit.data.RandomTokens",
         "init_args": {"num_samples": 32, "sequence_length": 8, "batch_size": 4, "vocab_size": 50, "num_labels": 2},

@@ -18,6 +18,7 @@ from lightning_memfit.fitting import MicroBatching, auto
 from lightning_memfit.fitting.auto import MemFit, Probed
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.gradient_release import GradientRelease
+from tests.helpers.trainers import quiet_trainer
 
 WIDTH, LAYERS, SAMPLES = 128, 8, 64
 LIMIT = 6 << 20
@@ -52,8 +53,7 @@ def loader(batch: int = 4096) -> DataLoader[Any]:
 
 
 def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    plain = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return pl.Trainer(accelerator="cpu", max_steps=2, callbacks=list(callbacks), **plain, **options)
+    return quiet_trainer(*callbacks, max_steps=2, **options)
 
 
 def test_a_run_that_would_not_fit_trains_and_leaves_the_trainer_as_it_was() -> None:

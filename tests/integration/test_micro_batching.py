@@ -12,7 +12,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
-from tests.helpers.fitting import VOCABULARY, Failing, Sentences, Tagger, difference, fit, fit_on_two_ranks
+from tests.helpers.fitting import VOCABULARY, Failing, Sentences, Tagger
+from tests.helpers.trainers import difference, fit, fit_on_two_ranks
 
 TOLERANCE = 2e-6
 SPLITS = [4, 1, 5, 3]
@@ -213,16 +214,16 @@ def test_evaluation_batches_are_split_when_they_do_not_fit() -> None:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return batch["index"]
 
-    from tests.helpers.fitting import trainer_of
+    from tests.helpers.trainers import quiet_trainer
 
     loader = DataLoader(Sentences(), 16)
     whole, small = Evaluated(), Evaluated()
     small.too_large = 5
     for kind in ("validate", "test"):
-        (expected,) = getattr(trainer_of(), kind)(whole, loader, verbose=False)
-        (found,) = getattr(trainer_of(MicroBatching()), kind)(small, loader, verbose=False)
+        (expected,) = getattr(quiet_trainer(), kind)(whole, loader, verbose=False)
+        (found,) = getattr(quiet_trainer(MicroBatching()), kind)(small, loader, verbose=False)
         assert found == pytest.approx(expected, abs=1e-6)
-    predictions = trainer_of(MicroBatching()).predict(small, loader)
+    predictions = quiet_trainer(MicroBatching()).predict(small, loader)
     assert [p.tolist() for p in predictions] == [list(range(i, i + 16)) for i in (0, 16, 32)]
 
 

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
-from tests.helpers.fitting import Tagger, difference, fit, fit_on_two_ranks, trainer_of
+from tests.helpers.fitting import Tagger
+from tests.helpers.trainers import difference, fit, fit_on_two_ranks, quiet_trainer
 
 LIMIT = "500KiB"
 
@@ -127,14 +128,14 @@ def test_size_is_kept_with_the_checkpoint(tmp_path: Path) -> None:
     seeded_fit(whole, first, MemoryLimit(LIMIT), checkpoint, enable_checkpointing=True, max_epochs=2)
     path = tmp_path / "step=4.ckpt"
     again, resumed = MicroBatching(), Wide()
-    trainer = trainer_of(again, MemoryLimit(LIMIT), max_epochs=2)
+    trainer = quiet_trainer(again, MemoryLimit(LIMIT), max_epochs=2)
     trainer.fit(resumed, ckpt_path=path)
     assert again.found is None
     assert again.changes[0][1] == first.changes[0][1]
     assert "as in the checkpoint" in again.description
     assert trainer.global_step == 8
     other = MicroBatching()
-    trainer_of(other, MemoryLimit("350KiB"), max_epochs=2).fit(Wide(), ckpt_path=path)
+    quiet_trainer(other, MemoryLimit("350KiB"), max_epochs=2).fit(Wide(), ckpt_path=path)
     assert other.found is not None
     assert other.changes[0][1] < again.changes[0][1]
 
@@ -158,7 +159,7 @@ def test_datamodule_with_batch_size() -> None:
             return DataLoader(Tagger().dataset, self.batch_size)
 
     module, data = Tagger(), Data()
-    trainer_of(MicroBatching(global_batch_size=16, micro_batch_size=4), max_epochs=2).fit(module, datamodule=data)
+    quiet_trainer(MicroBatching(global_batch_size=16, micro_batch_size=4), max_epochs=2).fit(module, datamodule=data)
     reference = Tagger()
     fit(reference)
     assert data.batch_size == 3
@@ -209,7 +210,7 @@ def test_trainer_options(options: dict[str, Any]) -> None:
 
 def test_fitting_twice_with_one_trainer() -> None:
     callback, module = MicroBatching(micro_batch_size=4), Tagger()
-    trainer = trainer_of(callback, max_epochs=1)
+    trainer = quiet_trainer(callback, max_epochs=1)
     trainer.fit(module)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module)
@@ -290,7 +291,8 @@ def test_killed_while_probing_leaves_no_files_and_the_next_run_starts_clean(tmp_
         import os, signal, sys
         from lightning_memfit.fitting import MicroBatching
         from lightning_memfit.fitting.size.trial import Trial
-        from tests.helpers.fitting import Tagger, fit
+        from tests.helpers.fitting import Tagger
+        from tests.helpers.trainers import fit
         probe = Trial.probe
         def killed(self, size):
             probe(self, size)

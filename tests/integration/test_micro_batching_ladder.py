@@ -16,7 +16,8 @@ from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.recovery.host_states import absent_bytes
 from lightning_memfit.fitting.size import sizes as patience
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
-from tests.helpers.fitting import difference, fit, fit_on_two_ranks, out_of_memory, trainer_of
+from tests.helpers.fitting import out_of_memory
+from tests.helpers.trainers import difference, fit, fit_on_two_ranks, quiet_trainer
 
 WIDTH, ROWS, SAMPLES, NUM_BLOCKS = 64, 512, 4, 6
 RECOMPUTED = "the activations of 6 more blocks recomputed in backward"
@@ -277,7 +278,7 @@ def test_a_checkpoint_holds_the_states_and_the_rungs(tight: int, tmp_path: Path)
     path = tmp_path / "half.ckpt"
     trained(Blocks(), MemoryLimit(tight), ladder(), Reseeds(), SavesAtTheEnd(path), max_epochs=1)
     ours, resumed = ladder(), Blocks()
-    trainer_of(MemoryLimit(tight), ours, Reseeds()).fit(resumed, ckpt_path=path, weights_only=False)
+    quiet_trainer(MemoryLimit(tight), ours, Reseeds()).fit(resumed, ckpt_path=path, weights_only=False)
     assert [reason for *_, reason in ours.changes] == [
         "MicroBatching: micro-batch 1 of 4 samples, as asked for. "
         f"As before, with {RECOMPUTED} and {INPUTS} and {STATES}."

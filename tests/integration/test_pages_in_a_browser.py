@@ -9,7 +9,7 @@ from lightning_memfit.bench.report import write_report
 from lightning_memfit.bench.run_timeline import RunTimeline
 from tests.helpers.browser import CHROMIUM, Layout, lay_out
 from tests.unit.bench.results import out_of_memory
-from tests.unit.bench.test_run_timeline import fit
+from tests.unit.bench.test_run_timeline import train
 from tests.unit.bench.test_scaling import at
 
 COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "scaling_cpu" / "report.html"
@@ -45,7 +45,7 @@ def test_a_report_of_many_curves_with_long_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limited", [False, True])
 def test_the_timeline_of_a_run(tmp_path: Path, limited: bool) -> None:
     page = tmp_path / "run.html"
-    fit(RunTimeline(page), *([MemoryLimit("512KiB")] if limited else []))
+    train(RunTimeline(page), *([MemoryLimit("512KiB")] if limited else []))
     check(lay_out(page, tmp_path), drawings=1)
 
 

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
+from tests.helpers.trainers import quiet_trainer
 from tests.unit.checkpointing.models import gpt2
 
 
@@ -45,9 +46,7 @@ def loader(num_batches: int = 6) -> DataLoader[Any]:
 
 
 def trainer(callbacks: Sequence[pl.Callback] = (), **kwargs: Any) -> pl.Trainer:
-    options = {"accelerator": "cpu", "max_steps": 4, "logger": False, "enable_checkpointing": False}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-    return pl.Trainer(**{**options, **quiet, "callbacks": list(callbacks), **kwargs})
+    return quiet_trainer(*callbacks, **{"max_steps": 4, **kwargs})
 
 
 def fit(callbacks: Sequence[pl.Callback] = (), module: Any = None, ckpt_path: Any = None, **kwargs: Any) -> Any:

@@ -1,5 +1,7 @@
 """Step times, losses and predictions of a small real fit."""
 
+from typing import Any
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -17,6 +19,7 @@ from lightning_memfit.bench.observe import (
 from lightning_memfit.data import RandomTokens
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import Category
+from tests.helpers.trainers import fit
 
 
 class Bag(pl.LightningModule):
@@ -39,23 +42,14 @@ class Bag(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(module: pl.LightningModule, *callbacks: pl.Callback, accumulate: int = 2, steps: int = 5) -> None:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=steps,
-        max_epochs=-1,
-        accumulate_grad_batches=accumulate,
-        callbacks=list(callbacks),
-        **quiet,
-    )
-    trainer.fit(module, datamodule=RandomTokens(12, 6, batch_size=3, vocab_size=50))
+def run(accumulate_grad_batches: int = 2) -> dict[str, Any]:
+    loader = RandomTokens(12, 6, batch_size=3, vocab_size=50)
+    return {"loader": loader, "max_steps": 5, "accumulate_grad_batches": accumulate_grad_batches}
 
 
 def test_steps_after_the_warm_up_are_timed_and_losses_are_means_over_micro_batches():
     times = StepTimes(warmup_steps=2)
-    fit(Bag(), times)
+    fit(Bag(), times, **run())
     speed = times.clock.speed(num_replicas=2)
     assert speed is not None
     assert speed.timed_steps == 3
@@ -68,13 +62,13 @@ def test_steps_after_the_warm_up_are_timed_and_losses_are_means_over_micro_batch
 
 def test_nothing_is_said_of_a_run_without_timed_steps():
     times = StepTimes(warmup_steps=5)
-    fit(Bag(), times)
+    fit(Bag(), times, **run())
     assert times.clock.speed() is None
 
 
 def test_the_prediction_is_for_the_monitor_too():
     predict, monitor = PredictRun(), MemoryMonitor(tracked_steps=2)
-    fit(Bag(), predict, monitor, accumulate=1)
+    fit(Bag(), predict, monitor, **run(accumulate_grad_batches=1))
     assert predict.reason == ""
     assert monitor.report is not None
     assert monitor.report.measured_peak_bytes
@@ -85,7 +79,7 @@ def test_the_prediction_is_for_the_monitor_too():
 
 def test_why_there_is_no_prediction():
     predict = PredictRun()
-    fit(Bag(traceable=False), predict)
+    fit(Bag(traceable=False), predict, **run())
     assert predict.prediction is None
     assert predict.reason
 

@@ -10,33 +10,18 @@ from torch.utils.data import DataLoader
 from lightning_memfit import MemoryLimit, MemoryMonitor
 from lightning_memfit.bench.run_timeline import RunTimeline
 from lightning_memfit.memory import format_bytes
+from tests.helpers.modules import Layers
+from tests.helpers.trainers import fit
 
 
-class Wide(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 99:
-            raise RuntimeError("stop")
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
-def fit(*callbacks: pl.Callback, steps: int = 4) -> pl.Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=steps, callbacks=list(callbacks), **quiet)
-    trainer.fit(Wide(), DataLoader(torch.randn(64, 64), 8))
-    return trainer
+def train(*callbacks: pl.Callback, max_steps: int = 4) -> pl.Trainer:
+    return fit(Layers(64, 256, 1), *callbacks, loader=DataLoader(torch.randn(64, 64), 8), max_steps=max_steps)
 
 
 def test_the_peak_is_that_of_the_monitor(tmp_path):
     path, monitor = tmp_path / "pages" / "run.html", MemoryMonitor(tracked_steps=2)
-    trainer = fit(RunTimeline(path))
-    fit(monitor)  # on its own: on the CPU each of two that follow tensors makes a copy of the batch
+    trainer = train(RunTimeline(path))
+    train(monitor)  # on its own: on the CPU each of two that follow tensors makes a copy of the batch
     page = path.read_text()
     assert monitor.report is not None
     assert f"peak {format_bytes(monitor.report.measured_peak_bytes)}" in page
@@ -47,7 +32,7 @@ def test_the_peak_is_that_of_the_monitor(tmp_path):
 
 
 def test_a_limit_is_drawn(tmp_path):
-    fit(RunTimeline(tmp_path / "run.html"), MemoryLimit("512KiB"))
+    train(RunTimeline(tmp_path / "run.html"), MemoryLimit("512KiB"))
     page = (tmp_path / "run.html").read_text()
     assert "room for tensors on this CPU under the recipe&#x27;s MemoryLimit: 512.00 KiB</text>" in page
     assert '<line class="limit"' in page
@@ -57,7 +42,7 @@ def test_recording_changes_nothing(tmp_path):
     weights = []
     for callbacks in ([], [RunTimeline(tmp_path / "run.html")]):
         torch.manual_seed(0)
-        weights.append(fit(*callbacks).lightning_module.net[0].weight.detach())
+        weights.append(train(*callbacks).lightning_module.net[0].weight.detach())
     assert torch.equal(*weights)
 
 
@@ -65,12 +50,12 @@ def test_a_page_is_not_overwritten(tmp_path):
     path = tmp_path / "run.html"
     path.write_text("mine")
     with pytest.raises(ValueError, match=r"`path=.*run.html` exists already"):
-        fit(RunTimeline(path))
+        train(RunTimeline(path))
     assert path.read_text() == "mine"
 
 
 def test_a_run_that_is_too_short_says_so(tmp_path):
     with pytest.warns(UserWarning, match="fewer than 2 optimizer steps"):
-        trainer = fit(RunTimeline(tmp_path / "run.html"), steps=1)
+        trainer = train(RunTimeline(tmp_path / "run.html"), max_steps=1)
     assert not (tmp_path / "run.html").exists()
     assert "training_step" not in vars(trainer.strategy)

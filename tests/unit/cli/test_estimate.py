@@ -61,6 +61,7 @@ def test_options_are_told_apart(arguments, ours, theirs):
 # --- a recipe ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_recipe_for_a_gpu_is_estimated_without_one_and_leaves_nothing(capsys, recipe, tmp_path):
     before = {path.name for path in tmp_path.iterdir()}
     code, report = estimate(capsys, *recipe, "--device", "RTX 3060", "--trainer.accelerator=gpu", "--no-cache")

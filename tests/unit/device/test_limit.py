@@ -4,21 +4,19 @@ import gc
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_memfit.device.limit import MemoryLimit, SimulatedDevice, module_bytes
 from lightning_memfit.memory import MIB, Category
+from tests.helpers.modules import Layers
+from tests.helpers.trainers import quiet_trainer
 
 
-class Regression(LightningModule):
+class Regression(Layers):
     def __init__(self, batch_size=8, width=64):
-        super().__init__()
+        super().__init__(32, width, 1)
         self.batch_size = batch_size
-        self.net = torch.nn.Sequential(torch.nn.Linear(32, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.net(batch[0]).square().mean())
@@ -28,9 +26,6 @@ class Regression(LightningModule):
     def predict_step(self, batch, batch_idx):
         return self.net(batch[0])
 
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
     def _loader(self):
         generator = torch.Generator().manual_seed(0)
         data = torch.utils.data.TensorDataset(torch.randn(4 * self.batch_size, 32, generator=generator))
@@ -39,17 +34,8 @@ class Regression(LightningModule):
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
 
 
-def trainer(tmp_path, *callbacks, **options):
-    defaults = {"accelerator": "cpu", "max_epochs": 1}
-    return Trainer(
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        default_root_dir=tmp_path,
-        callbacks=list(callbacks),
-        enable_model_summary=False,
-        **{**defaults, **options},
-    )
+def trainer(tmp_path, *callbacks, max_epochs=1, **options):
+    return quiet_trainer(*callbacks, default_root_dir=tmp_path, max_epochs=max_epochs, **options)
 
 
 def no_mode_is_left():

@@ -2,7 +2,6 @@ import itertools
 import time
 from dataclasses import replace
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -19,19 +18,8 @@ from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.checkpointing_budget import make_planner
+from tests.helpers.modules import LanguageModel
 from tests.unit.checkpointing.models import gpt2
-
-
-class Module(pl.LightningModule):
-    def __init__(self, build):
-        super().__init__()
-        self.model = build()
-
-    def training_step(self, batch, batch_idx):
-        return self.model(**batch).loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
 
 
 def tokens(size, length):
@@ -64,7 +52,7 @@ def peak_of(profile):
 @pytest.mark.parametrize("name", CASES)
 def test_executed_peak_is_within_ten_budgets(name):
     build, batch = CASES[name][0], CASES[name][1]()
-    module = Module(build)
+    module = LanguageModel(build())
     planner = make_planner(
         module,
         batch,
@@ -90,7 +78,7 @@ def test_executed_peak_is_within_ten_budgets(name):
 def small():
     """Figures of an emulated CUDA device, with offloading, for mixed plans of few blocks."""
     with torch.device("meta"):
-        module = Module(lambda: gpt2(n_layer=8, n_embd=256, n_positions=256).train())
+        module = LanguageModel(gpt2(n_layer=8, n_embd=256, n_positions=256).train())
     return make_planner(
         module,
         tokens(8, 256),
@@ -101,6 +89,7 @@ def small():
     )
 
 
+@pytest.mark.slow
 def test_plans_with_offloaded_blocks_are_never_above_their_prediction(small):
     frontier, reserve = small._frontiers[1]
     plans = [("offload", "none") * 4, ("none", "offload") * 4, ("full", "offload", "offload", "none") * 2]
@@ -152,12 +141,12 @@ def test_out_of_reach_names_the_least(small):
 
 
 def test_blocks_that_run_twice_are_refused():
-    class Twice(Module):
+    class Twice(LanguageModel):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, 0) + super().training_step(batch, 0)
 
     with pytest.raises(BudgetError, match="one after the other"):
-        planner_of(Twice(lambda: gpt2(n_layer=4)), tokens(2, 16))
+        planner_of(Twice(gpt2(n_layer=4)), tokens(2, 16))
 
 
 def planner_of(module, batch):
@@ -171,7 +160,7 @@ def test_gpt2_xl_over_ten_budgets():
     pytest.importorskip("scipy")
     with torch.device("meta"):
         sizes = {"n_layer": 48, "n_embd": 1600, "n_head": 25, "n_positions": 1024, "vocab_size": 50257}
-        module = Module(lambda: gpt2(**sizes).train())
+        module = LanguageModel(gpt2(**sizes).train())
     rate = device_rate("A100 80GB", torch.bfloat16)
     planner: BudgetPlanner = make_planner(
         module,

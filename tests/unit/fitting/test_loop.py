@@ -11,7 +11,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.step.loop import LIGHTNING_VERSION, MicroBatchLoop
-from tests.helpers.fitting import Tagger, fit, trainer_of
+from tests.helpers.fitting import Tagger
+from tests.helpers.trainers import fit, quiet_trainer
 
 
 def parameters(function: object) -> list[str]:
@@ -40,7 +41,7 @@ def test_upstream_is_where_it_was() -> None:
 
 
 def test_install_and_uninstall_leave_lightnings_loop() -> None:
-    trainer = trainer_of()
+    trainer = quiet_trainer()
     epoch_loop = trainer.fit_loop.epoch_loop
     original, progress = epoch_loop.automatic_optimization, epoch_loop.automatic_optimization.optim_progress
     loop = MicroBatchLoop(trainer, lambda request: ClosureResult(None), lambda optimizer: None)  # type: ignore[arg-type]
@@ -60,7 +61,7 @@ def test_everything_is_taken_off_after_a_run_and_after_an_error() -> None:
 
     for module in (Tagger(), Broken()):
         callback = MicroBatching(micro_batch_size=4)
-        trainer = trainer_of(callback)
+        trainer = quiet_trainer(callback)
         strategy_before = set(vars(trainer.strategy))
         try:
             trainer.fit(module)

@@ -11,7 +11,7 @@ from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.size.prediction import MemoryPrediction
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
-from tests.helpers.fitting import difference, fit, trainer_of
+from tests.helpers.trainers import difference, fit, quiet_trainer
 
 WIDTH = 64
 
@@ -96,7 +96,7 @@ def test_prediction_changes_nothing() -> None:
 
 def test_no_prediction_says_why() -> None:
     prediction = MemoryPrediction()
-    trainer = trainer_of(prediction, max_epochs=1)
+    trainer = quiet_trainer(prediction, max_epochs=1)
     with pytest.warns(UserWarning, match="depends on values of tensors"):
         trainer.fit(Wide(value_dependent=True))
     assert prediction.estimate is None

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torchmetrics import SumMetric
 
-from tests.helpers.fitting import Tagger, fit, trainer_of
+from tests.helpers.fitting import Tagger
+from tests.helpers.trainers import fit, quiet_trainer
 
 
 def test_dispatch_modes_are_disabled_and_come_back() -> None:
@@ -61,7 +62,7 @@ def test_names_of_torchmetrics() -> None:
 
 
 def test_names_of_lightning() -> None:
-    trainer = trainer_of(max_epochs=1)
+    trainer = quiet_trainer(max_epochs=1)
     assert trainer.fit_loop._data_source.is_module is not None
     assert callable(trainer.fit_loop._should_accumulate)
     assert trainer.fit_loop.epoch_loop._results.log is not None

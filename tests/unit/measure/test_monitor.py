@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import Category, MemoryBreakdown
+from tests.helpers.trainers import fit
 
 
 class Language(LightningModule):
@@ -41,18 +42,9 @@ class Language(LightningModule):
     val_dataloader = train_dataloader
 
 
-def fit(tmp_path, *callbacks, module=None, **options):
-    defaults = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False}
-    trainer = Trainer(
-        default_root_dir=tmp_path,
-        callbacks=list(callbacks),
-        enable_model_summary=False,
-        log_every_n_steps=5,
-        enable_progress_bar=False,
-        **{**defaults, **options},
-    )
-    trainer.fit(module or Language())
-    return trainer
+def train(tmp_path, *callbacks, module=None, **options):
+    options = {"max_epochs": 1, "log_every_n_steps": 5, "default_root_dir": tmp_path} | options
+    return fit(module or Language(), *callbacks, **options)
 
 
 WEIGHTS = 64 * 64 * 4
@@ -66,7 +58,7 @@ def test_categories_are_exact_and_the_ledger_leaves(tmp_path):
             seen.append("training_step" in vars(trainer.strategy))
 
     monitor = MemoryMonitor(tracked_steps=3)
-    fit(tmp_path, Watch(), monitor)
+    train(tmp_path, Watch(), monitor)
     measured = monitor.report.measured
     assert measured.get(Category.PARAMETER) == measured.get(Category.GRADIENT) == WEIGHTS
     assert measured.get(Category.OPTIMIZER_STATE) == 2 * WEIGHTS + 4
@@ -87,7 +79,7 @@ class Masters(Language):
 
 def test_copies_of_weights_that_only_the_optimizer_knows_are_its_states(tmp_path):
     monitor = MemoryMonitor()
-    fit(tmp_path, monitor, module=Masters())
+    train(tmp_path, monitor, module=Masters())
     measured = monitor.report.measured
     assert measured.get(Category.PARAMETER) == WEIGHTS // 2
     assert measured.get(Category.OPTIMIZER_STATE) == WEIGHTS
@@ -107,13 +99,13 @@ def test_parameters_that_wrap_other_tensors_stay_parameters(tmp_path):
             return self.table.weight.square().mean()
 
     monitor = MemoryMonitor()
-    fit(tmp_path, monitor, module=Wrapped(), limit_val_batches=0)
+    train(tmp_path, monitor, module=Wrapped(), limit_val_batches=0)
     assert monitor.report.measured.get(Category.PARAMETER) == 2 * WEIGHTS
     assert monitor.report.measured.get(Category.OPTIMIZER_STATE) == 0
 
 
 def test_the_table_tells_the_run(tmp_path, capsys):
-    fit(tmp_path, MemoryMonitor(), max_epochs=2, enable_checkpointing=True)
+    train(tmp_path, MemoryMonitor(), max_epochs=2, enable_checkpointing=True)
     text = capsys.readouterr().out
     for words in (
         "not predicted",
@@ -129,7 +121,7 @@ def test_the_table_tells_the_run(tmp_path, capsys):
 
 
 def test_every_logger_gets_the_figures(tmp_path):
-    fit(tmp_path, MemoryMonitor(every_n_steps=5), logger=CSVLogger(tmp_path, name="csv", version=0))
+    train(tmp_path, MemoryMonitor(every_n_steps=5), logger=CSVLogger(tmp_path, name="csv", version=0))
     rows = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
     header = rows[0].split(",")
     assert {"memory/rss_gib", "throughput/tokens_per_second", "throughput/seconds_per_step"} <= set(header)
@@ -178,19 +170,19 @@ def is_peak_of_category(name):
 
 
 def logged(tmp_path, *callbacks):
-    fit(tmp_path, *callbacks, logger=CSVLogger(tmp_path, name="csv", version=0))
+    train(tmp_path, *callbacks, logger=CSVLogger(tmp_path, name="csv", version=0))
     with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as lines:
         return list(csv.DictReader(lines))
 
 
 def test_under_a_limit_the_progress_bar_shows_live_tensors(tmp_path):
     limit = MemoryLimit("8MiB")
-    trainer = fit(tmp_path, MemoryMonitor(), limit)
+    trainer = train(tmp_path, MemoryMonitor(), limit)
     assert trainer.progress_bar_metrics["mem_gib"] == limit.ledger.peak_bytes / 2**30
 
 
 def test_figures_reach_callbacks_and_the_progress_bar(tmp_path):
-    trainer = fit(tmp_path, MemoryMonitor())
+    trainer = train(tmp_path, MemoryMonitor())
     assert trainer.callback_metrics["throughput/samples_per_second"] > 0
     assert "mem_gib" in trainer.progress_bar_metrics
 
@@ -198,7 +190,7 @@ def test_figures_reach_callbacks_and_the_progress_bar(tmp_path):
 @pytest.mark.parametrize("limit_first", [True, False])
 def test_a_limits_ledger_is_used_in_any_order(tmp_path, limit_first):
     monitor, limit = MemoryMonitor(), MemoryLimit("8MiB")
-    fit(tmp_path, *((limit, monitor) if limit_first else (monitor, limit)))
+    train(tmp_path, *((limit, monitor) if limit_first else (monitor, limit)))
     assert monitor.report.measured.total() == limit.ledger.peak_bytes
     assert monitor.report.measured_over == "the whole run"
     assert monitor.report.limit_bytes == limit.limit_bytes
@@ -208,14 +200,14 @@ def test_a_limits_ledger_is_used_in_any_order(tmp_path, limit_first):
 def test_a_prediction_is_compared(tmp_path, capsys):
     monitor = MemoryMonitor()
     monitor.predicted = MemoryBreakdown.device({Category.PARAMETER: WEIGHTS})
-    fit(tmp_path, monitor)
+    train(tmp_path, monitor)
     assert monitor.report.prediction_error < -0.5
     assert "not predicted" not in capsys.readouterr().out
 
 
 def test_a_short_run_is_reported_without_speed(tmp_path, capsys):
     monitor = MemoryMonitor(tracked_steps=5)
-    fit(tmp_path, monitor, max_steps=2)
+    train(tmp_path, monitor, max_steps=2)
     assert monitor.report.num_steps == 2
     assert monitor.report.seconds_per_step is None
     assert monitor.report.measured.get(Category.PARAMETER) == WEIGHTS
@@ -224,14 +216,14 @@ def test_a_short_run_is_reported_without_speed(tmp_path, capsys):
 
 def test_accumulated_batches_are_one_step(tmp_path):
     monitor = MemoryMonitor(tracked_steps=2)
-    fit(tmp_path, monitor, accumulate_grad_batches=4)
+    train(tmp_path, monitor, accumulate_grad_batches=4)
     assert monitor.report.num_steps == 3
     assert monitor.report.measured.get(Category.GRADIENT) == WEIGHTS
 
 
 def test_nothing_is_followed_when_not_wanted(tmp_path):
     monitor = MemoryMonitor(tracked_steps=0)
-    fit(tmp_path, monitor)
+    train(tmp_path, monitor)
     assert monitor.report.measured is None
     assert monitor.report.tokens_per_second > 0
 
@@ -239,7 +231,7 @@ def test_nothing_is_followed_when_not_wanted(tmp_path):
 def test_the_report_is_written_beside_older_ones(tmp_path):
     monitor = MemoryMonitor(report_path=tmp_path / "report.json")
     for _ in range(2):
-        fit(tmp_path, monitor)
+        train(tmp_path, monitor)
     data = json.loads((tmp_path / "report-2.json").read_text())
     assert data["num_steps"] == 12
     assert data["first_loss"] >= data["last_loss"]
@@ -250,8 +242,8 @@ def test_the_monitor_changes_no_number(tmp_path):
     torch.manual_seed(0)
     plain, watched = Language(), Language()
     watched.load_state_dict(plain.state_dict())
-    fit(tmp_path, module=plain)
-    fit(tmp_path, MemoryMonitor(), module=watched)
+    train(tmp_path, module=plain)
+    train(tmp_path, MemoryMonitor(), module=watched)
     assert torch.equal(plain.table.weight, watched.table.weight)
 
 
@@ -262,9 +254,9 @@ def test_an_exception_takes_the_ledger_off(tmp_path):
 
     monitor = MemoryMonitor()
     with pytest.raises(KeyError):
-        fit(tmp_path, monitor, Failing())
+        train(tmp_path, monitor, Failing())
     assert monitor.report is None
-    monitor_again = fit(tmp_path, monitor)
+    monitor_again = train(tmp_path, monitor)
     assert "training_step" not in vars(monitor_again.strategy)
     assert monitor.report.num_steps == 12
 
@@ -279,12 +271,12 @@ def test_wrong_arguments_are_refused(arguments, message):
 
 def test_an_unknown_loss_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"`loss_name='perplexity'`.*val_loss"):
-        fit(tmp_path, MemoryMonitor(loss_name="perplexity"))
+        train(tmp_path, MemoryMonitor(loss_name="perplexity"))
 
 
 def test_a_step_costs_less_than_twenty_microseconds(tmp_path):
     monitor = MemoryMonitor(tracked_steps=0)
-    fit(tmp_path, monitor)
+    train(tmp_path, monitor)
     trainer = SimpleNamespace(global_step=0)
     monitor._every = 50_000
     monitor._throughput.start()
@@ -301,7 +293,7 @@ def test_a_step_costs_less_than_twenty_microseconds(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_figures_are_reported(tmp_path, capsys):
     monitor = MemoryMonitor()
-    fit(tmp_path, monitor, accelerator="gpu", devices=1)
+    train(tmp_path, monitor, accelerator="gpu", devices=1)
     report = monitor.report
     assert report.measured.get(Category.PARAMETER) == WEIGHTS
     assert report.peak_reserved_bytes >= report.peak_allocated_bytes >= report.measured.total()

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_memfit import MemoryMonitor
 from lightning_memfit.measure.data_wait import DataWaitMonitor
 from lightning_memfit.measure.utilization import FlopsMonitor
+from tests.helpers.trainers import quiet_trainer
 
 SIZE, WIDTH = 4, 32
 FORWARD = 2 * SIZE * (WIDTH * WIDTH) * 2  # two square layers, a multiplication and an addition each
@@ -46,17 +47,8 @@ def fit(
     folder: Any, *callbacks: pl.Callback, recompute: bool = False, extra_logger: Any = None
 ) -> tuple[Memory, pl.Trainer]:
     logger = Memory(folder)
-    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=8,
-        max_epochs=-1,
-        log_every_n_steps=2,
-        logger=[logger, *([extra_logger] if extra_logger is not None else [])],
-        callbacks=list(callbacks),
-        **quiet,
-    )
+    loggers = [logger, *([extra_logger] if extra_logger is not None else [])]
+    trainer = quiet_trainer(*callbacks, max_steps=8, log_every_n_steps=2, logger=loggers)
     trainer.fit(Layers(recompute), DataLoader(torch.randn(SIZE * 5, WIDTH), SIZE))
     return logger, trainer
 

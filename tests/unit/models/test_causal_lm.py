@@ -11,6 +11,7 @@ from lightning_memfit.data.packed import PackedBlocks
 from lightning_memfit.data.tokenization import byte_tokenizer
 from lightning_memfit.models import CausalLM
 from lightning_memfit.models.causal_lm import LossPerplexity
+from tests.helpers.trainers import quiet_trainer
 
 TINY = {
     "model_type": "gpt2",
@@ -37,18 +38,8 @@ class Blocks(pl.LightningDataModule):
     val_dataloader = train_dataloader
 
 
-def make_trainer(tmp_path, **arguments):
-    arguments = {"max_steps": 2, **arguments}
-    return pl.Trainer(
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **arguments,
-    )
+def make_trainer(tmp_path, **options):
+    return quiet_trainer(**{"default_root_dir": tmp_path, "num_sanity_val_steps": 0, "max_steps": 2} | options)
 
 
 def test_model_is_built_once_and_late():

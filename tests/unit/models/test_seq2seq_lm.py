@@ -9,6 +9,7 @@ from lightning_memfit.data.tokenization import byte_tokenizer
 from lightning_memfit.models import CausalLM, Seq2SeqLM
 from lightning_memfit.models.sampling import continue_text
 from lightning_memfit.models.trained import network_from_checkpoint
+from tests.helpers.trainers import quiet_trainer
 
 TINY = {
     "model_type": "blenderbot",
@@ -39,9 +40,8 @@ class Pairs(pl.LightningDataModule):
     val_dataloader = predict_dataloader = train_dataloader
 
 
-def make_trainer(tmp_path, **arguments):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    return pl.Trainer(accelerator="cpu", default_root_dir=tmp_path, enable_checkpointing=False, **quiet, **arguments)
+def make_trainer(tmp_path, **options):
+    return quiet_trainer(**{"default_root_dir": tmp_path, "num_sanity_val_steps": 0} | options)
 
 
 def test_loss_is_the_models_own_over_predicted_tokens_alone(tmp_path):

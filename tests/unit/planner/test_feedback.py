@@ -1,38 +1,18 @@
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_memfit.planner.feedback import PlanFeedback
 from lightning_memfit.planner.time import CalibrationFile, cpu_name
+from tests.helpers.modules import Layers
+from tests.helpers.trainers import fit
 
 
-class Line(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def fit(callback: PlanFeedback, max_steps: int) -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_steps=max_steps,
-        accumulate_grad_batches=2,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Line(), DataLoader(torch.ones(64, 4), batch_size=2))
+def train(callback: PlanFeedback, max_steps: int) -> None:
+    loader = DataLoader(torch.ones(64, 4), batch_size=2)
+    fit(Layers(4, 1), callback, loader=loader, max_steps=max_steps, accumulate_grad_batches=2)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +22,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_are_measured_and_kept() -> None:
     callback = PlanFeedback({"arithmetic": 0.001}, cpu_name(), num_steps=3)
-    fit(callback, max_steps=8)
+    train(callback, max_steps=8)
     assert callback.measured_seconds is not None
     [observation] = CalibrationFile(cpu_name()).load()
     assert observation.measured == callback.measured_seconds
@@ -51,14 +31,14 @@ def test_steps_are_measured_and_kept() -> None:
 
 def test_another_device_teaches_nothing() -> None:
     callback = PlanFeedback({"arithmetic": 0.001}, "RTX 3060 12GB", num_steps=3)
-    fit(callback, max_steps=8)
+    train(callback, max_steps=8)
     assert callback.measured_seconds is not None
     assert CalibrationFile("RTX 3060 12GB").load() == []
 
 
 def test_a_run_that_is_too_short_teaches_nothing() -> None:
     callback = PlanFeedback({"arithmetic": 0.001}, cpu_name(), num_steps=50)
-    fit(callback, max_steps=4)
+    train(callback, max_steps=4)
     assert callback.measured_seconds is None
     assert CalibrationFile(cpu_name()).load() == []
 

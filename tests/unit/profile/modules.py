@@ -82,18 +82,6 @@ def tiny_gpt2(**sizes: Any) -> nn.Module:
     return transformers.GPT2LMHeadModel(config).train()
 
 
-class LanguageModel(pl.LightningModule):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.model(input_ids=batch, labels=batch).loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
 def ids(samples: int = 4, length: int = 16) -> torch.Tensor:
     return torch.randint(60, (samples, length), generator=torch.Generator().manual_seed(0))
 

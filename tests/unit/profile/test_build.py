@@ -10,11 +10,13 @@ from lightning_memfit.profile.build import batch_size, measure_step, profile_mod
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
+from tests.helpers.modules import LanguageModel
 
-from .modules import WIDTH, Classifier, LanguageModel, batch, ids, peak, same_events, tiny_gpt2, trace_cpu
+from .modules import WIDTH, Classifier, batch, ids, peak, same_events, tiny_gpt2, trace_cpu
 from .test_trace import Bag, Opaque, TakesAny, ragged
 
 
+@pytest.mark.slow
 def test_every_size_follows_from_two():
     module, options = LanguageModel(tiny_gpt2()), StepOptions("bf16-mixed")
     profile = profile_module(module, ids(2), options, Emulation("cpu"))

@@ -13,8 +13,9 @@ from lightning_memfit.profile.fake import (
     tensors_in,
     transformers_not_tracing,
 )
+from tests.helpers.modules import LanguageModel
 
-from .modules import Classifier, LanguageModel, batch, ids, tiny_gpt2, trace_cpu
+from .modules import Classifier, batch, ids, tiny_gpt2, trace_cpu
 
 
 class Rich(Classifier):

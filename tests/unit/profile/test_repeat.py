@@ -9,8 +9,9 @@ from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, trace_step
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from tests.helpers.modules import LanguageModel
 
-from .modules import LanguageModel, Stack, ids, peak, really_run, same_events, tiny_gpt2, trace_cpu
+from .modules import Stack, ids, peak, really_run, same_events, tiny_gpt2, trace_cpu
 
 BATCH = torch.randn(24, 16)
 

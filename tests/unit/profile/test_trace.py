@@ -17,19 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import TraceError, trace_step
+from tests.helpers.modules import LanguageModel
 
-from .modules import (
-    CLASSES,
-    WIDTH,
-    Classifier,
-    LanguageModel,
-    batch,
-    ids,
-    peak,
-    really_run,
-    tiny_gpt2,
-    trace_cpu,
-)
+from .modules import CLASSES, WIDTH, Classifier, batch, ids, peak, really_run, tiny_gpt2, trace_cpu
 
 CASES: list = []
 

@@ -91,7 +91,7 @@ def test_an_epoch_that_ends_within_an_optimizer_step_is_refused(tmp_path: Path) 
         ("trainer.precision", "64-true", "`trainer.precision=64-true`: peers are run in one of 32-true"),
         ("model.init_args.weight_decay", 0.1, r"`model.init_args.weight_decay=0.1`: peers are compared with 0.0"),
         ("model.init_args.warmup_steps", 5, r"`model.init_args.warmup_steps=5`: peers are compared with 0"),
-        ("model.class_path", "tests.helpers.toy.Toy", "peers train the Hugging Face model"),
+        ("model.class_path", "tests.helpers.modules.Toy", "peers train the Hugging Face model"),
         ("model.class_path", "nowhere.Toy", "`model.class_path=nowhere.Toy` can't be imported"),
     ],
 )
