@@ -50,7 +50,7 @@ class StateWidths:
         reference = weakref.ref(optimizer)
 
         def get_config(gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-            config = upstream_config(reference(), gindex, pindex, group)
+            config: dict[str, Any] = upstream_config(reference(), gindex, pindex, group)
             config["optim_bits"] = self._requested(group["params"][pindex])
             return config
 
@@ -63,7 +63,7 @@ class StateWidths:
 
     def _requested(self, parameter: torch.Tensor) -> int:
         default = 32 if parameter in self._kept else self.bits
-        return self._overrides.get(id(parameter), {}).get("optim_bits", default)
+        return int(self._overrides.get(id(parameter), {}).get("optim_bits", default))
 
 
 def check_states(optimizer: Any) -> None:
