@@ -63,8 +63,7 @@ class StateWidths:
 
     def _requested(self, parameter: torch.Tensor) -> int:
         default = 32 if parameter in self._kept else self.bits
-        bits: int = self._overrides.get(id(parameter), {}).get("optim_bits", default)
-        return bits
+        return int(self._overrides.get(id(parameter), {}).get("optim_bits", default))
 
 
 def check_states(optimizer: Any) -> None:

@@ -5,7 +5,6 @@ kernel, a feed-forward width of four times the hidden size and dropout after att
 one byte. Fused attention keeps neither scores nor probabilities, which is the `selective` case.
 """
 
-import math
 from typing import Literal
 
 
@@ -56,13 +55,3 @@ def layer_activation_bytes(
     if sequence_parallel:
         return -(-(outside + inside) // tensor_parallel_size)
     return outside + -(-inside // tensor_parallel_size)
-<<<<<<< HEAD:tests/helpers/closed_forms.py
-=======
-
-
-def checkpointed_segments(num_layers: int) -> int:
-    """Number of checkpointed segments that keeps least, the square root of the depth (Chen et al. 2016)."""
-    if num_layers < 1:
-        raise ValueError(f"`num_layers={num_layers}` must be at least 1.")
-    return max(1, round(math.sqrt(num_layers)))
->>>>>>> api:lightning_memfit/estimate/activations.py
