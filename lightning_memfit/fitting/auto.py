@@ -35,7 +35,7 @@ from lightning_memfit.planner.time import calibrated, rates_of
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload, check_allow, facts_of
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.quiet import LIGHTNING, UNWATCHED, loggers_at
+from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
@@ -48,7 +48,7 @@ from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHI
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """What two steps did."""
 
     fits: bool
@@ -56,7 +56,7 @@ class Probed:
     """Of live tensors; None where the run ended before it was known, or nothing follows them."""
 
 
-def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: Setting) -> Probed:
+def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: Setting) -> ProbeResult:
     """Train a copy of a module for two steps on samples of one batch, as the setting says, and forget it.
 
     Module, random state, loaders and Trainer stay as they were. The copy needs its own weights: on the device only
@@ -81,7 +81,7 @@ def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: 
     peak_bytes = _peak_bytes(device, limits) if fits else None
     if DeviceKind.of(device).has_caching_allocator:
         torch.cuda.empty_cache()
-    return Probed(fits, peak_bytes)
+    return ProbeResult(fits, peak_bytes)
 
 
 def _two_steps(
@@ -102,7 +102,7 @@ def _two_steps(
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         logger=False,
         callbacks=[*limits, *Setting(chosen=setting.chosen).callbacks()],
-        **UNWATCHED,
+        **SILENT_TRAINER,
     )
     try:
         loader: DataLoader[Any] = DataLoader([samples] * (2 * count), batch_size=None)  # type: ignore[arg-type]
@@ -327,7 +327,7 @@ class MemFit(pl.Callback):
             undo()
 
 
-def _measured(found: Probed) -> str:
+def _measured(found: ProbeResult) -> str:
     if not found.fits:
         return "ran out of memory"
     return "peak unknown" if found.peak_bytes is None else f"peak {format_bytes(found.peak_bytes)}"

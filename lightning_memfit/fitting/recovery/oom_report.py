@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.fitting.recovery.oom import error_chain, is_out_of_memory
 from lightning_memfit.fitting.recovery.postmortem import explain
-from lightning_memfit.fitting.size.device_memory import find_gauge
+from lightning_memfit.fitting.size.device_memory import find_device_memory
 from lightning_memfit.fitting.size.prediction import profile_fit, runtime_of
 from lightning_memfit.fitting.size.search import largest_under
 from lightning_memfit.measure.resident_tensors import held_bytes
@@ -186,10 +186,10 @@ class OutOfMemoryReport(Callback):
     def _what_fits(self, trainer: Trainer) -> str:
         if _finds_its_size(trainer):
             return f"`MicroBatching` found no micro-batch that fits. {_ADVICE}"
-        gauge = find_gauge(trainer)
-        if gauge is None:
+        memory = find_device_memory(trainer)
+        if memory is None:
             return "What would have fitted is not known: the CPU has no limit. `MemoryLimit` gives it one."
-        limit = gauge.limit_bytes
+        limit = memory.limit_bytes
         profile = self._profile
         if profile is None:
             return f"What would have fitted is not known: {self._without_profile}. {_ADVICE}"

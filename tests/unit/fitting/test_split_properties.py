@@ -118,7 +118,7 @@ def test_parts_put_together_are_the_batch(case: tuple[Any, list[int]]) -> None:
 @given(batches())
 def test_the_samples_of_a_batch_are_counted_where_the_loader_says_its_size(case: tuple[Any, list[int]]) -> None:
     batch, sizes = case
-    assert BatchSplitter().count(batch, sum(sizes)) == sum(sizes)
+    assert BatchSplitter(expected=sum(sizes)).count(batch) == sum(sizes)
 
 
 @given(batches(), st.data())
