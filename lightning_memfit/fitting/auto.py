@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.device.probe import probe_host
@@ -177,6 +178,7 @@ class MemFit(pl.Callback):
 
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Plan, prove, and put the plan's callbacks behind this one, where Lightning sets them up next."""
         self._take_off()
@@ -191,10 +193,12 @@ class MemFit(pl.Callback):
         rank_zero_info(f"MemFit: {plan.summary()}")
         self._put_on(trainer, plan, batch_size(batch))
 
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the Trainer as it was."""
         self._take_off()
 
+    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the Trainer as it was; Lightning calls no `teardown` after an exception."""
         self._take_off()

@@ -127,7 +127,8 @@ class StepGuard:
         if self._memory is None:
             return False
         sizes = [p.nbytes for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return self._memory.limit_bytes - self._memory.live_bytes < 2 * sum(sizes) + absent_bytes(optimizer)
+        free_bytes = self._memory.limit_bytes - self._memory.live_bytes
+        return free_bytes < 2 * int(sum(sizes)) + absent_bytes(optimizer)
 
 
 class _Guarded(AbstractContextManager[None]):
