@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.device.probe import probe_host
@@ -35,7 +36,7 @@ from lightning_memfit.planner.time import calibrated, rates_of
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload, check_allow, facts_of
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.quiet import LIGHTNING, UNWATCHED, loggers_at
+from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
@@ -48,7 +49,7 @@ from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHI
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """What two steps did."""
 
     fits: bool
@@ -56,7 +57,7 @@ class Probed:
     """Of live tensors; None where the run ended before it was known, or nothing follows them."""
 
 
-def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: Setting) -> Probed:
+def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: Setting) -> ProbeResult:
     """Train a copy of a module for two steps on samples of one batch, as the setting says, and forget it.
 
     Module, random state, loaders and Trainer stay as they were. The copy needs its own weights: on the device only
@@ -81,7 +82,7 @@ def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: 
     peak_bytes = _peak_bytes(device, limits) if fits else None
     if DeviceKind.of(device).has_caching_allocator:
         torch.cuda.empty_cache()
-    return Probed(fits, peak_bytes)
+    return ProbeResult(fits, peak_bytes)
 
 
 def _two_steps(
@@ -102,7 +103,7 @@ def _two_steps(
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         logger=False,
         callbacks=[*limits, *Setting(chosen=setting.chosen).callbacks()],
-        **UNWATCHED,
+        **SILENT_TRAINER,
     )
     try:
         loader: DataLoader[Any] = DataLoader([samples] * (2 * count), batch_size=None)  # type: ignore[arg-type]
@@ -177,6 +178,7 @@ class MemFit(pl.Callback):
 
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Plan, prove, and put the plan's callbacks behind this one, where Lightning sets them up next."""
         self._take_off()
@@ -191,10 +193,12 @@ class MemFit(pl.Callback):
         rank_zero_info(f"MemFit: {plan.summary()}")
         self._put_on(trainer, plan, batch_size(batch))
 
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the Trainer as it was."""
         self._take_off()
 
+    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the Trainer as it was; Lightning calls no `teardown` after an exception."""
         self._take_off()
@@ -327,7 +331,7 @@ class MemFit(pl.Callback):
             undo()
 
 
-def _measured(found: Probed) -> str:
+def _measured(found: ProbeResult) -> str:
     if not found.fits:
         return "ran out of memory"
     return "peak unknown" if found.peak_bytes is None else f"peak {format_bytes(found.peak_bytes)}"

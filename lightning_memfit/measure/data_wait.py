@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
 
 class DataWaitMonitor(Callback):
@@ -37,19 +38,23 @@ class DataWaitMonitor(Callback):
         """Share of the time that went by between batches."""
         return self._waited / self._elapsed if self._elapsed else None
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the last run."""
         self._waited = self._elapsed = 0.0
         self._logged_step = trainer.global_step
 
+    @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the start of the epoch."""
         self._ended = None
 
+    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the validation."""
         self._ended = None
 
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the wait."""
         self._started = time.perf_counter()
@@ -57,6 +62,7 @@ class DataWaitMonitor(Callback):
             self._waited += self._started - self._ended
             self._elapsed += self._started - self._ended
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
 
 from lightning_memfit.measure.report import RunReport, versions
 from lightning_memfit.measure.resident_tensors import held_bytes, stepped_parameters
@@ -161,12 +162,14 @@ class MemoryMonitor(Callback):
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the last run."""
         self._reset(trainer.strategy.root_device)
         if DeviceKind.of(self._device).has_caching_allocator:
             torch.cuda.reset_peak_memory_stats(self._device)
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow live tensors, unless a limit does so already."""
         self._global_step = trainer.global_step
@@ -178,6 +181,7 @@ class MemoryMonitor(Callback):
         elif self.tracked_steps:
             self._follow(trainer, pl_module)
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -198,16 +202,19 @@ class MemoryMonitor(Callback):
         if warmed_up:
             self._throughput.start()
 
+    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock."""
         self._throughput.pause()
 
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the clock run again and keep the loss."""
         self._throughput.resume()
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._keep_loss(trainer)
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the last figures while the strategy still stands."""
         self._stop_following()
@@ -216,6 +223,7 @@ class MemoryMonitor(Callback):
             self._measured = MemoryBreakdown.device(self._ledger.peak_by_category)
             self._measured_over = "the whole run"
 
+    @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table and write the report."""
         self.report = self._make_report(trainer)
@@ -228,6 +236,7 @@ class MemoryMonitor(Callback):
         if self.report_path is not None:
             rank_zero_info(f"Run report written to {self.report.write(self.report_path)}")
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take the ledger off the strategy."""
         self._stop_following()

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
 
 from lightning_memfit.measure.data_wait import DataWaitMonitor
 from lightning_memfit.measure.monitor import MemoryMonitor
@@ -27,6 +28,7 @@ class RunSummary(Callback):
     metric in a run's summary; TensorBoard and CSV files hold it as their last entry.
     """
 
+    @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collect and log."""
         monitor = next((c for c in trainer.callbacks if isinstance(c, MemoryMonitor)), None)  # type: ignore[attr-defined]

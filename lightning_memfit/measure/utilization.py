@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
 
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.measure.throughput import Throughput, count_samples, count_tokens
@@ -71,6 +72,7 @@ class FlopsMonitor(Callback):
         achieved = self.flops_per_second
         return None if achieved is None or self._peak is None else achieved / self._peak
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare to count the first forward."""
         self._reset(trainer.strategy.root_device)
@@ -89,6 +91,7 @@ class FlopsMonitor(Callback):
         self._forward = counter.get_total_flops()
         return output
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -125,19 +128,23 @@ class FlopsMonitor(Callback):
             figures["throughput/mfu"] = self.mfu
         pl_module.log_dict(figures)
 
+    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock."""
         self._throughput.pause()
 
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the clock run again."""
         self._throughput.resume()
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the last figures; give the strategy its method back."""
         self._throughput.synchronize()
         self._restore(trainer)
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give the strategy its method back."""
         self._restore(trainer)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-UNWATCHED: dict[str, Any] = {
+SILENT_TRAINER: dict[str, Any] = {
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,

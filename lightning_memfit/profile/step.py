@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import has_datamodule
-from lightning_memfit.profile.quiet import LIGHTNING, UNWATCHED, loggers_at
+from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
 
@@ -148,7 +148,7 @@ def _run_lightning(
             gradient_clip_algorithm=options.gradient_clip_algorithm,
             logger=DummyLogger(),
             callbacks=[has_datamodule(datamodule), *callbacks, _phase_callback(recorder)],
-            **UNWATCHED,
+            **SILENT_TRAINER,
         )
         with recorder:
             trainer.fit(module, _Repeated(batch, steps * count))

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_memfit.profile.quiet import UNWATCHED
+from lightning_memfit.profile.quiet import SILENT_TRAINER
 
 CONFIG = {
     "model_type": "gpt2",
@@ -83,7 +83,7 @@ def build_trainer(case: dict[str, Any], *callbacks: pl.Callback, **options: Any)
         accumulate_grad_batches=case.get("accumulate", 1),
         gradient_clip_val=case.get("clip"),
         callbacks=[*callbacks, *map(build_callback, case.get("callbacks", []))],
-        **{"logger": False, **UNWATCHED, **options},
+        **{"logger": False, **SILENT_TRAINER, **options},
     )
 
 

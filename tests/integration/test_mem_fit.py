@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching, auto
-from lightning_memfit.fitting.auto import MemFit, Probed
+from lightning_memfit.fitting.auto import MemFit, ProbeResult
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.gradient_release import GradientRelease
 from tests.helpers.trainers import quiet_trainer
@@ -103,7 +103,7 @@ def test_a_probe_that_fails_leads_to_another_plan(monkeypatch: pytest.MonkeyPatc
     seen: list[int] = []
     real = auto.probe
 
-    def pessimistic(*arguments: Any) -> Probed:
+    def pessimistic(*arguments: Any) -> ProbeResult:
         found = real(*arguments)
         seen.append(arguments[-1].micro_batch_size)
         return replace(found, fits=False, peak_bytes=None) if len(seen) == 1 else found

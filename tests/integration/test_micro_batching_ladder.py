@@ -14,7 +14,7 @@ from lightning_memfit.checkpointing.apply import CheckpointedForward
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.recovery.host_states import absent_bytes
-from lightning_memfit.fitting.size import sizes as patience
+from lightning_memfit.fitting.size import sizes as backoff
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.fitting import out_of_memory
 from tests.helpers.trainers import difference, fit, fit_on_two_ranks, quiet_trainer
@@ -291,7 +291,7 @@ def test_a_checkpoint_holds_the_states_and_the_rungs(tight: int, tmp_path: Path)
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "STEPS_BEFORE_GROWTH", 2)
+    monkeypatch.setattr(backoff, "STEPS_BEFORE_GROWTH", 2)
 
 
 @pytest.mark.usefixtures("impatient")

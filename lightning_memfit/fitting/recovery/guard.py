@@ -19,7 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_memfit.fitting.recovery.host_states import absent_bytes
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot
-from lightning_memfit.fitting.size.device_memory import MemoryGauge
+from lightning_memfit.fitting.size.device_memory import DeviceMemory
 
 _STEPS_BETWEEN_CHECKS = 16
 _MAX_RETRIES = 3
@@ -31,14 +31,14 @@ class StepGuard:
     The retry runs with `foreach=False` and an emptied cache, so that it needs the temporaries of one tensor only.
 
     Args:
-        gauge: Tells how much memory is free; without it only the first step is copied.
+        device_memory: Tells how much memory is free; without it only the first step is copied.
 
     Attributes:
         num_retries: Steps repeated so far.
     """
 
-    def __init__(self, gauge: MemoryGauge | None) -> None:
-        self._gauge = gauge
+    def __init__(self, device_memory: DeviceMemory | None) -> None:
+        self._memory = device_memory
         self._steps_to_check = 0
         self._is_at_risk = True
         self._is_first = True
@@ -124,10 +124,11 @@ class StepGuard:
         return self._is_at_risk
 
     def _lacks_memory(self, optimizer: Optimizer) -> bool:
-        if self._gauge is None:
+        if self._memory is None:
             return False
         sizes = [p.nbytes for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return self._gauge.limit_bytes - self._gauge.live_bytes < 2 * sum(sizes) + absent_bytes(optimizer)
+        free_bytes = self._memory.limit_bytes - self._memory.live_bytes
+        return free_bytes < 2 * int(sum(sizes)) + absent_bytes(optimizer)
 
 
 class _Guarded(AbstractContextManager[None]):

@@ -20,9 +20,9 @@ from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.offload import OffloadPool
 from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.device.probe import probe_host
+from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.host_states import HostStates, reason_to_stay
-from lightning_memfit.fitting.size.sizes import Patience
-from lightning_memfit.fitting.step.ranks import Agreement
+from lightning_memfit.fitting.size.sizes import Backoff
 from lightning_memfit.memory import format_bytes
 
 
@@ -65,14 +65,14 @@ class Ladder:
 
     Args:
         rungs: What there is.
-        agreement: Between the ranks. A rung is taken if it helps on any of them.
+        consensus: Between the ranks. A rung is taken if it helps on any of them.
     """
 
-    def __init__(self, rungs: Iterable[Rung], agreement: Agreement) -> None:
+    def __init__(self, rungs: Iterable[Rung], consensus: RankConsensus) -> None:
         self._left = list(rungs)
-        self._agreement = agreement
+        self._consensus = consensus
         self._taken: list[Rung] = []
-        self._patience = Patience()
+        self._backoff = Backoff()
         self._is_trying_without = False
 
     @property
@@ -82,15 +82,15 @@ class Ladder:
 
     def climb(self) -> str | None:
         """Take the next rung that helps and tell what it did; None where none is left."""
-        self._patience.restart()
+        self._backoff.restart()
         return next((rung.description for rung in list(self._left) if self._take(rung)), None)
 
     def climb_again(self) -> str | None:
         """After a failure: take the rung again that was given up lately; None where there is none."""
         if not self._is_trying_without:
-            self._patience.restart()
+            self._backoff.restart()
             return None
-        self._patience.fail()
+        self._backoff.fail()
         self._is_trying_without = False
         return next((rung.description for rung in self._left[:1] if self._take(rung)), None)
 
@@ -101,7 +101,7 @@ class Ladder:
 
     def succeed(self) -> str | None:
         """Count a batch without failure; where it is time, give the rung up that was taken last, and tell which."""
-        if not (self._taken or self._is_trying_without) or not self._patience.succeed():
+        if not (self._taken or self._is_trying_without) or not self._backoff.succeed():
             return None
         self._is_trying_without = bool(self._taken)
         if not self._taken:
@@ -125,7 +125,7 @@ class Ladder:
 
     def _take(self, rung: Rung) -> bool:
         helps = rung.refusal() is None
-        if not self._agreement.any_of([helps])[0]:
+        if not self._consensus.any_of([helps])[0]:
             return False
         if helps:
             rung.apply()
@@ -134,8 +134,7 @@ class Ladder:
         return True
 
 
-# The rungs of the ladder: recomputation, then block inputs and optimizer states in host memory.
-
+# --- the rungs: recomputation, then block inputs and optimizer states in host memory --------------------------------
 
 LastResort = Literal["none", "recompute", "offload"]
 """How far the ladder goes: no rung, recomputation, or host memory as well."""

@@ -11,11 +11,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from typing_extensions import override
 
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.fitting.recovery.oom import error_chain, is_out_of_memory
 from lightning_memfit.fitting.recovery.postmortem import explain
-from lightning_memfit.fitting.size.device_memory import find_gauge
+from lightning_memfit.fitting.size.device_memory import find_device_memory
 from lightning_memfit.fitting.size.prediction import profile_fit, runtime_of
 from lightning_memfit.fitting.size.search import largest_under
 from lightning_memfit.measure.resident_tensors import held_bytes
@@ -47,7 +48,8 @@ def stop_history() -> None:
 def dump_snapshot(path: Path) -> None:
     """Write what is allocated now, and its history where one is recorded, as a pickle."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.cuda.memory._dump_snapshot(str(path))
+    memory: Any = torch.cuda.memory  # the function has no annotations
+    memory._dump_snapshot(str(path))
 
 
 # ===
@@ -91,6 +93,7 @@ class OutOfMemoryReport(Callback):
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Trace the step, for what would have fitted."""
         self.text = self.snapshot_path = self._profile = None
@@ -104,26 +107,31 @@ class OutOfMemoryReport(Callback):
             except (TraceError, ValueError) as error:
                 self._without_profile = str(error)
 
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to record where CUDA memory is allocated."""
         if self.record_history and DeviceKind.of(trainer.strategy.root_device).has_caching_allocator:
             start_history()
             self._records = True
 
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the batch while it is worked on."""
         self._running = batch, batch_idx
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Let the batch go."""
         self._running = None
 
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Record no longer."""
         self._stop()
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Explain; Lightning calls no `teardown` after an exception."""
         running, self._running = self._running, None
@@ -179,17 +187,17 @@ class OutOfMemoryReport(Callback):
                 output = module.training_step(batch, batch_idx) if named else module.training_step(batch)
                 loss = output.get("loss") if isinstance(output, dict) else output
                 if isinstance(loss, torch.Tensor):
-                    loss.backward()
+                    torch.autograd.backward(loss)
 
         return step
 
     def _what_fits(self, trainer: Trainer) -> str:
         if _finds_its_size(trainer):
             return f"`MicroBatching` found no micro-batch that fits. {_ADVICE}"
-        gauge = find_gauge(trainer)
-        if gauge is None:
+        memory = find_device_memory(trainer)
+        if memory is None:
             return "What would have fitted is not known: the CPU has no limit. `MemoryLimit` gives it one."
-        limit = gauge.limit_bytes
+        limit = memory.limit_bytes
         profile = self._profile
         if profile is None:
             return f"What would have fitted is not known: {self._without_profile}. {_ADVICE}"

@@ -1,7 +1,8 @@
-"""Everything a trial step may touch, kept and put back bitwise.
+"""Keep what a step changes and put it back bitwise.
 
-`TrainingSnapshot` is for probing: after `restore`, the run that follows is the run that would have been without the
-probe. `OptimizerSnapshot` is the part an optimizer step changes.
+`Rollback` goes back to the start of an effective batch whose attempt failed; it is used in every step and saves only
+what forward and backward change. `TrainingSnapshot` is for trial steps: after `restore`, the run that follows is the
+run that would have been without them. `OptimizerSnapshot` is the part that an optimizer step changes.
 """
 
 import ctypes
@@ -17,12 +18,11 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_memfit.fitting.recovery.host_states import HostCopy
-from lightning_memfit.fitting.step.outputs import StepMetrics
 
-# The states of all random generators, cheap enough to save in every step.
-
+# --- random generators, cheap enough to save in every step ----------------------------------------------------------
 
 _MT19937_BYTES = 625 * 4  # 624 words and the position
 _PEEKED_BYTES = 16  # the position and the three words beside it
@@ -130,8 +130,7 @@ _python = _Generator(random.getstate, _peek_python, lambda state: state[2] is no
 _numpy = _Generator(_ask_numpy, _NumpyWords(), lambda state: bool(state.get("has_gauss")))
 
 
-# ===
-
+# --- snapshots ------------------------------------------------------------------------------------------------------
 
 _MAX_WALKED_ITEMS = 1000
 _MAX_WALKED_DEPTH = 4
@@ -296,7 +295,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-# Going back to the start of an effective batch after a failed attempt.
+# --- rollback -------------------------------------------------------------------------------------------------------
 
 
 class MutableBuffers:
@@ -345,40 +344,73 @@ def _identity(buffer: Tensor | None) -> tuple[int, int]:
     return (0, 0) if buffer is None else (id(buffer), buffer._version)
 
 
+class MetricStates:
+    """States of the torchmetrics objects in a module, which `training_step` updates.
+
+    Args:
+        module: Where the metrics are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._metrics = [child for child in module.modules() if isinstance(child, Metric)]
+
+    def save(self) -> list[dict[str, Any]]:
+        """Copies of all states."""
+        return [_metric_state(metric) for metric in self._metrics]
+
+    def load(self, states: list[dict[str, Any]]) -> None:
+        """Put copies back; they stay usable."""
+        for metric, state in zip(self._metrics, states, strict=True):
+            for name, value in state.items():
+                object.__setattr__(metric, name, _copy(value))
+
+
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    names = (*metric._defaults, "_update_count", "_computed", "_forward_cache")
+    return {name: _copy(getattr(metric, name)) for name in names}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value
+
+
 @dataclass
-class RewindPoint:
+class RollbackPoint:
     """State at the start of a loader batch."""
 
     random: RandomState
     metrics: list[dict[str, Any]]
     buffers: list[Any]
     hook_name: str | None
+    """The hook that was running, a name which Lightning leaves behind when one raises."""
 
 
-class Rewind:
+class Rollback:
     """Save what forward and backward change, and put it back.
 
     Args:
         module: The module in training.
-        metrics: Its metrics.
         device: The device in use.
     """
 
-    def __init__(self, module: nn.Module, metrics: StepMetrics, device: torch.device) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module: Any = module
         self._parameters = list(module.parameters())
-        self._metrics = metrics
+        self._metrics = MetricStates(module)
         self._device = device
         self._buffers = MutableBuffers(module)
         self._kept_zeros: list[nn.Parameter] = []
 
-    def save(self) -> RewindPoint:
+    def save(self) -> RollbackPoint:
         """Save the state before a loader batch. Gradients need none: an effective batch starts without."""
         hook_name = getattr(self._module, "_current_fx_name", None)
-        return RewindPoint(RandomState(self._device), self._metrics.save(), self._buffers.save(), hook_name)
+        return RollbackPoint(RandomState(self._device), self._metrics.save(), self._buffers.save(), hook_name)
 
-    def load(self, point: RewindPoint) -> None:
+    def load(self, point: RollbackPoint) -> None:
         """Go back to a loader batch's start, gradients aside."""
+        self._module._current_fx_name = point.hook_name
         point.random.restore()
         self._metrics.load(point.metrics)
         self._buffers.load(point.buffers)

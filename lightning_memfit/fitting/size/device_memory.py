@@ -1,14 +1,15 @@
 """How much device memory there is and how much is in use."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.memory.kind import DeviceKind
 
 
-class MemoryGauge(Protocol):
+class DeviceMemory(Protocol):
     """What fitting reads of a device. A `SimulatedDevice` is one."""
 
     @property
@@ -27,7 +28,7 @@ class MemoryGauge(Protocol):
         """Start a new peak."""
 
 
-class CudaGauge:
+class CudaMemory:
     """The caching allocator of one CUDA device. What other processes use now is not counted as ours.
 
     Args:
@@ -60,22 +61,18 @@ class CudaGauge:
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-def find_gauge(trainer: Trainer) -> MemoryGauge | None:
-    """The gauge of the trainer's device: a `MemoryLimit` callback's simulated device, CUDA's allocator, or none."""
-    from lightning_memfit.device.limit import MemoryLimit
-
+def find_device_memory(trainer: Trainer) -> DeviceMemory | None:
+    """The memory of the trainer's device: a `MemoryLimit` callback's simulated device, CUDA's allocator, or none."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        ledger: Any = callback.ledger if isinstance(callback, MemoryLimit) else None
+        ledger: DeviceMemory | None = callback.ledger if isinstance(callback, MemoryLimit) else None
         if ledger is not None:
             return ledger
     device = trainer.strategy.root_device
-    return CudaGauge(device) if DeviceKind.of(device).has_caching_allocator else None
+    return CudaMemory(device) if DeviceKind.of(device).has_caching_allocator else None
 
 
 def knows_limit(trainer: Trainer) -> bool:
-    """Whether `find_gauge` will find one once training starts."""
-    from lightning_memfit.device.limit import MemoryLimit
-
+    """Whether `find_device_memory` will find one once training starts."""
     limited = any(isinstance(callback, MemoryLimit) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     return limited or DeviceKind.of(trainer.strategy.root_device).has_caching_allocator
 

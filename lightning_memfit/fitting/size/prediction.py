@@ -1,4 +1,8 @@
-"""Predicting a run's memory from inside its Trainer, before anything is allocated for it."""
+"""Predict a run's memory from inside its Trainer, before anything is allocated for it.
+
+`SizePrediction` predicts the peak of any micro-batch size for `MicroBatching`; the callback `MemoryPrediction` that of
+the run as it is.
+"""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -6,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
 
 from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
 from lightning_memfit.estimate.estimate import Estimate, estimate_step, predict_peak_bytes
@@ -71,15 +76,15 @@ class SizePrediction:
     """The peak of a training step at any micro-batch size: a `PeakPredictor` made from the memory model.
 
     The search takes gradients to be alive from start to end, as they are from the second micro-batch of a step on. The
-    whole share of the effective batch lies on the device, whatever the micro-batch.
+    device's whole batch is on the device, whatever the micro-batch.
     """
 
     profile: ModelProfile
     runtime: RuntimeMemory | None
-    share: int
+    local_batch_size: int
     """Samples that the loader gives each device."""
     whole: ModelProfile | None = None
-    """Of a step of one micro-batch, the share, whose gradients are cleared before its backward."""
+    """Of a step of one micro-batch, the whole batch, whose gradients are cleared before its backward."""
 
     def __call__(self, size: int) -> int:
         """Predicted peak in bytes."""
@@ -87,7 +92,7 @@ class SizePrediction:
 
     def tell_monitors(self, trainer: Trainer, size: int) -> None:
         """Give the prediction for the size in use to every `MemoryMonitor` of the trainer."""
-        if size >= self.share and self.whole is not None:
+        if size >= self.local_batch_size and self.whole is not None:
             _tell_monitors(trainer, estimate_step(self.whole, runtime=self.runtime).breakdown)
             return
         waiting = MemoryBreakdown.device({Category.INPUT: self._waiting_bytes(size)})
@@ -97,15 +102,15 @@ class SizePrediction:
         """Bytes of the samples that wait on the device for their micro-batch."""
         assert self.profile.slopes is not None
         inputs = self.profile.events.categories == CATEGORIES.index(Category.INPUT)
-        return max(0, self.share - size) * round(float(self.profile.slopes[inputs].sum()))
+        return max(0, self.local_batch_size - size) * round(float(self.profile.slopes[inputs].sum()))
 
 
 def predict_sizes(trainer: Trainer, module: LightningModule) -> SizePrediction | None:
     """Predict the peak at any micro-batch size; None where the step can't be traced, which is said with the reason."""
     try:
         batch = first_batch(trainer)
-        share = batch_size(batch)
-        two = resize_batch(batch, share, 2)
+        local_batch_size = batch_size(batch)
+        two = resize_batch(batch, local_batch_size, 2)
         profile = profile_fit(trainer, module, two, any_micro_batch=True, accumulate_grad_batches=2)
         whole = profile_fit(trainer, module, batch) if trainer.accumulate_grad_batches == 1 else None
     except (TraceError, ValueError) as error:
@@ -114,7 +119,7 @@ def predict_sizes(trainer: Trainer, module: LightningModule) -> SizePrediction |
     if profile.slopes is None:
         rank_zero_info(f"MicroBatching: sizes are drawn from trial steps, for {profile.only_this_size}.")
         return None
-    return SizePrediction(profile, runtime_of(trainer), share, whole)
+    return SizePrediction(profile, runtime_of(trainer), local_batch_size, whole)
 
 
 def emulation_of(trainer: Trainer) -> Emulation:
@@ -143,6 +148,7 @@ class MemoryPrediction(Callback):
         self.estimate: Estimate | None = None
         hide_idle_hooks(self)
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Predict on the fake clone of the module."""
         if stage != "fit" or trainer.world_size > 1 or _others_predict(trainer):

@@ -1,4 +1,8 @@
-"""Finding the largest micro-batch size that fits: pure search over a prediction and at most two measured trials."""
+"""Find the largest micro-batch size that fits, from a prediction and at most two measured trials.
+
+The search is pure: trials come in as functions. `longest_samples` and `lengthened` make the batch to try sizes with,
+the one that needs the most memory.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +38,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Found:
+class SizeSearchResult:
     """What a search found.
 
     Attributes:
@@ -58,7 +62,7 @@ def find_largest(
     limit_bytes: int,
     run_probe: Callable[[int], Probe],
     first: Probe | None = None,
-) -> Found:
+) -> SizeSearchResult:
     """Find the largest size up to `upper` that fits.
 
     The prediction names a candidate. Measured peaks correct it: the error at the sizes tried is interpolated and
@@ -97,7 +101,7 @@ def find_largest(
         best = max(best, failed[-1] * 3 // 4, 1)
     best = max(best, 1)
     is_verified = any(probe.fits and probe.size == best for probe in (*probes, *measured))
-    return Found(best, is_verified, corrected(best), tuple(probes))
+    return SizeSearchResult(best, is_verified, corrected(best), tuple(probes))
 
 
 def largest_under(predict: PeakPredictor, limit_bytes: int, upper: int) -> int:
@@ -142,7 +146,7 @@ def _corrected(predict: PeakPredictor, measured: list[Probe]) -> PeakPredictor:
     return lambda n: round(predict(n) + error + slope * (n - size))
 
 
-# The batch that needs the most memory: the longest sequences the data can give.
+# --- the batch that needs the most memory: the longest sequences the data can give ----------------------------------
 
 
 def longest_samples(loader: Any, num_samples: int) -> Any | None:

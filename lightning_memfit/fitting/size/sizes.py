@@ -1,16 +1,15 @@
-"""Which micro-batch size to use for the next step."""
+"""`MicroBatchSize`: the size in use, lowered after a failure and raised again when a `Backoff` has passed."""
 
 from dataclasses import dataclass
-
-# How long to wait before trying again what needs more memory.
-
 
 STEPS_BEFORE_GROWTH = 100
 _LONGEST = 100 * STEPS_BEFORE_GROWTH
 
 
-class Patience:
-    """Counts steps without failure; each failure that comes soon doubles how many it takes.
+class Backoff:
+    """How long to wait before what needs more memory is tried again.
+
+    Counts steps without failure; each failure that comes soon doubles how many it takes.
 
     A try costs at most one repeated batch, so that with doubling the cost of tries that fail is soon negligible.
     """
@@ -20,13 +19,13 @@ class Patience:
         self._num_quiet = 0
 
     def fail(self) -> None:
-        """Begin anew; where the last try is not yet known to be good, wait twice as long."""
+        """Restart the count; where the last try failed before the wait was over, wait twice as long."""
         if self._num_quiet < self._num_steps:
             self._num_steps = min(2 * self._num_steps, _LONGEST)
         self._num_quiet = 0
 
     def restart(self) -> None:
-        """Begin anew after a failure that no try has brought about."""
+        """Restart the count after a failure that no try caused."""
         self._num_quiet = 0
 
     def succeed(self) -> bool:
@@ -38,13 +37,10 @@ class Patience:
         return is_time
 
 
-# ===
+def prefer(local_batch_size: int, largest: int) -> int:
+    """The best micro-batch size up to `largest` for a device's batch.
 
-
-def prefer(share: int, largest: int) -> int:
-    """The best micro-batch size up to `largest` for a share of samples.
-
-    Of the sizes that need no more micro-batches than `largest` does, those that divide the share come first (all
+    Of the sizes that need no more micro-batches than `largest` does, those that divide the batch come first (all
     micro-batches equal), then multiples of 8 (tensor cores), then `largest` itself. Nothing is lost: the number of
     micro-batches stays the same.
 
@@ -53,10 +49,10 @@ def prefer(share: int, largest: int) -> int:
     """
     if largest < 1:
         raise ValueError(f"`largest={largest}` must be at least 1.")
-    largest = min(largest, share)
-    fewest = -(-share // -(-share // largest))
+    largest = min(largest, local_batch_size)
+    fewest = -(-local_batch_size // -(-local_batch_size // largest))
     candidates = range(largest, fewest - 1, -1)
-    for is_good in (lambda size: share % size == 0, lambda size: size % 8 == 0):
+    for is_good in (lambda size: local_batch_size % size == 0, lambda size: size % 8 == 0):
         for size in candidates:
             if is_good(size):
                 return size
@@ -68,19 +64,19 @@ class MicroBatchSize:
     """The size in use: lowered after a failure, raised again after a quiet spell.
 
     Args:
-        share: Samples per device and loader batch.
+        local_batch_size: Samples per device and loader batch.
         target: The size wanted; growth ends there.
 
     Attributes:
         current: The size in use.
     """
 
-    share: int
+    local_batch_size: int
     target: int
 
     def __post_init__(self) -> None:
         self.current = self.target
-        self._patience = Patience()
+        self._backoff = Backoff()
 
     def shrink(self, failed: int) -> int:
         """Lower the size after one failed, by a quarter at least, and wait twice as long before growing again.
@@ -90,8 +86,8 @@ class MicroBatchSize:
         """
         if failed <= 1:
             return 0
-        self.current = min(self.current, prefer(self.share, max(1, failed * 3 // 4)))
-        self._patience.fail()
+        self.current = min(self.current, prefer(self.local_batch_size, max(1, failed * 3 // 4)))
+        self._backoff.fail()
         return self.current
 
     def succeed(self) -> int:
@@ -102,8 +98,8 @@ class MicroBatchSize:
         """
         if self.current >= self.target:
             return self.current
-        if self._patience.succeed():
-            fewer = -(-self.share // self.current) - 1
-            saves_one = -(-self.share // fewer) if fewer else self.share
-            self.current = prefer(self.share, min(self.target, max(saves_one, self.current * 4 // 3)))
+        if self._backoff.succeed():
+            fewer = -(-self.local_batch_size // self.current) - 1
+            saves_one = -(-self.local_batch_size // fewer) if fewer else self.local_batch_size
+            self.current = prefer(self.local_batch_size, min(self.target, max(saves_one, self.current * 4 // 3)))
         return self.current

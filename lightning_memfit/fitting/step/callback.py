@@ -1,33 +1,41 @@
-"""`MicroBatching`: the effective batch is the user's business, the micro-batch is ours."""
+"""`MicroBatching`: the user sets the effective batch, the callback finds the micro-batch that fits the device.
+
+The callback only connects the parts to Lightning's hooks: `MicroBatchLoop` takes the place of Lightning's optimization
+loop, `FitSession` chooses the size on the first batch, `EffectiveStep` runs every batch, `EvaluationSplitter` the
+batches of validation, test and prediction.
+"""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.optim import Optimizer
+from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.guard import StepGuard
 from lightning_memfit.fitting.recovery.ladder import LAST_RESORTS, LastResort
-from lightning_memfit.fitting.size.device_memory import MemoryGauge, find_gauge, knows_limit
+from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
 from lightning_memfit.fitting.size.prediction import SizePrediction, predict_sizes
-from lightning_memfit.fitting.size.search import Found, PeakPredictor
+from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearchResult
 from lightning_memfit.fitting.step.evaluation import EvaluationSplitter
-from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.step.session import FitSession, Options, lend_batch_size, share_of
-from lightning_memfit.fitting.step.split import BatchSplitter, LossWeight, SplitHook
+from lightning_memfit.fitting.step.loop import MicroBatchLoop
+from lightning_memfit.fitting.step.session import (
+    FitSession,
+    Options,
+    lend_batch_size,
+    loader_batch_size,
+    local_batch_size_for,
+)
+from lightning_memfit.fitting.step.split import BatchSplitter, LossWeight, SplitHook, predicts_next_token
 from lightning_memfit.memory.attach import hide_idle_hooks
 
 
 class MicroBatching(Callback):
     """Train with an effective batch of any size: it is cut into micro-batches that fit the device.
 
-    The loader delivers each device's share of the effective batch. Gradients, logged values, schedules, checkpoints and
-    `global_step` are those of a run with the whole share at once. Out-of-memory errors lower the micro-batch and
+    The loader delivers each device's part of the effective batch. Gradients, logged values, schedules, checkpoints and
+    `global_step` are those of a run with the whole batch at once. Out-of-memory errors lower the micro-batch and
     repeat the effective batch; they don't end the run.
 
     Works with automatic optimization on one device or with DDP, where one rank may run out of memory alone. Sharded
@@ -103,7 +111,6 @@ class MicroBatching(Callback):
         self._evaluation_sizes: dict[str, int] = {}
         self._loop: MicroBatchLoop | None = None
         self._session: FitSession | None = None
-        self._guard: StepGuard | None = None
         self._evaluation: EvaluationSplitter | None = None
         self._lent: tuple[Any, int] | None = None
         self._predictor = predictor
@@ -115,53 +122,55 @@ class MicroBatching(Callback):
         return None if self._session is None or self._session.sizes is None else self._session.sizes.current
 
     @property
-    def found(self) -> Found | None:
+    def found(self) -> SizeSearchResult | None:
         """What the search for the size found, None where there was none."""
         return None if self._session is None else self._session.found
 
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the place of Lightning's optimization loop and of the strategy's evaluation steps."""
         self._undo(trainer)
-        splitter, loss_weight = self._splitter(pl_module)
-        self._evaluation = EvaluationSplitter(trainer, pl_module, splitter, loss_weight, self._evaluation_sizes)
+        self._evaluation = EvaluationSplitter(trainer, pl_module, self._splitter(pl_module), self._evaluation_sizes)
         self._evaluation.install()
         if stage != "fit":
             return
         _check_support(trainer, pl_module)
         if self.global_batch_size is not None:
-            self._lent = lend_batch_size(trainer, pl_module, share_of(trainer, self.global_batch_size))
+            self._lent = lend_batch_size(trainer, pl_module, local_batch_size_for(trainer, self.global_batch_size))
         self._predictor = self.options.predictor
         if self._predictor is None and self._searches(trainer):
             self._predictor = predict_sizes(trainer, pl_module)
-        self._loop = MicroBatchLoop(trainer, self._run_step, self._guard_step)
+        self._loop = MicroBatchLoop(trainer)
         self._loop.install()
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare what needs the optimizers, the loader and all ranks."""
         assert self._loop is not None
-        splitter, loss_weight = self._splitter(pl_module)
-        gauge: MemoryGauge | None = find_gauge(trainer)
-        self._guard = StepGuard(gauge)
+        splitter = self._splitter(pl_module, loader_batch_size(trainer))
         options = replace(self.options, predictor=self._predictor)
-        self._session = FitSession(self._loop, options, splitter, loss_weight, gauge, self._note)
-        self._session.check_loader()
+        self._session = FitSession(self._loop, options, splitter, find_device_memory(trainer), self._kept, self._note)
 
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put back what was replaced."""
         self._undo(trainer)
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Put back what was replaced; Lightning calls no `teardown` after an exception."""
         self._undo(trainer)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The size found and the rungs of the ladder in use, with the device and number of ranks they are for."""
         if self._session is not None and self._session.sizes is not None:
             self._kept = self._session.kept()
         return self._kept
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep what an earlier run found for reuse on the same device and number of ranks."""
         self._kept = dict(state_dict)
@@ -181,14 +190,6 @@ class MicroBatching(Callback):
         has_limit = self.options.limit_bytes is not None or knows_limit(trainer)
         return self.options.micro_batch_size == "auto" and has_limit and not own_batches
 
-    def _run_step(self, request: StepRequest) -> ClosureResult:
-        assert self._session is not None
-        return self._session.run(request, self._kept)
-
-    def _guard_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        assert self._guard is not None
-        return self._guard(optimizer)
-
     def _note(self, size: int, reason: str) -> None:
         assert self._loop is not None
         trainer = self._loop.trainer
@@ -201,12 +202,15 @@ class MicroBatching(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"micro_batch_size": float(size)}, step=trainer.global_step)
 
-    def _splitter(self, module: LightningModule) -> tuple[BatchSplitter, LossWeight | None]:
+    def _splitter(self, module: LightningModule, expected: int | None = None) -> BatchSplitter:
         loss_weight, split_batch, num_samples = self._hooks
-        splitter = BatchSplitter(
-            split_batch or getattr(module, "split_batch", None), num_samples or getattr(module, "num_samples", None)
+        return BatchSplitter(
+            split_batch or getattr(module, "split_batch", None),
+            num_samples or getattr(module, "num_samples", None),
+            loss_weight or getattr(module, "loss_weight", None),
+            predicts_next_token(module),
+            expected,
         )
-        return splitter, loss_weight or getattr(module, "loss_weight", None)
 
     def _undo(self, trainer: Trainer) -> None:
         if self._session is not None:
@@ -219,7 +223,7 @@ class MicroBatching(Callback):
         if self._lent is not None:
             owner, before = self._lent
             owner.batch_size = before
-        self._loop, self._guard, self._evaluation, self._lent = None, None, None, None
+        self._loop, self._evaluation, self._lent = None, None, None
 
 
 def _check_support(trainer: Trainer, module: LightningModule) -> None:

@@ -1,4 +1,7 @@
-"""One effective batch: micro-batches forward and backward, agreed upon by all ranks, repeated after a failure."""
+"""`EffectiveStep`: one loader batch in micro-batches, as one step that succeeds on all ranks or is repeated.
+
+run(batch) -> attempt -> consensus of ranks -> reduce and commit | roll back, lower the micro-batch or climb the ladder
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,31 +15,22 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.ladder import Ladder
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
-from lightning_memfit.fitting.recovery.rollback import Rewind, RewindPoint
+from lightning_memfit.fitting.recovery.postmortem import explain
+from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
+from lightning_memfit.fitting.size.device_memory import allocation_retries
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
+from lightning_memfit.fitting.step.gradient_reducer import GradientReducer, broadcast_buffers
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.step.outputs import OutputMerger, StepLogs, StepMetrics
-from lightning_memfit.fitting.step.ranks import Agreement, GradientReducer, broadcast_buffers
-from lightning_memfit.fitting.step.split import BatchSplitter, SampleWeights, sizes_of
+from lightning_memfit.fitting.step.outputs import StepOutputs
+from lightning_memfit.fitting.step.split import BatchSplitter, LocalBatch
+from lightning_memfit.memory.kind import DeviceKind
 
 _OK, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
-
-
-@dataclass
-class Share:
-    """This device's part of the effective batch.
-
-    Attributes:
-        num_samples: Samples in it.
-        weights: How much they count in the loss.
-        global_total: Weight of the loader batches of all ranks.
-    """
-
-    num_samples: int
-    weights: SampleWeights
-    global_total: float
+_STEPS_BETWEEN_CHECKS = 16
+_MANY_RETRIES = 4
 
 
 @dataclass
@@ -44,35 +38,8 @@ class _Past:
     """An earlier loader batch of a window of `accumulate_grad_batches`, its arguments in host memory."""
 
     arguments: "OrderedDict[str, Any]"
-    share: Share
-    random_and_buffers: RewindPoint
-
-
-@dataclass
-class StepParts:
-    """What `EffectiveStep` works with.
-
-    Attributes:
-        weigh: From a batch to its share, on this rank.
-        explain: Text for the error when even a micro-batch of one sample does not fit.
-        ladder: Makes one sample need less.
-        on_change: Called with the new micro-batch size and the reason.
-        recover: Whether a failed attempt is repeated.
-    """
-
-    loop: MicroBatchLoop
-    splitter: BatchSplitter
-    sizes: MicroBatchSize
-    agreement: Agreement
-    reducer: GradientReducer | None
-    rewind: Rewind
-    metrics: StepMetrics
-    weigh: Callable[[Any], tuple[int, SampleWeights]]
-    explain: Callable[[StepRequest, Any], str]
-    ladder: Ladder
-    on_change: Callable[[int, str], None]
-    recover: bool
-    averages_ranks: bool
+    local_batch: LocalBatch
+    start: RollbackPoint
 
 
 class EffectiveStep:
@@ -88,17 +55,52 @@ class EffectiveStep:
     back to the start of the effective batch, take a smaller micro-batch and repeat it.
 
     Args:
-        parts: What to work with.
+        loop: Runs forward and backward.
+        splitter: Cuts and weighs batches.
+        sizes: The micro-batch size in use.
+        ladder: Makes one sample need less.
+        consensus: Between the ranks.
+        reducer: Sums gradients over ranks; None for one rank and for strategies that reduce in backward.
+        recover: Whether an attempt that ran out of memory is repeated, where ranks don't communicate in it.
+        on_change: Called with the new micro-batch size and the reason.
+        advise: Gives the last lines of the error when nothing helps.
     """
 
-    def __init__(self, parts: StepParts) -> None:
-        self.parts = parts
-        self._logs = StepLogs()
+    def __init__(
+        self,
+        loop: MicroBatchLoop,
+        splitter: BatchSplitter,
+        sizes: MicroBatchSize,
+        ladder: Ladder,
+        consensus: RankConsensus,
+        reducer: GradientReducer | None,
+        recover: bool,
+        on_change: Callable[[int, str], None],
+        advise: Callable[[], str] | None,
+    ) -> None:
+        self._loop = loop
+        self._splitter = splitter
+        self._sizes = sizes
+        self._ladder = ladder
+        self._consensus = consensus
+        self._reducer = reducer
+        self._is_alone = consensus.world_size == 1
+        # Sharded strategies communicate in forward and average gradients in backward: no rank can stop alone.
+        self._is_sharded = not self._is_alone and reducer is None
+        self._recovers = recover and not self._is_sharded
+        self._on_change = on_change
+        self._advise = advise
+        self._device: torch.device = loop.trainer.strategy.root_device
+        self._is_cached = DeviceKind.of(self._device).has_caching_allocator
+        self._rollback = Rollback(loop.module, self._device)
+        self._outputs = StepOutputs(loop.module, loop.results)
         self._past: list[_Past] = []
         self._window_total = 0.0
         self._reference = 1.0
         self._is_cleared = False
         self._failed_size = 0
+        self._num_steps = 0
+        self._retries = 0
 
     def run(self, request: StepRequest) -> ClosureResult:
         """Run one loader batch; gradients are complete when it was the last of its window.
@@ -106,118 +108,106 @@ class EffectiveStep:
         Raises:
             torch.OutOfMemoryError: If not even one sample fits.
         """
-        parts = self.parts
-        share = self._share_of(request.batch)
+        self._num_steps += 1
+        if self._is_cached and not self._num_steps % _STEPS_BETWEEN_CHECKS:
+            self._watch_allocator()
+        local_batch = self._splitter.read(request.arguments["batch"])
+        self._weigh_in(request, local_batch)
+        start = self._rollback.save()
+        is_repeated = False
+        while True:
+            size = min(self._sizes.current, local_batch.num_samples)
+            result, error = self._attempt(request, local_batch, size, start if is_repeated else None)
+            if self._all_succeeded(error, size):
+                break
+            self._go_back(request, error, start)
+            del error
+            is_repeated = True
+        assert result is not None
+        return self._complete(request, local_batch, start, result)
+
+    def _weigh_in(self, request: StepRequest, local_batch: LocalBatch) -> None:
+        """Add the weight of this batch, over all ranks, to that of its window."""
+        total = local_batch.weight
+        if not self._is_alone:
+            total = sum(theirs for (theirs,) in self._consensus.exchange(total))
         if request.zero_grad is not None:
             self._past.clear()
             self._is_cleared = False
             self._window_total = 0.0
-            self._reference = max(share.global_total, 1e-30) * parts.loop.trainer.accumulate_grad_batches
-        self._window_total += share.global_total
-        point = parts.rewind.save()
-        is_repeated = False
-        while True:
-            size = min(parts.sizes.current, share.num_samples)
-            result, error = self._attempt(request, share, size, point if is_repeated else None)
-            if self._all_succeeded(error, size):
-                break
-            self._go_back(request, error, point)
-            del error
-            is_repeated = True
-        assert result is not None
-        return self._complete(request, share, point, result)
-
-    # --- weights ----------------------------------------------------------------------------------------------------
-
-    def _share_of(self, batch: Any) -> Share:
-        num_samples, weights = self.parts.weigh(batch)
-        totals = self.parts.agreement.exchange(weights.total)
-        return Share(num_samples, weights, sum(total for (total,) in totals))
+            self._reference = max(total, 1e-30) * self._loop.trainer.accumulate_grad_batches
+        self._window_total += total
 
     # --- an attempt -------------------------------------------------------------------------------------------------
 
     def _attempt(
-        self, request: StepRequest, share: Share, size: int, repeat_from: RewindPoint | None
+        self, request: StepRequest, local_batch: LocalBatch, size: int, repeat_from: RollbackPoint | None
     ) -> tuple[ClosureResult | None, Exception | None]:
         try:
             if repeat_from is not None and self._past:
                 self._repeat_past(request, repeat_from, size)
-            return self._run_micro_batches(request, share, size), None
+            return self._run_micro_batches(request, local_batch, size), None
         except Exception as error:
-            if self.parts.agreement.world_size == 1 and not (self.parts.recover and is_out_of_memory(error)):
+            if self._is_alone and not (self._recovers and is_out_of_memory(error)):
                 raise
             return None, error
 
-    def _repeat_past(self, request: StepRequest, point: RewindPoint, size: int) -> None:
-        """Run the earlier loader batches of the window again for their gradients; what they logged stands."""
-        parts = self.parts
-        device = parts.loop.trainer.strategy.root_device
+    def _repeat_past(self, request: StepRequest, start: RollbackPoint, size: int) -> None:
+        """Run the earlier loader batches of the window again for their gradients; they have been logged already."""
         for past in self._past:
-            parts.rewind.load(past.random_and_buffers)
-            arguments = OrderedDict((k, move_data_to_device(v, device)) for k, v in past.arguments.items())
+            self._rollback.load(past.start)
+            arguments = OrderedDict((k, move_data_to_device(v, self._device)) for k, v in past.arguments.items())
             again = replace(request, arguments=arguments, zero_grad=None, is_last=False)
-            self._run_micro_batches(again, past.share, min(size, past.share.num_samples), announce=False)
-            self._logs.clear()
-        parts.rewind.load(point)
+            size_of_past = min(size, past.local_batch.num_samples)
+            self._run_micro_batches(again, past.local_batch, size_of_past, announce=False)
+            self._outputs.clear()
+        self._rollback.load(start)
 
-    def _run_micro_batches(self, request: StepRequest, share: Share, size: int, announce: bool = True) -> ClosureResult:
-        parts, loop = self.parts, self.parts.loop
-        sizes = sizes_of(share.num_samples, size)
-        batches = parts.splitter.split(request.batch, sizes)
-        weights = share.weights.of_parts(batches, sizes)
+    def _run_micro_batches(
+        self, request: StepRequest, local_batch: LocalBatch, size: int, announce: bool = True
+    ) -> ClosureResult:
+        loop, outputs = self._loop, self._outputs
+        batches, sizes, weights = self._splitter.micro_batches(request.arguments["batch"], local_batch, size)
         last_counted = len(weights) - 1
         while last_counted and not weights[last_counted]:
             last_counted -= 1
-        merger = OutputMerger(len(sizes))
-        observe = len(sizes) > 1 and bool(parts.metrics)
-        if observe:
-            parts.metrics.begin()
-        results = loop.results
+        outputs.begin(len(sizes))
         try:
-            with self._logs.capture(results):
-                for index, weight in enumerate(weights):
-                    self._logs.weight = weight
-                    part, batches[index] = batches[index], None
-                    output = self._forward(request, part, weight)
-                    if request.zero_grad is not None and not self._is_cleared:
-                        request.zero_grad()
-                        parts.rewind.remember_zeros()
-                        self._is_cleared = True
-                    self._backward(request, output, weight, merger, announce and index == last_counted)
-                    merger.add(output, weight, sizes[index])
-                    del part, output  # before the next forward
+            for index, weight in enumerate(weights):
+                outputs.logs.weight = weight
+                part, batches[index] = batches[index], None
+                output = loop.forward(request, part, self._divisor(weight))
+                if request.zero_grad is not None and not self._is_cleared:
+                    request.zero_grad()
+                    self._rollback.remember_zeros()
+                    self._is_cleared = True
+                self._backward(request, output, weight, announce and index == last_counted)
+                outputs.add(output, weight, sizes[index])
+                del part, output  # before the next forward
         finally:
-            if observe:
-                parts.metrics.end()
-        if observe:
-            parts.metrics.finish(self._logs.metrics_on_step())
-        return merger.merged(self._divisor(share.weights.total) / loop.trainer.accumulate_grad_batches)
+            outputs.end()
+        return outputs.merged(self._divisor(local_batch.weight) / loop.trainer.accumulate_grad_batches)
 
     def _divisor(self, weight: float) -> float:
         """What a mean over `weight` tokens or samples is divided by to be a part of the effective batch's mean."""
         if not weight:
             return 1.0
-        return self._reference / weight / (self.parts.agreement.world_size if self.parts.averages_ranks else 1)
+        return self._reference / weight / (self._consensus.world_size if self._is_sharded else 1)
 
-    def _forward(self, request: StepRequest, part: Any, weight: float) -> ClosureResult:
-        return self.parts.loop.forward(request, part, self._divisor(weight))
-
-    def _backward(
-        self, request: StepRequest, output: ClosureResult, weight: float, merger: OutputMerger, announce: bool
-    ) -> None:
+    def _backward(self, request: StepRequest, output: ClosureResult, weight: float, announce: bool) -> None:
         """Run backward; a micro-batch whose labels are all masked has a loss of 0/0 and no gradient."""
         loss, output.closure_loss = output.closure_loss, None
         if loss is None:
             return
         if not weight:
-            if not self.parts.averages_ranks:
+            if not self._is_sharded:
                 return
             loss = loss.nan_to_num() * 0.0  # sharded backward communicates: no rank may skip one
-        if announce and merger.loss is not None:
-            loss = loss + merger.loss  # a constant: hooks see the loss of the whole batch
-        self.parts.loop.backward(request, loss, announce)
+        if announce and self._outputs.loss is not None:
+            loss = loss + self._outputs.loss  # a constant: hooks see the loss of the whole batch
+        self._loop.backward(request, loss, announce)
 
-    # --- after an attempt -------------------------------------------------------------------------------------------
+    # --- consensus --------------------------------------------------------------------------------------------------
 
     def _all_succeeded(self, error: Exception | None, size: int) -> bool:
         """Hear from all ranks how the attempt went.
@@ -225,95 +215,118 @@ class EffectiveStep:
         Raises:
             Exception: If one failed for another reason than memory, the same on the rank that failed.
         """
-        agreement, sizes = self.parts.agreement, self.parts.sizes
-        if agreement.world_size == 1:
+        if self._is_alone:
             self._failed_size = size
             return error is None
         status = _OK if error is None else _OUT_OF_MEMORY if is_out_of_memory(error) else _FAILED
-        if not self.parts.recover and status == _OUT_OF_MEMORY:
+        if not self._recovers and status == _OUT_OF_MEMORY:
             status = _FAILED
-        told = agreement.exchange(status, size, sizes.current)
+        told = self._consensus.exchange(status, size, self._sizes.current)
         failed = [rank for rank, (theirs, *_) in enumerate(told) if theirs == _FAILED]
         if error is not None and status == _FAILED:
             raise error
         if failed:
             raise RuntimeError(f"Rank {failed[0]} failed in this step; see its error. This rank stops, too.")
         self._failed_size = int(max((size for theirs, size, _ in told if theirs == _OUT_OF_MEMORY), default=0))
-        sizes.current = min(sizes.current, int(min(current for *_, current in told)))
+        self._sizes.current = min(self._sizes.current, int(min(current for *_, current in told)))
         return not self._failed_size
 
-    def _go_back(self, request: StepRequest, error: Exception | None, point: RewindPoint) -> None:
-        """Free what the attempt held, restore the state before it and lower the micro-batch, on every rank alike."""
-        parts = self.parts
-        if error is not None:
-            message = str(error).split("\n")[0]
-            release(error)
-        else:
-            message = "on another rank"
-        self._logs.clear()
-        parts.loop.settle_after_failure(point.hook_name)
-        parts.rewind.clear_gradients()
-        parts.rewind.load(point)
-        self._need_less(request, message, error, point)
+    # --- after success ----------------------------------------------------------------------------------------------
 
-    def _need_less(self, request: StepRequest, message: str, error: Exception | None, point: RewindPoint) -> None:
-        """Take the rung again that was given up too early, else lower the micro-batch, else take the next rung.
-
-        Raises:
-            torch.OutOfMemoryError: If nothing is left.
-        """
-        parts, size = self.parts, self._failed_size
-        rung = parts.ladder.climb_again()
-        smaller = 0 if rung else parts.sizes.shrink(size)
-        rung = rung or (None if smaller else parts.ladder.climb())
-        if smaller:
-            rank_zero_warn(f"Memory ran out with micro-batch {size}: the effective batch is repeated with {smaller}.")
-            parts.on_change(smaller, message)
-        elif rung:
-            failed = "one sample" if size == 1 else f"micro-batch {size}"
-            rank_zero_warn(f"Memory ran out with {failed}: the effective batch is repeated, from now on with {rung}.")
-            parts.on_change(parts.sizes.current, f"from now on with {rung}")
-        else:
-            raise torch.OutOfMemoryError(
-                f"A micro-batch of one sample does not fit{parts.ladder.summary()} {message}\n"
-                f"{parts.explain(request, point)}"
-            ) from error
-
-    def _complete(self, request: StepRequest, share: Share, point: RewindPoint, result: ClosureResult) -> ClosureResult:
-        parts = self.parts
+    def _complete(
+        self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint, result: ClosureResult
+    ) -> ClosureResult:
         if request.is_last:
-            self._reduce()
+            if self._reducer is not None:
+                self._reduce(self._reducer)
             self._correct_window()
             self._past.clear()
         else:
             host = OrderedDict((k, move_data_to_device(v, torch.device("cpu"))) for k, v in request.arguments.items())
-            self._past.append(_Past(host, share, point))
-        if self._logs:
-            self._logs.commit(parts.loop.results)
-        parts.loop.after_backward()
-        before = parts.sizes.current
-        if parts.sizes.succeed() > before:
-            parts.on_change(parts.sizes.current, "no failure for a while")
-        if given_up := parts.ladder.succeed():  # after every batch: ranks must count alike
+            self._past.append(_Past(host, local_batch, start))
+        self._outputs.commit()
+        self._loop.after_backward()
+        before = self._sizes.current
+        if self._sizes.succeed() > before:
+            self._on_change(self._sizes.current, "no failure for a while")
+        if given_up := self._ladder.succeed():  # after every batch: ranks must count alike
             rank_zero_info(f"MicroBatching: no failure for a while; from now on without {given_up}.")
-            parts.on_change(parts.sizes.current, f"from now on without {given_up}")
+            self._on_change(self._sizes.current, f"from now on without {given_up}")
         return result
 
-    def _reduce(self) -> None:
-        reducer, agreement = self.parts.reducer, self.parts.agreement
-        if reducer is None:
-            return
+    def _reduce(self, reducer: GradientReducer) -> None:
         present = reducer.present()
-        signatures = agreement.exchange(crc32(bytes(present)))
+        signatures = self._consensus.exchange(crc32(bytes(present)))
         if any(other != signatures[0] for other in signatures):
-            present = agreement.any_of(present)
+            present = self._consensus.any_of(present)
         reducer.add_up(present)
-        broadcast_buffers(self.parts.loop.module)
+        broadcast_buffers(self._loop.module)
 
     def _correct_window(self) -> None:
         if self._window_total == self._reference or not self._window_total:
             return
         factor = self._reference / self._window_total
-        grads: list[Tensor] = [p.grad for p in self.parts.loop.module.parameters() if p.grad is not None]
+        grads: list[Tensor] = [p.grad for p in self._loop.module.parameters() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
+
+    # --- after a failure --------------------------------------------------------------------------------------------
+
+    def _go_back(self, request: StepRequest, error: Exception | None, start: RollbackPoint) -> None:
+        """Free what the attempt held, restore the state before it and lower the micro-batch, on every rank alike."""
+        self._outputs.clear()
+        if error is not None:
+            message = str(error).split("\n")[0]
+            release(error)
+        else:
+            message = "on another rank"
+        self._rollback.clear_gradients()
+        self._rollback.load(start)
+        self._need_less(request, message, error, start)
+
+    def _need_less(self, request: StepRequest, message: str, error: Exception | None, start: RollbackPoint) -> None:
+        """Take the rung again that was given up too early, else lower the micro-batch, else take the next rung.
+
+        Raises:
+            torch.OutOfMemoryError: If nothing is left.
+        """
+        size = self._failed_size
+        rung = self._ladder.climb_again()
+        smaller = 0 if rung else self._sizes.shrink(size)
+        rung = rung or (None if smaller else self._ladder.climb())
+        if smaller:
+            rank_zero_warn(f"Memory ran out with micro-batch {size}: the effective batch is repeated with {smaller}.")
+            self._on_change(smaller, message)
+        elif rung:
+            failed = "one sample" if size == 1 else f"micro-batch {size}"
+            rank_zero_warn(f"Memory ran out with {failed}: the effective batch is repeated, from now on with {rung}.")
+            self._on_change(self._sizes.current, f"from now on with {rung}")
+        else:
+            raise torch.OutOfMemoryError(
+                f"A micro-batch of one sample does not fit{self._ladder.summary()} {message}\n"
+                f"{self._explain(request, start)}"
+            ) from error
+
+    def _explain(self, request: StepRequest, start: RollbackPoint) -> str:
+        """Run one sample once more and tell what fills the memory."""
+        count = self._splitter.count(request.batch)
+        part = self._splitter.split(request.batch, [1, count - 1] if count > 1 else [1])[0]
+
+        def run() -> None:
+            loss = self._loop.forward(request, part, 1.0).closure_loss
+            if loss is not None:
+                self._loop.backward(request, loss, announce=False)
+
+        text = explain(self._loop.module, self._loop.trainer.optimizers, run, self._advise)
+        self._loop.module._current_fx_name = start.hook_name  # Lightning leaves it behind when a hook raises
+        return text
+
+    def _watch_allocator(self) -> None:
+        """Lower the size where the caching allocator keeps emptying its cache, which costs far more than one pass."""
+        before, self._retries = self._retries, allocation_retries(self._device)
+        if self._retries - before >= _MANY_RETRIES and self._sizes.current > 1:
+            size = self._sizes.shrink(self._sizes.current)
+            rank_zero_info(
+                f"MicroBatching: memory is so tight that the allocator is thrashing; micro-batch {size} now."
+            )
+            self._on_change(size, f"{self._retries - before} allocation retries in {_STEPS_BETWEEN_CHECKS} steps")

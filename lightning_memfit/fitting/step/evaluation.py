@@ -1,4 +1,4 @@
-"""Validation, test and prediction batches in micro-batches."""
+"""`EvaluationSplitter`: validation, test and prediction batches in micro-batches, once one has run out of memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
-from lightning_memfit.fitting.recovery.rollback import RandomState
+from lightning_memfit.fitting.recovery.rollback import MetricStates, RandomState
 from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge
-from lightning_memfit.fitting.step.split import BatchSplitter, LossWeight, predicts_next_token, sizes_of, weigh
+from lightning_memfit.fitting.step.split import BatchSplitter
 
 _STEPS = ("validation_step", "test_step", "predict_step")
 
@@ -25,8 +25,7 @@ class EvaluationSplitter:
     Args:
         trainer: The trainer.
         module: The module.
-        splitter: Splits batches.
-        loss_weight: The user's weight of a batch, if there is one.
+        splitter: Cuts and weighs batches.
         sizes: Sizes to start with, by the name of the step, for example those of the last run.
     """
 
@@ -35,16 +34,14 @@ class EvaluationSplitter:
         trainer: Trainer,
         module: LightningModule,
         splitter: BatchSplitter,
-        loss_weight: LossWeight | None,
         sizes: dict[str, int],
     ) -> None:
         self._trainer = trainer
         self._module = module
         self._splitter = splitter
-        self._loss_weight = loss_weight
         self.sizes = sizes
         self._metrics = StepMetrics(module)
-        self._shifted = predicts_next_token(module)
+        self._states = MetricStates(module)
         self._replaced: dict[str, tuple[Any, Any]] = {}
         self._is_installed = False
 
@@ -77,7 +74,7 @@ class EvaluationSplitter:
                 return step(batch, *args, **kwargs)
             point = (
                 RandomState(self._trainer.strategy.root_device),
-                self._metrics.save(),
+                self._states.save(),
                 self._module._current_fx_name,
             )
             count: int | None = None
@@ -99,7 +96,7 @@ class EvaluationSplitter:
                 del failure
                 random, states, self._module._current_fx_name = point
                 random.restore()
-                self._metrics.load(states)
+                self._states.load(states)
                 self.sizes[name] = max(1, failed // 2)
                 rank_zero_warn(f"Memory ran out in `{name}` with {failed} samples; going on with {self.sizes[name]}.")
 
@@ -116,11 +113,10 @@ class EvaluationSplitter:
         return output
 
     def _run_parts(self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any, count: int) -> Any:
-        sizes = sizes_of(count, self.sizes[name])
-        if len(sizes) == 1:
+        if count <= self.sizes[name]:
             return self._run_whole(name, step, batch, args, kwargs)
-        parts = self._splitter.split(batch, sizes)
-        weights = weigh(batch, count, self._shifted, self._loss_weight).of_parts(parts, sizes)
+        local_batch = self._splitter.read(batch, count)
+        parts, sizes, weights = self._splitter.micro_batches(batch, local_batch, self.sizes[name])
         results = None if name == "predict_step" else self._trainer._results
         logs = StepLogs()
         self._metrics.begin()

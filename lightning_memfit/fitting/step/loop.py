@@ -1,15 +1,16 @@
 """The one place that extends Lightning's optimization loop, which is private API. Written for Lightning 2.6.6.
 
 `_AutomaticOptimization` runs `training_step`, `zero_grad` and backward once per loader batch, then the optimizer. This
-loop hands the first three to a function of ours and offers it the pieces they are made of. Counters, hooks, precision
-plugins, clipping, schedulers and checkpoints stay Lightning's. `tests/unit/fitting/test_loop.py` fails when upstream
-moves.
+loop hands the first three to `run_step`, for which `forward`, `backward` and `after_backward` do what Lightning would.
+Counters, hooks, precision plugins, clipping, schedulers and checkpoints stay Lightning's.
+`tests/unit/fitting/test_loop.py` fails when upstream moves.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 LIGHTNING_VERSION = "2.6"
 _BACKWARD_HOOKS = ("on_before_backward", "on_after_backward")
@@ -46,16 +48,14 @@ class StepRequest:
 
     @property
     def batch(self) -> Any:
-        """The device's share of the effective batch."""
+        """The loader batch."""
         return self.arguments["batch"]
 
 
 class _WholeBatchClosure(Closure):
     """A closure that runs all micro-batches."""
 
-    def __init__(self, run: Callable[[], ClosureResult]) -> None:
-        super().__init__(step_fn=run)
-
+    @override
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         return self._step_fn()
@@ -69,19 +69,19 @@ class MicroBatchLoop(_AutomaticOptimization):
 
     Args:
         trainer: The trainer, whose loop it replaces between `install` and `uninstall`.
-        run_step: Runs forward and backward of one loader batch.
-        guard: A context around the optimizer step.
+
+    Attributes:
+        run_step: Runs forward and backward of one loader batch; to be set before training starts.
+        guard: Makes a context around the optimizer step; to be set before training starts.
+        results: Where `self.log` writes in training.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        run_step: Callable[[StepRequest], ClosureResult],
-        guard: Callable[[Optimizer], AbstractContextManager[None]],
-    ) -> None:
+    run_step: Callable[[StepRequest], ClosureResult]
+    guard: Callable[[Optimizer], AbstractContextManager[None]]
+
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self._run_step = run_step
-        self._guard = guard
+        self.results: Any = trainer.fit_loop.epoch_loop._results
         self._replaced: _AutomaticOptimization | None = None
         self._hooks_in_use: bool | None = None
         self._is_alone = trainer.world_size == 1
@@ -103,6 +103,7 @@ class MicroBatchLoop(_AutomaticOptimization):
             self.trainer.fit_loop.epoch_loop.automatic_optimization = self._replaced
             self._replaced = None
 
+    @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
         if "batch" not in kwargs:
             raise MisconfigurationException(
@@ -116,18 +117,14 @@ class MicroBatchLoop(_AutomaticOptimization):
             zero_grad=self._make_zero_grad_fn(batch_idx, optimizer),
             is_last=self.trainer.accumulate_grad_batches == 1 or not self.trainer.fit_loop._should_accumulate(),
         )
-        return _WholeBatchClosure(lambda: self._run_step(request))
+        return _WholeBatchClosure(partial(self.run_step, request))
 
+    @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
-        with self._guard(self.trainer.optimizers[0]):
+        with self.guard(self.trainer.optimizers[0]):
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
 
-    # --- the pieces of a step ---------------------------------------------------------------------------------------
-
-    @property
-    def results(self) -> Any:
-        """Where `self.log` writes."""
-        return self.trainer.fit_loop.epoch_loop._results  # `trainer._results` takes five properties to get here
+    # --- forward and backward ---------------------------------------------------------------------------------------
 
     @property
     def module(self) -> LightningModule:
@@ -180,10 +177,6 @@ class MicroBatchLoop(_AutomaticOptimization):
         if self._is_alone:
             return _NOTHING
         return _block_parallel_sync_behavior(self.trainer.strategy, block=True)
-
-    def settle_after_failure(self, hook_name: str | None) -> None:
-        """Set the name of the running hook, which Lightning leaves behind when one raises."""
-        self.module._current_fx_name = hook_name
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,11 @@
-"""What `training_step` returned for the micro-batches, as one result for the whole batch."""
+"""What the micro-batches of a batch return, log and add to metrics, as the whole batch would have.
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+`StepOutputs` collects all three during an attempt. Nothing reaches Lightning before the attempt has succeeded on all
+ranks and `commit` is called.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,57 +13,6 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 from torchmetrics import Metric
-
-
-class OutputMerger:
-    """Collect the results of micro-batches without keeping their graphs.
-
-    Args:
-        num_parts: How many there will be. A single one stays as it is.
-
-    Attributes:
-        loss: Sum of the divided losses so far, without a graph.
-    """
-
-    def __init__(self, num_parts: int) -> None:
-        self._is_single = num_parts == 1
-        self._single: ClosureResult | None = None
-        self._uncounted: Tensor | None = None
-        self._extras: list[tuple[dict[str, Any], float, int]] = []
-        self.loss: Tensor | None = None
-
-    def add(self, output: ClosureResult, weight: float, size: int) -> None:
-        """Add the result of one micro-batch."""
-        if self._is_single:
-            self._single = output
-            return
-        if output.loss is not None and weight:
-            self.loss = output.loss if self.loss is None else self.loss + output.loss
-        elif output.loss is not None:
-            self._uncounted = output.loss
-        if output.extra:
-            self._extras.append((detached(output.extra), weight, size))
-
-    def merged(self, factor: float) -> ClosureResult:
-        """The result of the whole batch.
-
-        Args:
-            factor: From the sum of the divided losses to the loss Lightning reports: the mean over this rank's batch,
-                divided by `accumulate_grad_batches`.
-        """
-        if self._single is not None:
-            if factor != 1.0 and self._single.loss is not None:
-                self._single.loss = self._single.loss * factor
-            return self._single
-        loss = self.loss if self.loss is not None else self._uncounted
-        result = ClosureResult(loss if loss is None or factor == 1.0 else loss * factor)
-        if self._extras:
-            result.extra = merge(
-                [extra for extra, _, _ in self._extras],
-                [w for _, w, _ in self._extras],
-                [size for _, _, size in self._extras],
-            )
-        return result
 
 
 def merge(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
@@ -111,8 +64,7 @@ def detached(value: Any) -> Any:
     return value
 
 
-# Values logged by the micro-batches of one step, held back and logged once for the whole batch.
-
+# --- logged values --------------------------------------------------------------------------------------------------
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     **dict.fromkeys(("sum", torch.sum, sum), torch.add),
@@ -151,22 +103,6 @@ class _Record:
         return self.combined / self.weight if self.weight else self.combined
 
 
-class _Capture(AbstractContextManager[None]):
-    """A result collection whose `log` is ours meanwhile. A class, not a generator: it is entered in every step."""
-
-    __slots__ = ("_record", "_results")
-
-    def __init__(self, results: Any, record: Callable[..., None]) -> None:
-        self._results = results
-        self._record = record
-
-    def __enter__(self) -> None:
-        self._results.log = self._record
-
-    def __exit__(self, *_: Any) -> None:
-        del self._results.log
-
-
 class StepLogs:
     """Stand in for a `_ResultCollection.log` while micro-batches run.
 
@@ -186,9 +122,14 @@ class StepLogs:
         """Forget what was logged."""
         self._records.clear()
 
-    def capture(self, results: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def capture(self, results: Any) -> Iterator[None]:
         """Receive what is logged to a result collection of Lightning within the context."""
-        return _Capture(results, self._record)
+        results.log = self.record
+        try:
+            yield
+        finally:
+            del results.log
 
     def commit(self, results: Any) -> None:
         """Log every name once, with its value over the whole batch."""
@@ -204,7 +145,8 @@ class StepLogs:
             if isinstance(record.last, Metric) and record.arguments.get("on_step")
         }
 
-    def _record(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
+    def record(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
+        """Take the place of `_ResultCollection.log`."""
         batch_size = arguments.get("batch_size")
         record = self._records.get((fx, name))
         if record is None:
@@ -216,7 +158,7 @@ class StepLogs:
             record.arguments["batch_size"] += batch_size
 
 
-# Torchmetrics objects of a module across the micro-batches of a step.
+# --- metrics --------------------------------------------------------------------------------------------------------
 
 
 class StepMetrics:
@@ -238,16 +180,6 @@ class StepMetrics:
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
-
-    def save(self) -> list[dict[str, Any]]:
-        """Copies of all states."""
-        return [_state(metric) for metric in self._metrics]
-
-    def load(self, states: list[dict[str, Any]]) -> None:
-        """Put copies back; they stay usable."""
-        for metric, state in zip(self._metrics, states, strict=True):
-            for name, value in state.items():
-                object.__setattr__(metric, name, _copy(value))
 
     def begin(self) -> None:
         """Start a step of several micro-batches."""
@@ -285,12 +217,89 @@ class StepMetrics:
             shadow.update(*args, **kwargs)
 
 
-def _state(metric: Metric) -> dict[str, Any]:
-    names = (*metric._defaults, "_update_count", "_computed", "_forward_cache")
-    return {name: _copy(getattr(metric, name)) for name in names}
+# --- all three ------------------------------------------------------------------------------------------------------
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return list(value) if isinstance(value, list) else value
+class StepOutputs:
+    """Collect what the micro-batches of a batch give: `begin`, `add` each, `end`, then `merged`, then `commit`.
+
+    Graphs are not kept. The result of a single micro-batch stays as it is.
+
+    Args:
+        module: In training.
+        results: The collection of Lightning that `self.log` writes to.
+
+    Attributes:
+        logs: What is logged; its `weight` is to be set before each micro-batch.
+        loss: Sum of the divided losses since `begin`, without a graph; None before the first of several.
+    """
+
+    def __init__(self, module: nn.Module, results: Any) -> None:
+        self._results = results
+        self.logs = StepLogs()
+        self._metrics = StepMetrics(module)
+        self._observes_metrics = False
+        self._begin_merging(1)
+
+    def begin(self, num_parts: int) -> None:
+        """Start a batch, which will be run in a number of parts."""
+        self._begin_merging(num_parts)
+        self._observes_metrics = num_parts > 1 and bool(self._metrics)
+        if self._observes_metrics:
+            self._metrics.begin()
+        self._results.log = self.logs.record
+
+    def _begin_merging(self, num_parts: int) -> None:
+        self._is_single = num_parts == 1
+        self._single: ClosureResult | None = None
+        self._uncounted: Tensor | None = None
+        self._extras: list[tuple[dict[str, Any], float, int]] = []
+        self.loss: Tensor | None = None
+
+    def add(self, output: ClosureResult, weight: float, size: int) -> None:
+        """Add the result of one micro-batch."""
+        if self._is_single:
+            self._single = output
+            return
+        if output.loss is not None and weight:
+            self.loss = output.loss if self.loss is None else self.loss + output.loss
+        elif output.loss is not None:
+            self._uncounted = output.loss
+        if output.extra:
+            self._extras.append((detached(output.extra), weight, size))
+
+    def end(self) -> None:
+        """Receive no more logs and metrics, after the last micro-batch or a failure."""
+        del self._results.log
+        if self._observes_metrics:
+            self._metrics.end()
+
+    def merged(self, factor: float) -> ClosureResult:
+        """The result of the whole batch.
+
+        Args:
+            factor: From the sum of the divided losses to the loss Lightning reports: the mean over this rank's batch,
+                divided by `accumulate_grad_batches`.
+        """
+        if self._observes_metrics:
+            self._metrics.finish(self.logs.metrics_on_step())
+        single, extras, loss = self._single, self._extras, self.loss if self.loss is not None else self._uncounted
+        self._begin_merging(1)  # what a batch gave is not kept while the next runs
+        if single is not None:
+            if factor != 1.0 and single.loss is not None:
+                single.loss = single.loss * factor
+            return single
+        result = ClosureResult(loss if loss is None or factor == 1.0 else loss * factor)
+        if extras:
+            values, weights, sizes = (list(column) for column in zip(*extras, strict=True))
+            result.extra = merge(values, weights, sizes)
+        return result
+
+    def clear(self) -> None:
+        """Forget what was logged and returned since the last `commit`."""
+        self.logs.clear()
+        self._begin_merging(1)
+
+    def commit(self) -> None:
+        """Log every name once, with its value over the whole batch."""
+        self.logs.commit(self._results)

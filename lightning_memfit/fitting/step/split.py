@@ -1,4 +1,8 @@
-"""Splitting a batch of any nesting along the batch dimension."""
+"""Cutting a batch of any nesting into micro-batches, each with its weight in the loss of the effective batch.
+
+A mean over the effective batch is the weighted mean of the means over its micro-batches, where a micro-batch weighs as
+many as its mean was taken over: samples, or label tokens that are not masked.
+"""
 
 import copy
 import dataclasses
@@ -10,7 +14,53 @@ import torch
 from torch import Tensor, nn
 
 SplitHook = Callable[[Any, list[int]], Sequence[Any]]
+LossWeight = Callable[[Any], "float | Tensor"]
+
+IGNORE_INDEX = -100
 _WHOLE = (str, bytes, numbers.Number, torch.dtype, torch.device, type(None))
+_WITHOUT_LABELS = (Tensor, list, tuple)
+
+
+class LocalBatch:
+    """How many samples a loader batch of this device has, and how much they count in the loss.
+
+    Args:
+        num_samples: Samples in it.
+        weight: What its loss is a mean over: samples or label tokens.
+        rows: Weight of every sample, where they differ and are independent of each other.
+        loss_weight: The user's function, called on every part, where it decides.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        weight: float,
+        rows: list[int] | None = None,
+        loss_weight: LossWeight | None = None,
+    ) -> None:
+        self.num_samples = num_samples
+        self.weight = weight
+        self._rows = rows
+        self._loss_weight = loss_weight
+
+    def weights_of(self, parts: list[Any], sizes: list[int]) -> list[float]:
+        """Weight of each micro-batch.
+
+        Raises:
+            ValueError: If the user's weights of the parts don't add up to that of the whole.
+        """
+        if self._loss_weight is not None:
+            weights = [float(self._loss_weight(part)) for part in parts]
+            if abs(sum(weights) - self.weight) > 1e-6 * max(abs(self.weight), 1.0):
+                raise ValueError(
+                    f"`loss_weight` of the parts {weights} adds up to {sum(weights)}, of the whole batch to "
+                    f"{self.weight}. Return what the loss is a mean over: a count that adds up."
+                )
+            return weights
+        if self._rows is None:
+            return [float(size) for size in sizes]
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        return [float(sum(self._rows[end - size : end])) for size, end in zip(sizes, ends, strict=True)]
 
 
 class BatchSplitter:
@@ -22,24 +72,33 @@ class BatchSplitter:
     micro-batch.
 
     Args:
-        hook: `split_batch(batch, sizes) -> parts` for what can't be split so: graphs, ragged data, classes of one's
-            own.
+        hook: `split_batch(batch, sizes) -> parts` for what can't be split so: graphs, ragged data, custom classes.
         num_samples: Number of samples in a batch, for use with `hook`; without it `len(batch)` counts, or what the
             tensors of the batch say.
+        loss_weight: From a batch or a part of it to what its loss is a mean over. Without it unmasked label tokens
+            count where the batch has integer `labels`, else samples.
+        shifts_labels: Whether the loss predicts the next token, so that the first label of each sample never counts.
+        expected: The loader's batch size where known. It settles what a list of equally sized tensors is: one tensor
+            per sample (`expected` of them) or one tensor per field.
     """
 
-    def __init__(self, hook: SplitHook | None = None, num_samples: Callable[[Any], int] | None = None) -> None:
+    def __init__(
+        self,
+        hook: SplitHook | None = None,
+        num_samples: Callable[[Any], int] | None = None,
+        loss_weight: LossWeight | None = None,
+        shifts_labels: bool = False,
+        expected: int | None = None,
+    ) -> None:
         self._hook = hook
         self._num_samples = num_samples
+        self._loss_weight = loss_weight
+        self._shifts_labels = shifts_labels
+        self._expected = expected
         self._per_sample_lists = False
 
-    def count(self, batch: Any, expected: int | None = None) -> int:
+    def count(self, batch: Any) -> int:
         """Number of samples in a batch.
-
-        Args:
-            batch: The batch.
-            expected: The loader's batch size where known. It settles what a list of equally sized tensors is: one
-                tensor per sample (`expected` of them) or one tensor per field.
 
         Raises:
             ValueError: If the number can't be told.
@@ -48,6 +107,7 @@ class BatchSplitter:
             return int(self._num_samples(batch))
         if self._hook is not None and hasattr(batch, "__len__") and not _is_container(batch):
             return len(batch)
+        expected = self._expected
         if expected is not None and expected > 1:  # a ragged batch tells nothing; what was learned before holds
             if any(size == expected for size in _first_sizes(batch)):
                 self._per_sample_lists = False
@@ -57,6 +117,38 @@ class BatchSplitter:
         if self._per_sample_lists:
             return next(len(leaf) for leaf in _lists(batch))
         return _vote(batch, expected)
+
+    def read(self, batch: Any, num_samples: int | None = None) -> LocalBatch:
+        """Count and weigh the samples of a batch: by the user's function, by unmasked label tokens, or one each.
+
+        Tokens count where the batch has integer `labels`, (samples, ...), with `-100` for what the loss ignores.
+        Reading the counts waits for the device once.
+
+        Args:
+            batch: What the loader delivered.
+            num_samples: Its number of samples where it has been counted.
+        """
+        count = self.count(batch) if num_samples is None else num_samples
+        if self._loss_weight is not None:
+            return LocalBatch(count, float(self._loss_weight(batch)), loss_weight=self._loss_weight)
+        labels = None
+        if type(batch) not in _WITHOUT_LABELS:  # looking for them where there are none is slow
+            labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0 or len(labels) != count:
+            return LocalBatch(count, float(count))
+        counted = labels[:, 1:] if self._shifts_labels and labels.ndim > 1 else labels
+        rows = counted.ne(IGNORE_INDEX).reshape(count, -1).sum(1).tolist()
+        return LocalBatch(count, float(sum(rows)), rows)
+
+    def micro_batches(self, batch: Any, local: LocalBatch, size: int) -> tuple[list[Any], list[int], list[float]]:
+        """Cut a batch into micro-batches of a size; only the last may be smaller.
+
+        Returns:
+            The micro-batches, their numbers of samples and their weights.
+        """
+        sizes = sizes_of(local.num_samples, size)
+        parts = self.split(batch, sizes)
+        return parts, sizes, local.weights_of(parts, sizes)
 
     def split(self, batch: Any, sizes: list[int]) -> list[Any]:
         """Split into parts of the given sizes, which add up to the number of samples.
@@ -77,7 +169,7 @@ class BatchSplitter:
         return self._split(batch, sizes, sum(sizes))
 
     def _split(self, value: Any, sizes: list[int], total: int) -> list[Any]:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return _split_tensor(value, sizes, total)
         if _is_array(value):
             return _slices(value, sizes) if value.ndim and len(value) == total else [value] * len(sizes)
@@ -125,7 +217,7 @@ def _vote(batch: Any, expected: int | None) -> int:
 
 
 def _first_sizes(value: Any) -> Iterator[int]:
-    if isinstance(value, torch.Tensor) or _is_array(value):
+    if isinstance(value, Tensor) or _is_array(value):
         if value.ndim:
             yield value.shape[0]  # `len` of a tensor is ten times as slow
     else:
@@ -150,14 +242,14 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, (Mapping, list, tuple, torch.Tensor)) or dataclasses.is_dataclass(value)
+    return isinstance(value, (Mapping, list, tuple, Tensor)) or dataclasses.is_dataclass(value)
 
 
 def _is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "ndim") and hasattr(value, "__len__")
 
 
-def _split_tensor(tensor: torch.Tensor, sizes: list[int], total: int) -> list[torch.Tensor]:
+def _split_tensor(tensor: Tensor, sizes: list[int], total: int) -> list[Tensor]:
     if tensor.is_nested:
         raise ValueError(
             "The batch contains a nested tensor, which can't be split. Define `split_batch(batch, sizes)`."
@@ -189,77 +281,9 @@ def _rebuild_sequence(value: Any, row: tuple[Any, ...]) -> Any:
 def _rebuild_dataclass(value: Any, split: Callable[..., list[Any]], sizes: list[int], total: int) -> list[Any]:
     parts = [copy.copy(value) for _ in sizes]
     for field in dataclasses.fields(value):
-        for part, piece in zip(parts, split(getattr(value, field.name), sizes, total), strict=True):
-            object.__setattr__(part, field.name, piece)
+        for part, item in zip(parts, split(getattr(value, field.name), sizes, total), strict=True):
+            object.__setattr__(part, field.name, item)
     return parts
-
-
-# How much each sample counts in the loss of the effective batch. A mean over the effective batch is the weighted mean
-# of the means over its micro-batches, where a micro-batch weighs as many as its mean was taken over: samples, or
-# label tokens that are not masked.
-
-
-IGNORE_INDEX = -100
-_WITHOUT_LABELS = (Tensor, list, tuple)
-LossWeight = Callable[[Any], "float | Tensor"]
-
-
-class SampleWeights:
-    """Weights of the samples of one share of the effective batch.
-
-    Args:
-        rows: Weight of every sample, where samples weigh independently of each other.
-        total: Their sum.
-        loss_weight: The user's function, called on every part, where it decides.
-    """
-
-    def __init__(self, rows: list[int] | None, total: float, loss_weight: LossWeight | None = None) -> None:
-        self._rows = rows
-        self._loss_weight = loss_weight
-        self.total = total
-
-    def of_parts(self, parts: list[Any], sizes: list[int]) -> list[float]:
-        """Weight of each micro-batch.
-
-        Raises:
-            ValueError: If the user's weights of the parts don't add up to that of the whole.
-        """
-        if self._loss_weight is not None:
-            weights = [float(self._loss_weight(part)) for part in parts]
-            if abs(sum(weights) - self.total) > 1e-6 * max(abs(self.total), 1.0):
-                raise ValueError(
-                    f"`loss_weight` of the parts {weights} adds up to {sum(weights)}, of the whole batch to "
-                    f"{self.total}. Return what the loss is a mean over: a count that adds up."
-                )
-            return weights
-        if self._rows is None:
-            return [float(size) for size in sizes]
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        return [float(sum(self._rows[end - size : end])) for size, end in zip(sizes, ends, strict=True)]
-
-
-def weigh(batch: Any, num_samples: int, shifted: bool, loss_weight: LossWeight | None = None) -> SampleWeights:
-    """Weigh the samples of a batch: by the user's function, by unmasked label tokens, or one each.
-
-    Tokens count where the batch has integer `labels`, (samples, ...), with `-100` for what the loss ignores. Reading
-    the counts waits for the device once.
-
-    Args:
-        batch: The whole share of one device.
-        num_samples: Its number of samples.
-        shifted: Whether the loss predicts the next token, so that the first label of each sample never counts.
-        loss_weight: The user's function, from a batch or part of it to a count that adds up.
-    """
-    if loss_weight is not None:
-        return SampleWeights(None, float(loss_weight(batch)), loss_weight)
-    labels = None
-    if type(batch) not in _WITHOUT_LABELS:  # looking for them where there are none is slow
-        labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0 or len(labels) != num_samples:
-        return SampleWeights(None, float(num_samples))
-    counted = labels[:, 1:] if shifted and labels.ndim > 1 else labels
-    rows = counted.ne(IGNORE_INDEX).reshape(num_samples, -1).sum(1).tolist()
-    return SampleWeights(rows, float(sum(rows)))
 
 
 def predicts_next_token(module: nn.Module) -> bool:
@@ -276,12 +300,3 @@ def predicts_next_token(module: nn.Module) -> bool:
         if type(child).__name__.endswith("ForConditionalGeneration"):
             return not config.is_encoder_decoder
     return False
-
-
-def batch_statistics(module: nn.Module) -> list[str]:
-    """Names of layers that normalise with statistics of the batch while training."""
-    return [
-        name
-        for name, child in module.named_modules()
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
-    ]

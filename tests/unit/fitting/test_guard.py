@@ -9,7 +9,7 @@ from lightning_memfit.fitting.recovery.guard import StepGuard
 from tests.helpers.fitting import out_of_memory
 
 
-class FullGauge:
+class FullMemory:
     """A device without free memory."""
 
     limit_bytes = live_bytes = peak_bytes = 100
@@ -57,7 +57,7 @@ def test_a_step_that_changed_nothing_is_repeated(fail_at: set[int]) -> None:
 
 @pytest.mark.parametrize("fail_at", [{1}, {3}, {1, 3, 5}])
 def test_half_a_step_is_taken_back_where_memory_is_tight(fail_at: set[int]) -> None:
-    guard = StepGuard(FullGauge())
+    guard = StepGuard(FullMemory())
     assert equal(trained(fail_at, guard, after=True), trained(set(), None, after=True))
     assert guard.num_retries == len(fail_at)
 
@@ -98,7 +98,7 @@ def test_a_real_shortage_is_survived_tensor_by_tensor() -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 def test_a_retry_that_fails_is_repeated(after: bool) -> None:
-    guard = StepGuard(FullGauge())
+    guard = StepGuard(FullMemory())
     assert equal(trained({2, 3, 4}, guard, after), trained(set(), None, after))
     assert guard.num_retries == 3
 
@@ -115,7 +115,7 @@ def test_a_step_that_never_fits_leaves_weights_and_states_as_they_were(after: bo
         raise out_of_memory()
 
     (optimizer.register_step_post_hook if after else optimizer.register_step_pre_hook)(fail)
-    with pytest.raises(torch.OutOfMemoryError, match="4 times in a row"), StepGuard(FullGauge())(optimizer):
+    with pytest.raises(torch.OutOfMemoryError, match="4 times in a row"), StepGuard(FullMemory())(optimizer):
         optimizer.step(lambda: None)
     assert equal([*module.parameters(), *optimizer.state[module.weight].values()], before)
 

@@ -1,4 +1,4 @@
-"""Optimizer states that wait in host memory between steps."""
+"""Optimizer states that wait in host memory between steps, and copies of tensors of every kind."""
 
 import copy
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_memfit.device.limit import SimulatedDevice
 from lightning_memfit.fitting.recovery.guard import StepGuard
-from lightning_memfit.fitting.recovery.host_states import HostStates, absent_bytes, reason_to_stay
+from lightning_memfit.fitting.recovery.host_states import HostCopy, HostStates, absent_bytes, reason_to_stay
 from lightning_memfit.memory.host import is_on_host
 
 PLENTY = 1 << 30
@@ -159,7 +159,7 @@ def test_what_finds_no_room_now_is_fetched_by_the_next_step() -> None:
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
 
 
-class Gauge:
+class Memory:
     """A device with room for gradients, but not for states as well."""
 
     limit_bytes, live_bytes, peak_bytes = 6 * STATE_BYTES, STATE_BYTES, 0
@@ -174,7 +174,7 @@ def test_the_guard_counts_what_will_come_back(away: bool) -> None:
     if away:
         HostStates(optimizer, PLENTY)
     module(torch.ones(1, SIDE)).sum().backward()
-    assert StepGuard(Gauge())._lacks_memory(optimizer) == away
+    assert StepGuard(Memory())._lacks_memory(optimizer) == away
 
 
 class Wrapping(torch.optim.SGD):
@@ -246,3 +246,37 @@ def test_cuda_states_leave_for_pinned_memory_and_come_back() -> None:
         assert optimizer.state[module.weight]["exp_avg"].is_cuda
         results.append([*module.parameters(), optimizer.state[module.weight]["exp_avg_sq"]])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_written_back():
+    tensor = torch.arange(4.0)
+    copy = HostCopy(tensor)
+    tensor.zero_()
+    copy.restore(tensor)
+    assert tensor.tolist() == [0, 1, 2, 3]
+    assert copy.moved_to(torch.device("cpu")).data_ptr() != tensor.data_ptr()
+
+
+@pytest.fixture
+def wrapper():
+    return TwoTensor(torch.arange(4.0), torch.arange(4.0) + 10)
+
+
+def test_the_tensors_inside_a_wrapper_are_copied_without_its_own_clone(wrapper, monkeypatch):
+    monkeypatch.setattr(TwoTensor, "__torch_dispatch__", None)
+    copy = HostCopy(wrapper)
+    wrapper.a.zero_()
+    wrapper.b.zero_()
+    copy.restore(wrapper)
+    assert wrapper.a.tolist() == [0, 1, 2, 3]
+    assert wrapper.b.tolist() == [10, 11, 12, 13]
+
+
+def test_a_wrapper_is_made_anew(wrapper):
+    moved = HostCopy(wrapper).moved_to(torch.device("cpu"))
+    assert isinstance(moved, TwoTensor)
+    assert torch.equal(moved.b, wrapper.b)
+    assert moved.b.data_ptr() != wrapper.b.data_ptr()

@@ -44,7 +44,7 @@ def test_install_and_uninstall_leave_lightnings_loop() -> None:
     trainer = quiet_trainer()
     epoch_loop = trainer.fit_loop.epoch_loop
     original, progress = epoch_loop.automatic_optimization, epoch_loop.automatic_optimization.optim_progress
-    loop = MicroBatchLoop(trainer, lambda request: ClosureResult(None), lambda optimizer: None)  # type: ignore[arg-type]
+    loop = MicroBatchLoop(trainer)
     loop.install()
     assert epoch_loop.automatic_optimization is loop
     assert loop.optim_progress is progress

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_memfit import MemoryLimit, MicroBatching, OutOfMemoryReport
-from lightning_memfit.fitting.size.device_memory import find_gauge
+from lightning_memfit.fitting.size.device_memory import find_device_memory
 from lightning_memfit.memory import parse_bytes
 
 WIDTH, SAMPLES = 64, 32
@@ -165,7 +165,7 @@ def test_on_cuda_a_snapshot_is_written_before_anything_is_let_go(tmp_path, monke
     report = OutOfMemoryReport(folder=tmp_path / "snapshots")
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     report._without_profile = "not traced"
-    monkeypatch.setattr(oom_report, "find_gauge", lambda trainer: type("Gauge", (), {"limit_bytes": 2**30}))
+    monkeypatch.setattr(oom_report, "find_device_memory", lambda trainer: type("Memory", (), {"limit_bytes": 2**30}))
     for number in ("", "-2"):
         report.on_fit_start(trainer, Wide())
         report.on_exception(trainer, Wide(), torch.OutOfMemoryError("CUDA out of memory."))
@@ -194,7 +194,7 @@ def test_on_cuda_the_snapshot_names_lines_of_code(tmp_path):
     frames = {frame["filename"] for trace in snapshot["device_traces"] for entry in trace for frame in entry["frames"]}
     assert any(name.endswith("test_oom_report.py") for name in frames)
     assert "What would have fitted" in report.text
-    assert find_gauge(trainer) is not None
+    assert find_device_memory(trainer) is not None
 
 
 def test_alike_tensors_of_numbered_modules_are_told_together():

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from lightning_memfit.fitting.size.search import Found, Probe, find_largest, largest_under, line_through
+from lightning_memfit.fitting.size.search import Probe, SizeSearchResult, find_largest, largest_under, line_through
 
 
 class Device:
@@ -50,7 +50,7 @@ def test_a_wrong_prediction_ends_below_what_failed() -> None:
 
     found = find_largest(100, lambda n: n, 80, fail)
     assert tried == [80, 78]
-    assert found == Found(58, False, 58, (Probe(80, False), Probe(78, False)))
+    assert found == SizeSearchResult(58, False, 58, (Probe(80, False), Probe(78, False)))
 
 
 def test_the_whole_share_needs_one_probe() -> None:

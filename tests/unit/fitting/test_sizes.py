@@ -5,12 +5,12 @@ import pytest
 from lightning_memfit.fitting.size.sizes import STEPS_BEFORE_GROWTH, MicroBatchSize, prefer
 
 
-@pytest.mark.parametrize("share", [1, 7, 16, 60, 64, 96, 500, 1000])
-def test_preferred_sizes_cost_nothing(share: int) -> None:
-    for largest in range(1, share + 10):
-        size = prefer(share, largest)
-        assert 1 <= size <= min(largest, share)
-        assert math.ceil(share / size) == math.ceil(share / min(largest, share))
+@pytest.mark.parametrize("local_batch_size", [1, 7, 16, 60, 64, 96, 500, 1000])
+def test_preferred_sizes_cost_nothing(local_batch_size: int) -> None:
+    for largest in range(1, local_batch_size + 10):
+        size = prefer(local_batch_size, largest)
+        assert 1 <= size <= min(largest, local_batch_size)
+        assert math.ceil(local_batch_size / size) == math.ceil(local_batch_size / min(largest, local_batch_size))
 
 
 def test_divisors_come_before_multiples_of_eight() -> None:
@@ -23,8 +23,8 @@ def test_divisors_come_before_multiples_of_eight() -> None:
 
 
 def test_shrinking_always_ends() -> None:
-    for share in range(1, 200):
-        sizes = MicroBatchSize(share, share)
+    for local_batch_size in range(1, 200):
+        sizes = MicroBatchSize(local_batch_size, local_batch_size)
         steps = 0
         while sizes.shrink(sizes.current):
             steps += 1
@@ -32,7 +32,7 @@ def test_shrinking_always_ends() -> None:
         assert steps < 30
 
 
-def test_growth_after_a_quiet_spell_and_patience_after_failures() -> None:
+def test_growth_after_a_quiet_spell_and_backoff_after_failures() -> None:
     sizes = MicroBatchSize(64, 64)
     assert sizes.shrink(64) == 32
     quiet = 0

@@ -1,3 +1,5 @@
+"""Cutting batches of any nesting, and what each part weighs in the loss."""
+
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -5,9 +7,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_memfit.fitting.step.split import BatchSplitter, sizes_of
+from lightning_memfit.fitting.step.split import BatchSplitter, predicts_next_token, sizes_of
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -84,14 +86,14 @@ def test_batch_encoding_and_ordered_dict_keep_their_class() -> None:
     ],
 )
 def test_count(batch: Any, expected: int | None, count: int) -> None:
-    assert BatchSplitter().count(batch, expected) == count
+    assert BatchSplitter(expected=expected).count(batch) == count
 
 
 def test_lists_of_samples_stay_lists_of_samples_in_a_ragged_batch() -> None:
-    splitter = BatchSplitter()
+    splitter = BatchSplitter(expected=4)
     images = [torch.full((3, 8, 8), index) for index in range(4)]
-    assert splitter.count(images, 4) == 4
-    assert splitter.count(images[:3], 4) == 3
+    assert splitter.count(images) == 4
+    assert splitter.count(images[:3]) == 3
     parts = splitter.split(images[:3], [2, 1])
     assert [len(part) for part in parts] == [2, 1]
     assert parts[1][0] is images[2]
@@ -121,3 +123,73 @@ def test_hook_for_graphs() -> None:
     assert splitter.split(Graphs("abc"), [1, 2]) == [["a"], ["b", "c"]]
     with pytest.raises(ValueError, match=r"returned 2 parts.*3 sizes"):
         splitter.split(Graphs("abc"), [1, 1, 1])
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+LABELS = torch.tensor([[1, 2, -100], [-100, -100, -100], [4, 5, 6], [7, -100, -100]])
+
+
+def weights_of(batch: dict[str, torch.Tensor], sizes: list[int], shifted: bool = False) -> list[float]:
+    splitter = BatchSplitter(shifts_labels=shifted)
+    return splitter.read(batch, sum(sizes)).weights_of(splitter.split(batch, sizes), sizes)
+
+
+def test_unmasked_tokens_count() -> None:
+    assert weights_of({"labels": LABELS}, [1, 1, 2]) == [2, 0, 4]
+    assert BatchSplitter().read({"labels": LABELS}).weight == 6
+
+
+def test_the_first_label_does_not_count_for_the_next_token() -> None:
+    assert weights_of({"labels": LABELS}, [1, 1, 1, 1], shifted=True) == [1, 0, 2, 0]
+
+
+def test_samples_count_without_integer_labels() -> None:
+    assert weights_of({"x": LABELS}, [3, 1]) == [3, 1]
+    assert weights_of({"labels": LABELS.float()}, [3, 1]) == [3, 1]
+    assert weights_of({"labels": torch.tensor([1, 2, -100, 3])}, [3, 1]) == [2, 1]
+
+
+def test_the_users_weight_decides_and_must_add_up() -> None:
+    batch = {"labels": LABELS}
+    splitter = BatchSplitter(loss_weight=lambda part: part["labels"].gt(4).sum())
+    found = splitter.read(batch)
+    assert found.weight == 3
+    assert splitter.micro_batches(batch, found, 2)[1:] == ([2, 2], [0, 3])
+    with pytest.raises(ValueError, match=r"adds up to 2\.0.*to 1\.0"):
+        BatchSplitter(loss_weight=lambda part: 1.0).read(batch).weights_of([None, None], [2, 2])
+
+
+def test_hugging_face_models_that_shift() -> None:
+    import transformers as hf
+
+    tiny = {"vocab_size": 11}
+    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=1, n_embd=8, n_head=1, n_positions=8, **tiny))
+    t5 = hf.T5ForConditionalGeneration(hf.T5Config(num_layers=1, d_model=8, d_kv=4, num_heads=1, d_ff=8, **tiny))
+    bert = hf.BertForMaskedLM(
+        hf.BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, intermediate_size=8, **tiny)
+    )
+    assert predicts_next_token(nn.ModuleList([gpt2]))
+    assert not predicts_next_token(t5)
+    assert not predicts_next_token(bert)
+    assert not predicts_next_token(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_weights_are_what_the_loss_is_a_mean_over(kind: str) -> None:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    small = {"vocab_size": 11}
+    if kind == "gpt2":
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=1, n_embd=8, n_head=1, n_positions=8, **small)).eval()
+    else:
+        config = hf.BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, intermediate_size=8, **small)
+        model = hf.BertForMaskedLM(config).eval()
+    batch = {"input_ids": torch.randint(1, 11, (4, 3)), "labels": LABELS}
+    parts = BatchSplitter().split(batch, [1, 1, 2])
+    weights = weights_of(batch, [1, 1, 2], predicts_next_token(model))
+    losses = [model(**part).loss for part in parts]
+    mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight) / sum(weights)
+    assert float(mean) == pytest.approx(float(model(**batch).loss), abs=1e-6)

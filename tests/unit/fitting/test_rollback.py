@@ -10,7 +10,7 @@ from torch import nn
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_memfit.device.limit import SimulatedDevice
-from lightning_memfit.fitting.recovery import rollback as random_state
+from lightning_memfit.fitting.recovery import rollback as rollback
 from lightning_memfit.fitting.recovery.host_states import HostCopy
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot, RandomState, TrainingSnapshot
 
@@ -141,8 +141,8 @@ def test_states_are_right_whether_or_not_a_generator_is_used(seed: object, draw:
 def test_a_kept_normal_number_is_part_of_the_state(
     seed: Callable[[int], None], draw: Callable[[], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(random_state, "_numpy", fresh(random_state._numpy))
-    monkeypatch.setattr(random_state, "_python", fresh(random_state._python))
+    monkeypatch.setattr(rollback, "_numpy", fresh(rollback._numpy))
+    monkeypatch.setattr(rollback, "_python", fresh(rollback._python))
     seed(3)
     draw()  # two were made, one is kept
     RandomState(CPU)
@@ -155,7 +155,7 @@ def test_a_kept_normal_number_is_part_of_the_state(
 
 @pytest.mark.parametrize(
     ("peek", "draw"),
-    [(random_state._peek_python, random.random), (random_state._NumpyWords(), lambda: numpy.random.bytes(4))],
+    [(rollback._peek_python, random.random), (rollback._NumpyWords(), lambda: numpy.random.bytes(4))],
 )
 def test_every_draw_shows_in_the_bytes_compared(peek: Callable[[], bytes | None], draw: Callable[[], object]) -> None:
     """Where they can't be read every step asks for the whole state, which is slower but right."""
@@ -168,5 +168,5 @@ def test_every_draw_shows_in_the_bytes_compared(peek: Callable[[], bytes | None]
     assert len(seen) == 1300
 
 
-def fresh(generator: random_state._Generator) -> random_state._Generator:
-    return random_state._Generator(generator._ask, generator._peek, generator._keeps_normal)
+def fresh(generator: rollback._Generator) -> rollback._Generator:
+    return rollback._Generator(generator._ask, generator._peek, generator._keeps_normal)

@@ -1,4 +1,7 @@
-"""Losses that are not a mean over independent samples: micro-batches would change them."""
+"""Refuse modules whose loss is not a mean over independent samples: micro-batches would change their results.
+
+Batch statistics are found in the module's layers, coupled losses by running two samples together and apart.
+"""
 
 from typing import Any
 
@@ -10,7 +13,7 @@ from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.rollback import RandomState, TrainingSnapshot
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.outputs import StepLogs
-from lightning_memfit.fitting.step.split import BatchSplitter, LossWeight, batch_statistics, weigh
+from lightning_memfit.fitting.step.split import BatchSplitter
 
 _TOLERANCE = 2e-2  # bf16 losses differ by less, a sum or a contrastive loss of two samples by more
 
@@ -31,13 +34,17 @@ def check_batch_statistics(module: nn.Module) -> None:
         )
 
 
-def check_coupling(
-    loop: MicroBatchLoop,
-    request: StepRequest,
-    splitter: BatchSplitter,
-    num_samples: int,
-    shifted: bool,
-    loss_weight: LossWeight | None,
+def batch_statistics(module: nn.Module) -> list[str]:
+    """Names of layers that normalise with statistics of the batch while training."""
+    return [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
+    ]
+
+
+def check_independent_samples(
+    loop: MicroBatchLoop, request: StepRequest, splitter: BatchSplitter, num_samples: int
 ) -> None:
     """Compare the loss of two samples with the weighted mean of their own losses.
 
@@ -52,10 +59,9 @@ def check_coupling(
     """
     if num_samples < 3:
         return
-    hook_name = loop.module._current_fx_name
     pair, *_ = splitter.split(request.batch, [2, num_samples - 2])
     halves = splitter.split(pair, [1, 1])
-    weights = weigh(pair, 2, shifted, loss_weight).of_parts(halves, [1, 1])
+    weights = splitter.read(pair, 2).weights_of(halves, [1, 1])
     if not all(weights):
         return
     failure: Exception | None = None
@@ -67,7 +73,6 @@ def check_coupling(
         failure = error
     if failure is not None:  # two samples don't fit; no check, training will find its size
         release(failure)
-        loop.settle_after_failure(hook_name)
         return
     together, again, *apart = losses
     if together != again:

@@ -1,57 +1,9 @@
-"""What the ranks of a run tell each other while fitting micro-batches."""
+"""`GradientReducer`: sum gradients over ranks once per effective batch, after every rank has completed its own."""
 
-from collections.abc import Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, distributed, nn
-
-
-class Agreement:
-    """Exchange a few numbers between all ranks, on the CPU and apart from the training's own communication.
-
-    One rank alone needs no group, and an exchange costs it nothing. With several, an exchange is one all-gather over a
-    gloo group of its own: it neither waits for the accelerator nor mixes with collectives under way there.
-
-    Args:
-        world_size: Number of ranks. With more than one, all of them must construct this together.
-        timeout: How long an exchange waits for the slowest rank before it raises.
-    """
-
-    def __init__(self, world_size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
-        self.world_size = world_size
-        self._group = distributed.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
-
-    def exchange(self, *numbers: float) -> list[Sequence[float]]:
-        """Tell all ranks some numbers and hear theirs, in the order of ranks.
-
-        Args:
-            numbers: As many on every rank. Integers up to 2^53 stay exact.
-        """
-        if self._group is None:
-            return [numbers]
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
-        distributed.all_gather(theirs, mine, group=self._group)
-        return [one.tolist() for one in theirs]
-
-    def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """Element by element, whether the flag is set on any rank."""
-        if self._group is None:
-            return list(flags)
-        tensor: Tensor = torch.tensor(flags, dtype=torch.uint8)
-        distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in tensor.tolist()]
-
-    def close(self) -> None:
-        """Give the group up."""
-        if self._group is not None and distributed.is_initialized():
-            distributed.destroy_process_group(self._group)
-        self._group = None
-
-
-# Adding up the gradients of all ranks, once per effective batch and only when every rank has its own.
-
 
 _PACKED_BELOW_BYTES = 1 << 20
 _BUFFER_BYTES = 25 << 20  # the bucket size of DistributedDataParallel
