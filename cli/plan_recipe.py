@@ -26,9 +26,9 @@ from lightning_memfit.planner.workload import (
     Workload,
     check_allow,
     check_trainable,
-    counted,
     devices_for,
     facts_of,
+    parse_device_count,
 )
 from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.cache import ProfileCache
@@ -51,7 +51,7 @@ def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[di
     """
     with quiet():
         run = load_recipe(overrides)
-        named, device = (None, None) if arguments.device is None else counted(arguments.device)
+        named, device = (None, None) if arguments.device is None else parse_device_count(arguments.device)
         workload = workload_of(run, target_of(device, run), arguments, named)
         try:
             cache = None if arguments.no_cache else ProfileCache()
@@ -106,7 +106,7 @@ def workload_of(
         module=run.module,
         batch=run.batch,
         options=run.options,
-        share=batch_size(run.batch) * run.options.accumulate_grad_batches * here * run.num_nodes,
+        samples_per_step=batch_size(run.batch) * run.options.accumulate_grad_batches * here * run.num_nodes,
         target=target,
         rates=rates,
         facts=facts_of(run.module, target, run.options),

@@ -21,7 +21,7 @@ from lightning_memfit.memory import GIB
 from lightning_memfit.models import CausalLM
 from lightning_memfit.planner.search import make_plan
 from lightning_memfit.planner.time import rates_of
-from lightning_memfit.planner.workload import Devices, Limits, Workload, check_allow, counted, facts_of
+from lightning_memfit.planner.workload import Devices, Limits, Workload, check_allow, facts_of, parse_device_count
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.step import StepOptions
 
@@ -77,7 +77,7 @@ def workload() -> Workload:
 
 def on_machine(plain: Workload, case: Case) -> Workload:
     """The workload on a case's devices; a CPU has the host memory that the case gives it."""
-    count, name = counted(case.device)
+    count, name = parse_device_count(case.device)
     target, host = named_target(name), case.host_gib * GIB
     if target.kind == "cpu":
         target = replace(target, name="CPU", capacity_bytes=host, margin_bytes=safety_margin_bytes(host))

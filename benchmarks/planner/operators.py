@@ -24,7 +24,7 @@ from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.target import host_target
 from lightning_memfit.models import CausalLM
 from lightning_memfit.planner.time import PassWork, cpu_rates
-from lightning_memfit.planner.trace_store import Laboratory
+from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.setting import Setting
@@ -66,8 +66,8 @@ def counts(name: str) -> dict[str, float]:
     target, options = host_target(1 << 34), StepOptions("32-true", 1)
     module = module_of(name)
     facts, two = facts_of(module, target, options), {k: v.repeat(2, 1) for k, v in batch().items()}
-    laboratory = Laboratory(Workload(module, two, options, 2, target, cpu_rates(), facts))
-    return {choice: PassWork.of(laboratory.passes(Setting(), choice)).operators for choice in CHOICES}
+    store = TraceStore(Workload(module, two, options, 2, target, cpu_rates(), facts))
+    return {choice: PassWork.of(store.passes(Setting(), choice)).operators for choice in CHOICES}
 
 
 def seconds(name: str) -> dict[str, float]:

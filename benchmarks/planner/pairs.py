@@ -34,9 +34,10 @@ from benchmarks.planner.models import MODELS, SHARE
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.target import host_target
 from lightning_memfit.planner.plan import label
-from lightning_memfit.planner.search import Search, make_plan
+from lightning_memfit.planner.search import make_plan
+from lightning_memfit.planner.solve import Solver
 from lightning_memfit.planner.time import Observation, Rates, cpu_rates, fit_factors, uncorrected
-from lightning_memfit.planner.trace_store import Laboratory
+from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload, check_allow, facts_of
 from lightning_memfit.profile.build import resize_batch
 from lightning_memfit.profile.cache import ProfileCache
@@ -146,11 +147,11 @@ def workload(name: str, rates: Rates, limit: int | None) -> Workload:
 
 def model_rows(name: str, rates: Rates, cache: ProfileCache) -> dict[str, Any]:
     """Measure a model's grid, calibrate, then plan and run for every limit."""
-    search = Search(Laboratory(workload(name, rates, None), cache))
+    solver = Solver(TraceStore(workload(name, rates, None), cache))
     rows = []
     for setting in grid():
         seconds, peak = undisturbed(seconds_of(name, setting)), peak_of(name, setting)
-        parts = dict(search.uniformly(setting).time.seconds)
+        parts = dict(solver.solve_uniform(setting).time.seconds)
         rows.append({"setting": setting, "seconds": seconds, "peak": peak, "parts": parts})
     known = [r for r in rows if calibrates(r["setting"])]
     factors = fit_factors([Observation(uncorrected(r["parts"], rates), r["seconds"]) for r in known])

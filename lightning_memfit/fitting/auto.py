@@ -250,7 +250,7 @@ class MemFit(pl.Callback):
             module=module,
             batch=batch,
             options=options,
-            share=batch_size(batch) * trainer.accumulate_grad_batches,
+            samples_per_step=batch_size(batch) * trainer.accumulate_grad_batches,
             target=target,
             rates=calibrated(rates_of(target)),
             facts=facts_of(module, target, options),

@@ -29,7 +29,7 @@ class Rejected:
     reason: str
     needed_bytes: int | None = None
     """Of the device, where that is the reason."""
-    is_limit: bool = False
+    resource_limited: bool = False
     """Whether a limit of the machine is the reason: host memory, disk, or what may be written to it."""
     slower: float | None = None
     """Share of the best plan's time that it takes longer at least, where that is the reason."""

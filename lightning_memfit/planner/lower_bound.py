@@ -1,118 +1,83 @@
-"""`Optimist`: what a combination of techniques takes and needs at least, by what other combinations' traces showed.
+"""`LowerBound`: what a combination of techniques takes and needs at least, from closed forms to what traces showed.
 
-Most combinations that a bound on products leaves (`Bounds.seconds`) are a few percent slower than the best plan, as
-they leave less of the device to activations, so that more is recomputed. That shows without further traces:
+The search asks in the order of what an answer costs:
 
-- What stands on the device is at least what closed forms count (`Bounds.least_bytes`), so that no trace of the
-  optimizer's steps is needed.
-- Blocks keep and recompute the same under every loss. Where the plain passes of one loss need no less than those of
-  another whose recomputation was traced, that one's blocks are a bound, without what the allocator makes of them.
+- `refuse` and `seconds` are closed forms: weights, gradients and states against what there is, and the time of matrix
+  products and of the optimizer's step.
+- `traced_seconds` takes one trace, of forward and backward without checkpointing.
+- `solve` takes no further trace. Most combinations that are left are a few percent slower than the best plan, as they
+  leave less of the device to activations, so that more is recomputed. The solver shows that on a memory model that
+  needs no more than the combination will (`MemoryModels.at_least`).
 """
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
 
-from lightning_memfit.checkpointing.policies import Choice
-from lightning_memfit.estimate.block_figures import BlockFigures
-from lightning_memfit.planner.candidates import Rejected, with_losses
-from lightning_memfit.planner.memory import MemoryModel, Passes
-from lightning_memfit.planner.placement import Placement
-from lightning_memfit.planner.solve import Solution, Solver
-from lightning_memfit.planner.steady_state import Standing, Transients
-from lightning_memfit.planner.time import PassWork
+from lightning_memfit.planner.candidates import Rejected
+from lightning_memfit.planner.solve import Solution, Solver, Unknown
+from lightning_memfit.planner.time import PHASES, PassWork
+from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.techniques.core.setting import Setting
 
 
-class _Unknown(Exception):
-    """Nothing was traced that bounds a combination."""
-
-
-class Optimist(Solver):
-    """Solve combinations as if they needed no more than what is known of them.
+class LowerBound:
+    """Bounds that no plan of a combination of techniques gets below.
 
     Args:
-        solver: Whose traces are used.
+        store: Makes the traces; gives the plain step.
+        solver: Whose budget, times and memory models the bounds follow.
     """
 
-    def __init__(self, solver: Solver) -> None:
-        super().__init__(solver.laboratory)
-        self.bounds = solver.bounds
-        self._passes = solver._passes
+    def __init__(self, store: TraceStore, solver: Solver) -> None:
+        self._store = store
+        self._plain = store.plain()
+        self._solver = solver
 
-    def least(self, setting: Setting) -> Solution | Rejected | None:
-        """A plan that no plan of these techniques is better than, from what is traced already.
+    def least_bytes(self, setting: Setting) -> int:
+        """Bytes of the device that weights, gradients and states need at least, by closed form."""
+        return self._solver.models.least_bytes(setting) + self._solver.budget.overhead_bytes
 
-        Returns:
-            None where too little is known; `Rejected` where not even this fits.
-        """
-        try:
-            return self.solve(setting)
-        except _Unknown:
-            return None
+    def refuse(self, setting: Setting) -> Rejected | None:
+        """Why a combination can't fit, by closed form; None where it may."""
+        budget, least = self._solver.budget, self.least_bytes(setting)
+        if least > budget.usable_bytes:
+            return Rejected(setting, budget.over(least, "weights, gradients and states alone need"), least)
+        placement = self._solver.models.deepspeed(setting)
+        refusal = budget.refuse_off_device(placement.elsewhere, setting.world_size) if placement is not None else None
+        return Rejected(setting, refusal, resource_limited=True) if refusal is not None else None
 
-    def model(self, setting: Setting) -> MemoryModel:
-        """Memory of a setting's techniques at least."""
-        techniques = setting.without_sizes().without("checkpointing")
-        if techniques not in self._models:
-            dtype = self.bounds.dtype(techniques, self.bounds.cost(techniques))
-            passes, placement = self._known_passes(techniques), self._least_placement(techniques)
-            self._models[techniques] = MemoryModel(self.laboratory, techniques, passes, dtype, placement)
-        return self._models[techniques]
+    def seconds(self, setting: Setting) -> float:
+        """Seconds per step that matrix products, once per sample, and the optimizer's step take."""
+        flops = sum(self._plain.flops.get(phase, 0) for phase in PHASES) / self._plain.micro_batch_size
+        per_step = flops * self._solver.workload.samples_on_each(setting.world_size)
+        return self._solver.time.step(setting, PassWork(per_step, 0.0, 0.0), 1).total
 
-    def _least_placement(self, setting: Setting) -> Placement:
-        if setting.sharding is not None and setting.sharding.deepspeed:
-            return self.bounds.placement(setting)
-        least = self.bounds.least_bytes(setting) - self.bounds.overhead_bytes
-        return Placement(Standing(least, least, least, state_bytes=0))
-
-    def _known_passes(self, setting: Setting) -> Passes:
-        """A setting's passes, or those with the blocks of another loss.
+    def traced_seconds(self, setting: Setting) -> float:
+        """Seconds per step without recomputation, at the best micro-batch.
 
         Raises:
-            _Unknown: If neither is traced.
+            TraceError: If the step can't be traced.
         """
-        own = self._passes_of(setting)
-        if own.is_traced:
-            return own
-        for _, other in with_losses(setting):
-            if self.laboratory.has_passes(other, "none") and (lender := self._passes_of(other)).is_traced:
-                return _BorrowedBlocks(own, lender)
-        raise _Unknown
+        profile, workload = self._store.passes(setting, "none"), self._solver.workload
+        samples = workload.samples_on_each(setting.world_size)
+        return min(
+            self._solver.time.step(setting, PassWork.of(profile, size), samples // size).total
+            for size in workload.sizes(setting.world_size)
+        )
 
+    def solve(self, setting: Setting) -> Solution | Rejected | Unknown:
+        """Find a plan that no plan of these techniques is better than, from what is traced already.
 
-class _BorrowedBlocks(Passes):
-    """Passes of which only the plain ones are traced, with another's recomputation.
+        The setting's step without checkpointing must be traced.
 
-    Args:
-        own: Of the setting.
-        lender: With the same blocks; every choice is traced.
-    """
-
-    def __init__(self, own: Passes, lender: Passes) -> None:
-        super().__init__(own._laboratory, own._setting, own.rounding)
-        self._own = own
-        self._lender = lender
-
-    @property
-    def knows_every_size(self) -> bool:
-        return self.none.knows_every_size and self._lender.knows_every_size
-
-    def figures(self, choice: Choice, size: int, released: Transients = ()) -> BlockFigures:
-        own = self._own.figures("none", size, released)
-        if choice == "none":
-            return own
-        plain, found = (self._lender.figures(each, size, released) for each in ("none", choice))
-        if not (_all(plain.kept <= own.kept) and _all(plain.peak <= own.peak) and plain.head <= own.head):
-            raise _Unknown
+        Returns:
+            `Rejected` where not even this plan fits; `Unknown` where too little is traced.
+        """
+        model = self._solver.models.at_least(setting)
+        if model is None:
+            return Unknown()
+        found = self._solver.solve_with(model, setting)
+        if isinstance(found, Rejected) and found.needed_bytes is not None:
+            return replace(found, reason=self._solver.budget.over(found.needed_bytes, "needs at least"))
         return found
-
-    def recomputed(self, choice: Choice, size: int) -> PassWork:
-        return self._lender.recomputed(choice, size)
-
-    def fragmentation_bytes(self, choice: Choice, size: int, other_steps: bool) -> int:
-        return 0
-
-
-def _all(holds: np.ndarray) -> bool:
-    return bool(holds.all())

@@ -1,9 +1,15 @@
-"""`MemoryModel`: what a setting needs at any micro-batch and checkpointing plan, put together from a few traces."""
+"""`MemoryModel`: what a setting needs at any micro-batch and checkpointing plan, put together from a few traces.
+
+`ForwardBackward` reads figures off the traces of forward and backward; settings that differ in optimizer or strategy
+alone share one. A `MemoryModel` adds what the optimizer and the strategy keep. `MemoryModels` makes both, in two ways:
+`of` traces what is missing; `at_least` traces nothing, and gives a model that needs no more than the setting will.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
@@ -14,29 +20,27 @@ from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_peak_bytes, predict_total_bytes
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
-from lightning_memfit.planner.placement import Placement, torch_placement
-from lightning_memfit.planner.steady_state import Standing, Transients, later_phases, released_levels
-from lightning_memfit.planner.time import RECOMPUTED_OPERATOR, PassWork, Rates, pass_seconds
-from lightning_memfit.planner.trace_store import CHOICES, Laboratory
+from lightning_memfit.planner.candidates import state_bytes, with_losses
+from lightning_memfit.planner.placement import NCCL_BYTES, Placement, Shape, deepspeed_placement, torch_placement
+from lightning_memfit.planner.steady_state import ReleasedGradients, SteadyState, later_phases, released_levels
+from lightning_memfit.planner.time import RECOMPUTED_OPERATOR, PassWork, TimeModel
+from lightning_memfit.planner.trace_store import CHOICES, TraceStore, passes_of
 from lightning_memfit.profile.events import CATEGORIES, EventList
 from lightning_memfit.profile.record import ModelProfile, trained
+from lightning_memfit.techniques.core import cost as step_cost
 from lightning_memfit.techniques.core.setting import Setting
-
-# `Passes`: forward and backward under every checkpointing choice, and what is read off them, each figure once.
-# Settings that differ in optimizer or strategy alone share them.
-
 
 _TEMPORARY = CATEGORIES.index(Category.TEMPORARY)
 _INPUT = CATEGORIES.index(Category.INPUT)
 
 
-class Passes:
-    """Traces of a setting's forward and backward.
+class ForwardBackward:
+    """Traces of a setting's forward and backward under every checkpointing choice, and what is read off them.
 
     Args:
-        laboratory: Makes the traces.
-        setting: Whose passes; what decides how the optimizer steps doesn't matter.
-        rounding: Of the allocator, in bytes.
+        store: Makes the traces.
+        setting: Its techniques; those that only decide how the optimizer steps don't matter.
+        rounding: The allocator's, in bytes.
 
     Attributes:
         none: Profile without checkpointing.
@@ -45,47 +49,65 @@ class Passes:
         TraceError: If a step can't be traced.
     """
 
-    def __init__(self, laboratory: Laboratory, setting: Setting, rounding: int) -> None:
+    def __init__(self, store: TraceStore, setting: Setting, rounding: int) -> None:
         self.rounding = rounding
-        self.none: ModelProfile = laboratory.passes(setting, "none")
-        self._laboratory = laboratory
+        self.none: ModelProfile = store.passes(setting, "none")
+        self._store = store
         self._setting = setting
-        self._figures: dict[tuple[Choice, int, Transients], BlockFigures] = {}
+        self._figures: dict[tuple[Choice, int, ReleasedGradients], BlockFigures] = {}
         self._fragmentation: dict[tuple[Choice, int, bool], int] = {}
-        self._peaks: dict[tuple[int, Transients], int] = {}
+        self._peaks: dict[tuple[int, ReleasedGradients], int] = {}
         self._inputs: dict[int, int] = {}
+        self._lender: ForwardBackward | None = None
+
+    def with_blocks_of(self, lender: ForwardBackward) -> ForwardBackward:
+        """Make a lower bound where only the pass without checkpointing is traced.
+
+        Blocks keep and recompute the same under every loss. Where the plain blocks of another loss need no more than
+        these (`is_bounded_at`), its checkpointed blocks bound these, without what the allocator makes of them.
+
+        Args:
+            lender: Passes with the same blocks, of which every choice is traced.
+        """
+        borrowed = copy(self)  # shares the figures that are known already
+        borrowed._lender = lender
+        return borrowed
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Of checkpointing that all blocks may follow; without blocks only `none`."""
+        """Checkpointing choices that all blocks may follow; without blocks only `none`."""
         return CHOICES if self.none.num_blocks > 1 else CHOICES[:1]
 
     @property
     def is_traced(self) -> bool:
         """Whether every choice was traced already."""
-        return all(self._laboratory.has_passes(self._setting, choice) for choice in self.choices)
+        return all(self._store.has_passes(self._setting, choice) for choice in self.choices)
 
     @property
     def knows_every_size(self) -> bool:
         """Whether another micro-batch than the traced one can be had by arithmetic."""
+        if self._lender is not None:
+            return self.none.knows_every_size and self._lender.knows_every_size
         return all(self._profile(choice).knows_every_size for choice in self.choices)
 
     @cached_property
-    def standing(self) -> Standing:
+    def steady_state(self) -> SteadyState:
         """What the module's own optimizer keeps alive in these traces."""
-        return Standing.of(self.none, self.rounding)
+        return SteadyState.of(self.none, self.rounding)
 
-    def figures(self, choice: Choice, size: int, released: Transients = ()) -> BlockFigures:
+    def figures(self, choice: Choice, size: int, released: ReleasedGradients = ()) -> BlockFigures:
         """What blocks keep and need at a micro-batch.
 
         Args:
-            choice: Of all blocks.
+            choice: Checkpointing of all blocks.
             size: Micro-batch.
-            released: Of gradients that are stepped and freed during backward, which are none of these figures then.
+            released: What gradients take that are stepped and freed during backward; they are left out of the figures.
 
         Raises:
             BudgetError: If the blocks can't be told apart.
         """
+        if self._lender is not None and choice != "none":
+            return self._lender.figures(choice, size, released)
         key = (choice, size, released)
         if key not in self._figures:
             profile = _at(self._profile(choice), size)
@@ -93,12 +115,24 @@ class Passes:
             self._figures[key] = block_figures(profile, self.rounding, levels)
         return self._figures[key]
 
+    def is_bounded_at(self, size: int, released: ReleasedGradients = ()) -> bool:
+        """Whether `figures` are known or bound the true ones; only borrowed blocks may be no bound."""
+        if self._lender is None or len(self.choices) == 1:
+            return True
+        try:
+            own, plain = (passes.figures("none", size, released) for passes in (self, self._lender))
+        except BudgetError:
+            return True  # there are no blocks to borrow
+        return bool(np.all(plain.kept <= own.kept) and np.all(plain.peak <= own.peak) and plain.head <= own.head)
+
     def recomputed(self, choice: Choice, size: int) -> PassWork:
         """What a pass does beyond the plain one when every block follows a choice."""
+        if self._lender is not None:
+            return self._lender.recomputed(choice, size)
         weight = RECOMPUTED_OPERATOR.get(choice, 1.0)
         return PassWork.of(self.none, size).recomputing(PassWork.of(self._profile(choice), size), weight)
 
-    def peak_bytes(self, size: int, released: Transients = ()) -> int:
+    def peak_bytes(self, size: int, released: ReleasedGradients = ()) -> int:
         """Highest level of forward and backward without checkpointing; `released` as in `figures`."""
         key = (size, released)
         if key not in self._peaks:
@@ -111,7 +145,7 @@ class Passes:
         return self._peaks[key]
 
     def input_bytes(self, size: int) -> int:
-        """Of the batches in these traces."""
+        """Bytes of the batches in these traces."""
         if size not in self._inputs:
             events = self.none.events_at(size)
             self._inputs[size] = int(events.sizes[events.categories == _INPUT].sum())
@@ -121,10 +155,12 @@ class Passes:
         """What the caching allocator reserves beyond the live tensors.
 
         Args:
-            choice: Of all blocks.
+            choice: Checkpointing of all blocks.
             size: Micro-batch.
             other_steps: Whether another optimizer steps than in these traces, which leaves other cached blocks.
         """
+        if self._lender is not None:
+            return 0
         key = (choice, size, other_steps)
         if key not in self._fragmentation:
             profile = _at(self._profile(choice), size)
@@ -135,7 +171,7 @@ class Passes:
         return self._fragmentation[key]
 
     def _profile(self, choice: Choice) -> ModelProfile:
-        return self._laboratory.passes(self._setting, choice)
+        return self._store.passes(self._setting, choice)
 
 
 def _at(profile: ModelProfile, size: int) -> ModelProfile:
@@ -155,9 +191,6 @@ def _without_scratch(events: EventList) -> EventList:
     return replace(events, sizes=np.where(scratch, 0, events.sizes))
 
 
-# ===
-
-
 class MemoryModel:
     """Memory and recomputation time of one setting's techniques.
 
@@ -165,11 +198,11 @@ class MemoryModel:
     other master weights keep is a constant, which is added; the peak of the step comes from a trace of steps alone.
 
     Args:
-        laboratory: Makes the traces of steps.
+        store: Makes the traces of steps.
         setting: Techniques; its sizes and its checkpointing don't matter.
         passes: Traces of the setting's forward and backward.
-        dtype: Of matrix products.
-        placement: What DeepSpeed keeps where, if it is the strategy: it replaces what a trace keeps.
+        time: Says what recomputation takes.
+        placement: What is kept where, if that is known without a trace, as of DeepSpeed.
 
     Raises:
         TraceError: If a step can't be traced.
@@ -177,17 +210,17 @@ class MemoryModel:
 
     def __init__(
         self,
-        laboratory: Laboratory,
+        store: TraceStore,
         setting: Setting,
-        passes: Passes,
-        dtype: str,
+        passes: ForwardBackward,
+        time: TimeModel,
         placement: Placement | None = None,
     ) -> None:
-        self._laboratory = laboratory
+        self._store = store
         self._setting = setting
-        self._dtype = dtype
+        self._time = time
         self._placement = placement
-        self._cuda = laboratory.workload.target.device_kind.has_own_memory
+        self._cuda = store.workload.target.device_kind.has_own_memory
         self._rounding = CUDA_ROUNDING if self._cuda else 1
         self._passes = passes
 
@@ -204,8 +237,8 @@ class MemoryModel:
     # --- what is alive all the time ---------------------------------------------------------------------------------
 
     @cached_property
-    def _standing(self) -> Standing:
-        """Of the setting, on a rank's device."""
+    def _steady_state(self) -> SteadyState:
+        """What the setting keeps on a rank's device."""
         if self._placement is not None:
             return self._placement.standing
         sharding = self._setting.sharding
@@ -215,13 +248,13 @@ class MemoryModel:
         return torch_placement(self._on_one_device, sharding, self._setting.world_size, parameters, self._cuda).standing
 
     @cached_property
-    def _on_one_device(self) -> Standing:
-        """Of the setting's techniques where one device holds everything."""
+    def _on_one_device(self) -> SteadyState:
+        """What the setting's techniques keep where one device holds everything."""
         if not self._setting.changes_step:
-            return self._passes.standing
+            return self._passes.steady_state
         if self._setting.masters_on_host:
-            return self._beside_host()
-        own = self._laboratory.stepping(self._setting, self._rounding)
+            return self._with_host_masters()
+        own = self._store.stepping(self._setting, self._rounding)
         if not self._cuda:
             return own
         if self._setting.pages_states:
@@ -234,36 +267,36 @@ class MemoryModel:
             )
         return own
 
-    def _beside_host(self) -> Standing:
-        """Half-precision weights stay; gradients are on their way one or two at a time; states are float32."""
+    def _with_host_masters(self) -> SteadyState:
+        """Half-precision weights stay; gradients leave one or two at a time; states are float32."""
         parameters = [replace(p, itemsize=2) for p in self.none.parameters if not p.shared_with]
         weights = sum(_rounded(p.numel * p.itemsize, self._rounding) for p in parameters)
         largest = max((p.numel * p.itemsize for p in trained(parameters)), default=0)
-        in_half = self._passes.standing.state_bytes  # they follow the weights' dtype in the trace
-        buffers = self._passes.standing.buffer_bytes
-        beside = Standing(weights, weights + 2 * largest, weights, 2 * in_half, weights, buffers)
+        in_half = self._passes.steady_state.state_bytes  # they follow the weights' dtype in the trace
+        buffers = self._passes.steady_state.buffer_bytes
+        on_device = SteadyState(weights, weights + 2 * largest, weights, 2 * in_half, weights, buffers)
         if self._cuda:
-            return beside
+            return on_device
         masters = 4 * sum(p.numel for p in trained(self.none.parameters))  # and gradients, on the same host
-        here = 2 * masters + beside.state_bytes
+        here = 2 * masters + on_device.state_bytes
         return replace(
-            beside,
-            kept_bytes=beside.kept_bytes + here,
-            backward_bytes=beside.backward_bytes + here,
-            step_bytes=beside.step_bytes + here,
-            parameter_bytes=beside.parameter_bytes + masters,
+            on_device,
+            kept_bytes=on_device.kept_bytes + here,
+            backward_bytes=on_device.backward_bytes + here,
+            step_bytes=on_device.step_bytes + here,
+            parameter_bytes=on_device.parameter_bytes + masters,
             gradient_bytes=masters,
         )
 
     @cached_property
     def _shift(self) -> int:
         """What the setting keeps alive in forward and backward beyond the traces with the module's own optimizer."""
-        plain, released = self._passes.standing, self._standing.transients
-        shift = self._standing.kept_bytes - plain.kept_bytes
+        plain, released = self._passes.steady_state, self._steady_state.released_gradients
+        shift = self._steady_state.kept_bytes - plain.kept_bytes
         if released:
             shift += plain.gradient_bytes  # levels without any gradient, but with those on their way
         elif self._setting.frees_gradients:
-            shift += max(0, self._standing.backward_bytes - self._standing.kept_bytes)
+            shift += max(0, self._steady_state.backward_bytes - self._steady_state.kept_bytes)
         return shift
 
     def off_device(self) -> MemoryBreakdown:
@@ -272,7 +305,7 @@ class MemoryModel:
             return self._placement.elsewhere
         if not self._cuda:
             return MemoryBreakdown()
-        states = {Category.OPTIMIZER_STATE: self._standing.state_bytes}
+        states = {Category.OPTIMIZER_STATE: self._steady_state.state_bytes}
         if self._setting.masters_on_host:
             count = sum(p.numel for p in trained(self.none.parameters))
             masters = {Category.PARAMETER: 4 * count, Category.GRADIENT: 4 * count, **states}
@@ -284,16 +317,20 @@ class MemoryModel:
 
     # --- checkpointing ----------------------------------------------------------------------------------------------
 
-    def frontier(self, size: int, rates: Rates) -> PlanFrontier | None:
+    def is_bounded_at(self, size: int) -> bool:
+        """Whether this model needs no more than the setting at a micro-batch; always so where all is traced."""
+        return self._passes.is_bounded_at(size, self._steady_state.released_gradients)
+
+    def frontier(self, size: int) -> PlanFrontier | None:
         """Every checkpointing plan worth having at a micro-batch; None where there are no blocks to choose among."""
         if len(self._passes.choices) == 1:
             return None
         try:
-            released = self._standing.transients
+            released = self._steady_state.released_gradients
             figures = {choice: self._passes.figures(choice, size, released) for choice in self._passes.choices}
         except BudgetError:
             return None
-        seconds = {choice: self._recompute_seconds(choice, size, rates) for choice in self._passes.choices}
+        seconds = {choice: self._recompute_seconds(choice, size) for choice in self._passes.choices}
         plain, shift = figures["none"], self._shift
         blocks = tuple(
             tuple(
@@ -309,7 +346,7 @@ class MemoryModel:
 
     def peak_bytes(self, size: int) -> int:
         """Peak of live tensors without checkpointing."""
-        peak = self._passes.peak_bytes(size, self._standing.transients)
+        peak = self._passes.peak_bytes(size, self._steady_state.released_gradients)
         return max(peak + self._shift, self._step_bytes(size))
 
     def fragmentation_bytes(self, choices: Collection[Choice], size: int) -> int:
@@ -322,13 +359,13 @@ class MemoryModel:
 
     def breakdown(self, peak_bytes: int, size: int) -> MemoryBreakdown:
         """Bytes on the device by category at a peak: what is always there, and activations for the rest."""
-        standing = self._standing
+        steady = self._steady_state
         fixed = {
-            Category.PARAMETER: standing.parameter_bytes,
-            Category.BUFFER: standing.buffer_bytes,
-            Category.GRADIENT: 0 if self._cuda and self._setting.frees_gradients else standing.gradient_bytes,
-            Category.OPTIMIZER_STATE: 0 if self._has_moved_states else standing.state_bytes,
-            Category.COMMUNICATION: standing.communication_bytes,
+            Category.PARAMETER: steady.parameter_bytes,
+            Category.BUFFER: steady.buffer_bytes,
+            Category.GRADIENT: 0 if self._cuda and self._setting.frees_gradients else steady.gradient_bytes,
+            Category.OPTIMIZER_STATE: 0 if self._has_moved_states else steady.state_bytes,
+            Category.COMMUNICATION: steady.communication_bytes,
             Category.INPUT: self._passes.input_bytes(size),
         }
         rest = max(0, peak_bytes - sum(fixed.values()))
@@ -343,19 +380,116 @@ class MemoryModel:
 
     @property
     def _has_moved_states(self) -> bool:
-        """Whether the states of the standing lie in host memory."""
+        """Whether the steady state's optimizer states are in host memory."""
         return self._placement is None and bool(self.off_device().total(Tier.HOST))
 
     def _step_bytes(self, size: int) -> int:
         traced = self.none.micro_batch_size
         more = self._passes.input_bytes(size) - self._passes.input_bytes(traced)
-        return self._standing.step_bytes + max(0, more)
+        return self._steady_state.step_bytes + max(0, more)
 
-    def _recompute_seconds(self, choice: Choice, size: int, rates: Rates) -> float:
+    def _recompute_seconds(self, choice: Choice, size: int) -> float:
         plain = PassWork.of(self.none, size)
         with_it = plain + self._passes.recomputed(choice, size)
-        seconds = [sum(pass_seconds(work, rates, self._dtype).values()) for work in (plain, with_it)]
+        seconds = [self._time.micro_batch_seconds(self._setting, work) for work in (plain, with_it)]
         return max(0.0, seconds[1] - seconds[0])
+
+
+class MemoryModels:
+    """Memory models of the settings of one workload, each made once.
+
+    Args:
+        store: Makes the traces.
+        time: Says what recomputation takes.
+    """
+
+    def __init__(self, store: TraceStore, time: TimeModel) -> None:
+        self._store = store
+        self._plain = store.plain()
+        self._time = time
+        self._cuda = store.workload.target.device_kind.has_own_memory
+        self._rounding = CUDA_ROUNDING if self._cuda else 1
+        self._passes: dict[Setting, ForwardBackward] = {}
+        self._models: dict[Setting, MemoryModel] = {}
+        self._bounds: dict[Setting, MemoryModel] = {}
+
+    def of(self, setting: Setting) -> MemoryModel:
+        """Memory of a setting's techniques; what isn't traced yet is traced.
+
+        Raises:
+            TraceError: If the setting's step can't be traced.
+        """
+        techniques = setting.without_sizes().without("checkpointing")
+        if techniques not in self._models:
+            passes, placement = self._passes_of(techniques), self.deepspeed(techniques)
+            self._models[techniques] = MemoryModel(self._store, techniques, passes, self._time, placement)
+        return self._models[techniques]
+
+    def at_least(self, setting: Setting) -> MemoryModel | None:
+        """Memory that a setting's techniques need at least, by what is traced; None where that is too little.
+
+        Closed forms (`least_bytes`) take the place of a trace of the optimizer's step, and the blocks of another loss
+        that of a trace of checkpointing. The setting's pass without checkpointing must be traced.
+        """
+        techniques = setting.without_sizes().without("checkpointing")
+        if techniques not in self._bounds:
+            passes = self._traced_passes(techniques)
+            if passes is None:
+                return None
+            placement = self.deepspeed(techniques)
+            if placement is None:
+                least = self.least_bytes(techniques)
+                placement = Placement(SteadyState(least, least, least, state_bytes=0))
+            self._bounds[techniques] = MemoryModel(self._store, techniques, passes, self._time, placement)
+        return self._bounds[techniques]
+
+    def _passes_of(self, techniques: Setting) -> ForwardBackward:
+        pure = passes_of(techniques)
+        if pure not in self._passes:
+            self._passes[pure] = ForwardBackward(self._store, techniques, self._rounding)
+        return self._passes[pure]
+
+    def _traced_passes(self, setting: Setting) -> ForwardBackward | None:
+        """A setting's passes, or its plain one with the blocks of another loss; None where neither is traced."""
+        own = self._passes_of(setting)
+        if own.is_traced:
+            return own
+        for _, other in with_losses(setting):
+            if self._store.has_passes(other, "none") and (lender := self._passes_of(other)).is_traced:
+                return own.with_blocks_of(lender)
+        return None
+
+    # --- closed forms -----------------------------------------------------------------------------------------------
+
+    def least_bytes(self, setting: Setting) -> int:
+        """Bytes of tensors that weights, gradients and states keep on the device at least, by closed form."""
+        placement = self.deepspeed(setting)
+        if placement is not None:
+            return max(placement.standing.kept_bytes, placement.standing.step_bytes)
+        itemsize = 2 if setting.precision.endswith("-true") and setting.precision != "32-true" else 4
+        states, sharding = state_bytes(setting, self._plain, itemsize), setting.sharding
+        if sharding is None:
+            return states
+        nccl = NCCL_BYTES if self._cuda else 0
+        return states // (setting.world_size if sharding.stage == 3 else 1) + nccl
+
+    def deepspeed(self, setting: Setting) -> Placement | None:
+        """What DeepSpeed keeps where, by the plain step's parameters; None where it isn't the strategy."""
+        sharding = setting.sharding
+        if sharding is None or not sharding.deepspeed:
+            return None
+        optimizer = setting.of_kind("optimizer")
+        if optimizer is not None and optimizer.technique.states is not None:
+            states, scratch = optimizer.technique.states.bytes_per_parameter(), False
+        else:
+            stepped = sum(p.numel * p.itemsize for p in self._plain.parameters if p.trainable and not p.shared_with)
+            states, scratch = 4 * step_cost.state_bytes(self._plain) / max(1, stepped), True
+        shape = Shape(self._plain.parameters, states, scratch, self._buffer_bytes)
+        return deepspeed_placement(shape, sharding, setting.world_size, setting.precision, self._cuda)
+
+    @cached_property
+    def _buffer_bytes(self) -> int:
+        return SteadyState.of(self._plain, self._rounding).buffer_bytes
 
 
 def _rounded(size_bytes: int, rounding: int) -> int:

@@ -16,7 +16,7 @@ from lightning_memfit.estimate.sharding import largest_block_bytes
 from lightning_memfit.estimate.zero_infinity import zero_infinity_states
 from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
 from lightning_memfit.nvme.sizing import AioSettings, infinity_sizes
-from lightning_memfit.planner.steady_state import Standing
+from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.strategies.zero_sizes import ModelSizes, sized
 from lightning_memfit.techniques.core.sharding import Sharding
@@ -34,7 +34,7 @@ _HOST_TIERS = (Tier.HOST, Tier.PINNED_HOST)
 class Placement:
     """What one rank keeps all the time."""
 
-    standing: Standing
+    standing: SteadyState
     """On its device."""
     elsewhere: MemoryBreakdown = field(default_factory=MemoryBreakdown)
     """In host memory and on disk."""
@@ -96,7 +96,7 @@ def deepspeed_placement(shape: Shape, sharding: Sharding, ranks: int, precision:
 
 
 def torch_placement(
-    whole: Standing, sharding: Sharding, ranks: int, parameters: Sequence[ParameterInfo], cuda: bool = True
+    whole: SteadyState, sharding: Sharding, ranks: int, parameters: Sequence[ParameterInfo], cuda: bool = True
 ) -> Placement:
     """What DDP or FSDP2 keeps on every rank of what a trace shows of one device that holds everything.
 
@@ -121,7 +121,7 @@ def torch_placement(
     return Placement(replace(shard, step_bytes=shard.kept_bytes + -(-scratch // ranks), communication_bytes=gathered))
 
 
-def _moved(standing: Standing, more_bytes: int) -> Standing:
+def _moved(standing: SteadyState, more_bytes: int) -> SteadyState:
     """The same with so many bytes more at every moment."""
     return replace(
         standing,
@@ -212,7 +212,7 @@ def _as_placement(kept: MemoryBreakdown, step_bytes: int, cuda: bool) -> Placeme
             sizes.update(kept.by_category(tier))
         kept = MemoryBreakdown.device(sizes) + on_disk
     total = kept.total()
-    standing = Standing(
+    standing = SteadyState(
         kept_bytes=total,
         backward_bytes=total,
         step_bytes=total + step_bytes,

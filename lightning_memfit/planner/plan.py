@@ -14,7 +14,7 @@ FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Bought:
+class TechniqueEffect:
     """What one technique of the plan is for."""
 
     technique: str
@@ -65,7 +65,7 @@ class Plan:
     """Name under which measured steps correct the device's rates."""
     verified_bytes: int | None = None
     """What a trace of the plan itself needs of the device; None where none was made."""
-    bought: tuple[Bought, ...] = ()
+    bought: tuple[TechniqueEffect, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     largest_micro_batch: int = 0
     """That would still fit with the same techniques, checkpointing as needed."""
@@ -157,7 +157,7 @@ class Plan:
             breakdown=MemoryBreakdown.from_dict(data["breakdown"]),
             seconds=dict(data["seconds"]),
             uncorrected=dict(data["uncorrected"]),
-            bought=tuple(Bought(**item) for item in data["bought"]),
+            bought=tuple(TechniqueEffect(**item) for item in data["bought"]),
             alternatives=tuple(Alternative(**item) for item in data["alternatives"]),
             advice=tuple(data["advice"]),
             notes=tuple(data["notes"]),

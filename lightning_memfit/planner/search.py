@@ -1,4 +1,9 @@
-"""Branch and bound over settings: the fastest that fits, proved against all others without tracing most of them."""
+"""`make_plan`: search for the fastest setting of a workload that fits, and say why it was chosen.
+
+`Search` is branch and bound over combinations of techniques: it proves its answer against all others while most of them
+are never traced. `make_plan` puts what it found into a `Plan`: what every technique does for it, what was passed over
+and why, and what would help where nothing fits.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +16,22 @@ from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.estimate import predict_peak_bytes, predict_total_bytes
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.planner.candidates import Rejected, candidates, missing_permissions, with_losses
-from lightning_memfit.planner.lower_bound import Optimist
-from lightning_memfit.planner.plan import Alternative, Bought, Plan, label
-from lightning_memfit.planner.solve import TIE, Solution, Solver, complexity_of, is_better, key_of
-from lightning_memfit.planner.time import PassWork, step_seconds, uncorrected
-from lightning_memfit.planner.trace_store import Laboratory
+from lightning_memfit.planner.lower_bound import LowerBound
+from lightning_memfit.planner.plan import Alternative, Plan, TechniqueEffect, label
+from lightning_memfit.planner.solve import TIE, Solution, Solver, TooLarge, Unknown, complexity_of, is_better, key_of
+from lightning_memfit.planner.time import uncorrected
+from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import NUMERICS, Workload
 from lightning_memfit.profile.build import sequence_length
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.setting import Setting
+
+_UNSURE = 0.05
+"""What the times of several devices may be wrong against each other: they rest on data sheets, not on measurements."""
+
+_NUM_ALTERNATIVES = 6
+_MAX_MICRO_BATCH = 1 << 12
 
 
 @dataclass
@@ -35,11 +46,7 @@ class Outcome:
     num_traces: int = 0
 
 
-_UNSURE = 0.05
-"""What the times of several devices may be wrong against each other: they rest on data sheets, not on measurements."""
-
-
-class Search(Solver):
+class Search:
     """Search for the fastest setting of a workload that fits.
 
     Combinations are visited in the order of a bound on their time (products alone, no recomputation) and, where that is
@@ -47,31 +54,39 @@ class Search(Solver):
     neither the order of the registry nor on what is cached.
 
     Args:
-        laboratory: Makes the traces.
+        store: Makes the traces.
+
+    Attributes:
+        plain: Profile of the step without techniques.
+        solver: Solves one combination.
+        bound: What combinations take and need at least.
     """
 
-    def __init__(self, laboratory: Laboratory) -> None:
-        super().__init__(laboratory)
-        self._optimist = Optimist(self)
+    def __init__(self, store: TraceStore) -> None:
+        self.store = store
+        self.workload = store.workload
+        self.plain = store.plain()
+        self.solver = Solver(store)
+        self.bound = LowerBound(store, self.solver)
 
     def run(self) -> Outcome:
         """Visit combinations until no other can be faster."""
         settings, refused = candidates(self.workload)
         outcome = Outcome(rejected=refused, num_candidates=len(settings) + len(refused))
         waiting = [
-            (self.bounds.seconds(setting), key_of(setting), False, setting)
-            for setting in self._within(settings, outcome)
+            (self.bound.seconds(setting), key_of(setting), False, setting)
+            for setting in self._possible(settings, outcome)
         ]
         heapq.heapify(waiting)
         while waiting:
-            bound, key, traced, setting = heapq.heappop(waiting)
-            if outcome.best is not None and bound > outcome.best.time.total * (1 + self._unsure):
+            seconds, key, traced, setting = heapq.heappop(waiting)
+            if outcome.best is not None and seconds > outcome.best.time.total * (1 + self._unsure):
                 break
             try:
                 if not traced:
-                    heapq.heappush(waiting, (max(bound, self.traced_bound(setting)), key, True, setting))
+                    heapq.heappush(waiting, (max(seconds, self.bound.traced_seconds(setting)), key, True, setting))
                     continue
-                self._take(self._hopeless(setting, settings, outcome.best) or self.solve(setting), outcome)
+                self._take(self._hopeless(setting, settings, outcome.best) or self.solver.solve(setting), outcome)
             except TraceError as error:
                 outcome.rejected.append(Rejected(setting, str(error)))
         outcome.solutions.sort(key=lambda solution: (solution.time.total, key_of(solution.setting)))
@@ -81,27 +96,38 @@ class Search(Solver):
                 (solution for solution in outcome.solutions if solution.time.total <= within),
                 key=lambda solution: (complexity_of(solution.setting), solution.time.total),
             )
-        outcome.num_traces = self.laboratory.num_traces
+        outcome.num_traces = self.store.num_traces
         return outcome
+
+    def verify(self, solution: Solution) -> int | None:
+        """Trace a plan itself, every block of it, and say what it needs of the device, in bytes.
+
+        Returns:
+            None where parts of it are kept elsewhere, on other devices for instance, which no trace of one process
+            shows.
+
+        Raises:
+            TraceError: If it can't be traced.
+        """
+        if solution.setting.sharding is not None or self.solver.models.of(solution.setting).off_device().entries:
+            return None
+        profile = self.store.exactly(solution.setting)
+        return predict_total_bytes(profile, profile.micro_batch_size, self.workload.target.runtime)
 
     @property
     def _unsure(self) -> float:
         """Share of each other's time within which strategies are alike, so that the simplest one is taken."""
         return _UNSURE if self.workload.devices.total > 1 else 0.0
 
-    def _within(self, settings: list[Setting], outcome: Outcome) -> list[Setting]:
-        """Settings whose weights, gradients and states may fit where they belong; the others are rejected."""
+    def _possible(self, settings: list[Setting], outcome: Outcome) -> list[Setting]:
+        """Leave out, and note as rejected, settings of which closed forms say that they can't fit."""
         kept = []
         for setting in settings:
-            least = self.bounds.least_bytes(setting)
-            refusal = self.bounds.refuse_early(setting)
-            if least > self.bounds.usable_bytes:
-                reason = self.bounds.over(least, "weights, gradients and states alone need")
-                outcome.rejected.append(Rejected(setting, reason, least))
-            elif refusal is not None:
-                outcome.rejected.append(Rejected(setting, refusal, is_limit=True))
-            else:
+            refusal = self.bound.refuse(setting)
+            if refusal is None:
                 kept.append(setting)
+            else:
+                outcome.rejected.append(refusal)
         return kept
 
     def _hopeless(self, setting: Setting, others: list[Setting], best: Solution | None) -> Rejected | None:
@@ -109,11 +135,13 @@ class Search(Solver):
         better = self._better_loss(setting, others)
         if better is not None:
             return Rejected(setting, f"{better} needs less memory and no more time")
-        if best is None or (least := self._optimist.least(setting)) is None:
+        if best is None:
+            return None
+        least = self.bound.solve(setting)
+        if isinstance(least, Unknown):
             return None
         if isinstance(least, Rejected):
-            needed = least.needed_bytes
-            return least if needed is None else replace(least, reason=self.bounds.over(needed, "needs at least"))
+            return least
         slower = least.time.total / best.time.total - 1
         if slower > max(TIE, self._unsure):
             return Rejected(setting, f"at least {slower:.0%} slower", slower=slower)
@@ -127,12 +155,12 @@ class Search(Solver):
             if other not in others:
                 continue
             try:
-                plain, less = self.laboratory.passes(setting, "none"), self.laboratory.passes(other, "none")
+                plain, less = self.store.passes(setting, "none"), self.store.passes(other, "none")
             except TraceError:
                 continue
             size = plain.micro_batch_size
             saves = predict_peak_bytes(less, size) < predict_peak_bytes(plain, size)
-            if saves and self.traced_bound(other) <= self.traced_bound(setting):
+            if saves and self.bound.traced_seconds(other) <= self.bound.traced_seconds(setting):
                 return name
         return None
 
@@ -144,41 +172,6 @@ class Search(Solver):
         outcome.solutions.append(found)
         if outcome.best is None or is_better(found, outcome.best):
             outcome.best = found
-
-    def traced_bound(self, setting: Setting) -> float:
-        """The same from a trace: what forward and backward take without recomputation, at the best micro-batch.
-
-        Raises:
-            TraceError: If the step can't be traced.
-        """
-        profile, cost = self.laboratory.passes(setting, "none"), self.bounds.cost(setting)
-        dtype, share = self.bounds.dtype(setting, cost), self.workload.samples_on_each(setting.world_size)
-        rates = self.bounds.rates(setting)
-        return min(
-            step_seconds(PassWork.of(profile, m), cost, self.plain, rates, dtype, share // m).total
-            for m in self.workload.sizes(setting.world_size)
-        )
-
-    def verify(self, solution: Solution) -> int | None:
-        """What a trace of a plan itself, every block of it, needs of the device.
-
-        None where parts of it lie elsewhere, on other devices for instance, which no trace of one process shows.
-
-        Raises:
-            TraceError: If it can't be traced.
-        """
-        if solution.setting.sharding is not None or self.model(solution.setting).off_device().entries:
-            return None
-        profile = self.laboratory.exactly(solution.setting)
-        size = profile.micro_batch_size
-        return predict_total_bytes(profile, size, self.workload.target.runtime)
-
-
-# `make_plan`: search, then say why: what every technique bought, what was rejected, what would help.
-
-
-_NUM_ALTERNATIVES = 6
-_MAX_MICRO_BATCH = 1 << 12
 
 
 def make_plan(
@@ -195,28 +188,28 @@ def make_plan(
         cache: Where traces are kept between runs; none by default.
         overlap: Trace two sizes at a time, in a fork; for commands only.
         verify: Trace the plan itself, too, and plan again if it needs more than the device has.
-        withheld_bytes: Of the device, for what a run of an earlier plan needed beyond its prediction.
+        withheld_bytes: Bytes of the device that a run of an earlier plan needed beyond its prediction.
 
     Raises:
         TraceError: If the plain step can't be traced, so that nothing can be said.
         ValueError: If there is no device to plan for.
     """
-    search = Search(Laboratory(workload, cache, overlap))
-    search.bounds.withheld_bytes = withheld_bytes
+    search = Search(TraceStore(workload, cache, overlap))
+    search.solver.budget.withheld_bytes = withheld_bytes
     outcome, verified = _verified(search) if verify else (search.run(), None)
     searched = {
         "combinations": outcome.num_candidates,
         "worked_out": len(outcome.solutions),
-        "traces": search.laboratory.num_traces,
+        "traces": search.store.num_traces,
     }
     plan = Plan(
         model=type(workload.module).__name__,
         num_parameters=search.plain.num_parameters,
-        batch_size=workload.share,
+        batch_size=workload.samples_per_step,
         sequence_length=sequence_length(workload.batch),
         device=workload.target.name,
         devices=workload.devices.total,
-        usable_bytes=search.bounds.usable_bytes,
+        usable_bytes=search.solver.budget.usable_bytes,
         setting=None,
         alternatives=tuple(_alternatives(outcome)),
         notes=tuple(f"Assumed: {assumption}." for assumption in search.plain.assumptions),
@@ -231,12 +224,12 @@ def make_plan(
         peak_bytes=best.peak_bytes,
         needed_bytes=best.needed_bytes,
         breakdown=best.breakdown,
-        written_bytes=search.bounds.written_bytes(best.setting),
+        written_bytes=search.solver.time.written_bytes(best.setting),
         seconds=dict(best.time.seconds),
         verified_bytes=verified,
         uncorrected=uncorrected(best.time.seconds, workload.rates),
         rates=workload.rates.name,
-        bought=tuple(_bought(search, best)),
+        bought=tuple(_effects(search, best)),
         largest_micro_batch=largest_micro_batch(search, best.setting),
     )
 
@@ -249,18 +242,19 @@ def _verified(search: Search) -> tuple[Outcome, int | None]:
         needed = search.verify(outcome.best) if outcome.best is not None else None
         if needed is None or needed <= capacity:
             return outcome, needed
-        search.bounds.withheld_bytes += needed - capacity  # at some point nothing is left, and nothing fits
+        search.solver.budget.withheld_bytes += needed - capacity  # at some point nothing is left, and nothing fits
 
 
 def largest_micro_batch(search: Search, setting: Setting) -> int:
     """Largest micro-batch that would still fit with the same techniques, checkpointing as needed."""
     alone = replace(setting, accumulate_grad_batches=1).without("checkpointing")
     assert setting.micro_batch_size is not None
-    if not search.model(alone).knows_every_size:
+    model = search.solver.models.of(alone)
+    if not model.knows_every_size:
         return setting.micro_batch_size
 
     def fits(size: int) -> bool:
-        return not isinstance(search.at_size(replace(alone, micro_batch_size=size)), int)
+        return not isinstance(search.solver.solve_at_size(model, replace(alone, micro_batch_size=size)), TooLarge)
 
     low, high = setting.micro_batch_size, setting.micro_batch_size
     while high < _MAX_MICRO_BATCH and fits(2 * high):
@@ -272,11 +266,11 @@ def largest_micro_batch(search: Search, setting: Setting) -> int:
     return low
 
 
-def _bought(search: Search, best: Solution) -> Iterator[Bought]:
-    """Each technique against the plan without it: by closed form, and from traces for loss and checkpointing."""
+def _effects(search: Search, best: Solution) -> Iterator[TechniqueEffect]:
+    """Compare the plan with the one without each technique: by traces for loss and checkpointing, else closed form."""
     setting, size = best.setting, best.setting.micro_batch_size
     assert size is not None
-    model, rates = search.model(setting), search.workload.rates
+    model = search.solver.models.of(setting)
     for choice in setting.chosen:
         kind = choice.technique.kind
         without = setting.without(kind)
@@ -284,17 +278,17 @@ def _bought(search: Search, best: Solution) -> Iterator[Bought]:
             without = replace(without, world_size=1)  # one device that holds everything
         if kind == "checkpointing":
             saved = model.peak_bytes(size) - best.peak_bytes
-            frontier = model.frontier(size, rates)
+            frontier = model.frontier(size)
             extra = frontier.problem.seconds(best.choices) if frontier is not None else 0.0
-            yield Bought(choice.name, saved, extra * setting.accumulate_grad_batches)
+            yield TechniqueEffect(choice.name, saved, extra * setting.accumulate_grad_batches)
             continue
-        seconds = search.bounds.seconds(setting) - search.bounds.seconds(without)
+        seconds = search.bound.seconds(setting) - search.bound.seconds(without)
         if kind == "loss":
-            plain, less = (search.laboratory.passes(s, "none") for s in (without, setting))
+            plain, less = (search.store.passes(s, "none") for s in (without, setting))
             saved = predict_peak_bytes(plain, size) - predict_peak_bytes(less, size)
         else:
-            saved = search.bounds.least_bytes(without) - search.bounds.least_bytes(setting)
-        yield Bought(choice.name, saved, seconds)
+            saved = search.bound.least_bytes(without) - search.bound.least_bytes(setting)
+        yield TechniqueEffect(choice.name, saved, seconds)
 
 
 def _alternatives(outcome: Outcome) -> Iterator[Alternative]:
@@ -311,7 +305,8 @@ def _alternatives(outcome: Outcome) -> Iterator[Alternative]:
             yield Alternative(label(rejected.setting), rejected.reason)
             shown += 1
     reasons: set[str] = set()
-    for rejected in sorted(outcome.rejected, key=lambda r: not r.is_limit):  # what a larger machine would change
+    # First those that a larger machine would make possible.
+    for rejected in sorted(outcome.rejected, key=lambda r: not r.resource_limited):
         if rejected.needed_bytes is not None or rejected.slower is not None:
             continue
         if rejected.reason not in reasons and len(reasons) < _NUM_ALTERNATIVES // 2:
@@ -338,7 +333,7 @@ def _advice(search: Search, outcome: Outcome) -> Iterator[str]:
     least = next(iter(_needs(outcome.rejected)), None)
     if least is not None:
         needed, setting = least
-        usable = format_bytes(search.bounds.usable_bytes)
+        usable = format_bytes(search.solver.budget.usable_bytes)
         yield f"the least is {label(setting)}, which needs {format_bytes(needed)} where {usable} are usable."
         device = smallest_device(needed)
         if device is not None:
@@ -350,7 +345,7 @@ def _advice(search: Search, outcome: Outcome) -> Iterator[str]:
     if length is not None and length > 1 and least is not None:
         yield f"Shorter sequences than {length} tokens need less for activations."
     host = search.workload.limits.host_bytes
-    limited = [r.reason for r in outcome.rejected if r.is_limit]
+    limited = [r.reason for r in outcome.rejected if r.resource_limited]
     if host is not None and any("of host memory" in reason for reason in limited):
         yield f"More host memory than {format_bytes(host)} would allow offloading."
     pinned = search.workload.limits.pinned_bytes
@@ -378,7 +373,7 @@ def _with_everything_allowed(search: Search) -> list[str]:
     workload = search.workload
     free = replace(workload, allow=frozenset(NUMERICS))
     kept, _ = candidates(free)
-    fitting = [setting for setting in kept if search.bounds.least_bytes(setting) <= search.bounds.usable_bytes]
+    fitting = [setting for setting in kept if search.bound.least_bytes(setting) <= search.solver.budget.usable_bytes]
     needed = {name for technique, names in missing_permissions(workload) for name in names
               if any(technique in setting.techniques() for setting in fitting)}  # fmt: skip
     return sorted(needed)

@@ -1,4 +1,9 @@
-"""`Standing`: what an optimizer's steps keep alive and need, read off a trace of steps alone."""
+"""`SteadyState`: the memory that weights, gradients and optimizer states take from the second optimizer step on.
+
+It is read off a trace (`SteadyState.of`). Where gradients are stepped and freed during backward (gradient release), the
+trace of the optimizer's steps says how much each gradient takes while that happens (`ReleasedGradients`), and
+`released_levels` puts this into a trace of forward and backward that keeps its gradients.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,8 @@ from lightning_memfit.memory import Category
 from lightning_memfit.profile.events import CATEGORIES, EventList, Integers
 from lightning_memfit.profile.record import ModelProfile
 
-# Levels of a traced step as they would be if every gradient were stepped and freed as soon as it is complete.
-
-
-Transients = tuple[tuple[int, int], ...]
-"""`(bytes of a gradient, highest level while it is made and stepped, the gradient included)`, ascending."""
+ReleasedGradients = tuple[tuple[int, int], ...]
+"""`(bytes of a gradient, highest level in bytes while it is made and stepped, the gradient included)`, ascending."""
 
 _NEGLIGIBLE = 4096
 """Bytes of the loss, of its gradient and the like, which are alive between two gradients of parameters."""
@@ -24,15 +26,15 @@ _PRODUCT = "aten.mm.default"
 _GRADIENT = CATEGORIES.index(Category.GRADIENT)
 
 
-def transients_of(levels: Integers) -> Transients:
-    """What gradients take that are stepped one after the other, read off the levels of a backward pass of steps alone.
+def released_gradients_of(levels: Integers) -> ReleasedGradients:
+    """Read off a backward pass of steps alone how much each gradient takes that is stepped and freed at once.
 
     Args:
         levels: Live bytes after every event; the first is what is alive between two gradients.
 
     Returns:
-        By size of the gradient, which is the first allocation above that level; empty where the pass ends higher than
-        it began, as gradients are kept.
+        Levels by size of the gradient, which is the first allocation above that level; empty where the pass ends
+        higher than it began, because gradients are kept.
     """
     above = levels - levels[0]
     if above[-1] > _NEGLIGIBLE:
@@ -48,8 +50,8 @@ def transients_of(levels: Integers) -> Transients:
     return tuple(sorted(found.items()))
 
 
-def released_levels(events: EventList, rounding: int, transients: Transients) -> tuple[Integers, Integers]:
-    """Live bytes after every event without gradients, and with those that are on their way.
+def released_levels(events: EventList, rounding: int, released: ReleasedGradients) -> tuple[Integers, Integers]:
+    """Compute live bytes after every event as if gradients were stepped and freed as soon as they are complete.
 
     A gradient is on its way from its allocation until another operator allocates: before that, what its own operator
     read is freed, autograd hands the gradient on, and it is stepped with what that takes beside it. A product that
@@ -58,7 +60,10 @@ def released_levels(events: EventList, rounding: int, transients: Transients) ->
     Args:
         events: Of steps that keep their gradients.
         rounding: Of the allocator, in bytes.
-        transients: Of the optimizer that steps them.
+        released: What each gradient takes with the optimizer that steps it.
+
+    Returns:
+        Live bytes without any gradient, and with those gradients that are on their way.
     """
     rounded = events.rounded_sizes(rounding)
     is_gradient = (events.categories == _GRADIENT)[events.storages]
@@ -74,29 +79,26 @@ def released_levels(events: EventList, rounding: int, transients: Transients) ->
     ends = others[nexts + halves]
     sizes = rounded[events.storages[made]]
     on_their_way = np.zeros(len(events), dtype=np.int64)
-    last_end, pending, beside = -1, 0, 0
+    last_end, pending, stepping = -1, 0, 0
     for at, end, size in zip(made.tolist(), ends.tolist(), sizes.tolist(), strict=True):
         if end != last_end:
-            last_end, pending, beside = end, 0, 0
+            last_end, pending, stepping = end, 0, 0
         pending += size
-        beside = max(beside, _transient(transients, size) - size)
+        stepping = max(stepping, _highest_level(released, size) - size)
         on_their_way[at:end] = pending
-        on_their_way[end - 1] += beside
+        on_their_way[end - 1] += stepping
     return levels, levels + on_their_way
 
 
-def _transient(transients: Transients, size: int) -> int:
-    """Of a gradient of that size; of the next larger one where there was none, as its step takes no less."""
-    place = bisect_left(transients, (size, 0))
-    return transients[min(place, len(transients) - 1)][1]
-
-
-# ===
+def _highest_level(released: ReleasedGradients, size: int) -> int:
+    """Look up a gradient of that size, or the next larger one, whose step takes no less."""
+    place = bisect_left(released, (size, 0))
+    return released[min(place, len(released) - 1)][1]
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Bytes on the device around the second optimizer step."""
+class SteadyState:
+    """Bytes on the device from the second optimizer step on, when optimizer states exist."""
 
     kept_bytes: int
     """Alive when the second step begins: weights, gradients, states."""
@@ -110,11 +112,11 @@ class Standing:
     gradient_bytes: int = 0
     communication_bytes: int = 0
     """Buckets and gathered weights of a strategy."""
-    transients: Transients = ()
-    """Of gradients that are stepped and freed during backward; empty where they are kept."""
+    released_gradients: ReleasedGradients = ()
+    """What gradients take that are stepped and freed during backward; empty where they are kept."""
 
     @classmethod
-    def of(cls, profile: ModelProfile, rounding: int) -> Standing:
+    def of(cls, profile: ModelProfile, rounding: int) -> SteadyState:
         """Read it off a trace of two steps; `rounding` is the allocator's, in bytes."""
         events = profile.events
         live = events.live_bytes(rounding)
@@ -130,27 +132,27 @@ class Standing:
             parameter_bytes=alive.get(Category.PARAMETER),
             buffer_bytes=alive.get(Category.BUFFER),
             gradient_bytes=alive.get(Category.GRADIENT),
-            transients=transients_of(live[backwards[-1][0] - 1 : backwards[-1][1]]),
+            released_gradients=released_gradients_of(live[backwards[-1][0] - 1 : backwards[-1][1]]),
         )
 
-    def extended(self, larger: Standing, blocks: int, larger_blocks: int, num_blocks: int) -> Standing:
-        """The same with more repeated blocks, each of which adds what it adds between two numbers of them.
+    def extended(self, larger: SteadyState, blocks: int, larger_blocks: int, num_blocks: int) -> SteadyState:
+        """Extrapolate to more repeated blocks, each of which adds what one adds between two traced numbers of them.
 
         Args:
-            larger: With more blocks than this.
-            blocks: Of this.
-            larger_blocks: Of `larger`.
-            num_blocks: Wanted.
+            larger: Read off a trace with more blocks.
+            blocks: Number of blocks behind this one.
+            larger_blocks: Number of blocks behind `larger`.
+            num_blocks: Number of blocks to extrapolate to.
         """
         values = {}
-        for name in (field.name for field in fields(self) if field.name != "transients"):
+        for name in (field.name for field in fields(self) if field.name != "released_gradients"):
             own, other = getattr(self, name), getattr(larger, name)
             values[name] = own + (num_blocks - blocks) * (other - own) // (larger_blocks - blocks)
-        return Standing(**values, transients=larger.transients)
+        return SteadyState(**values, released_gradients=larger.released_gradients)
 
 
 def later_phases(events: EventList, wanted: str) -> list[tuple[int, int]]:
-    """First event and the one after the last of every phase of a name, the first optimizer step's left out."""
+    """Find the spans of events of every phase of a name, those before the second optimizer step left out."""
     names = [name for _, name in events.phases]
     starts = [*(at for at, _ in events.phases), len(events)]
     second = names.index("step") + 1
@@ -162,6 +164,6 @@ def later_phases(events: EventList, wanted: str) -> list[tuple[int, int]]:
 
 
 def second_step(events: EventList) -> dict[str, tuple[int, int]]:
-    """The first phase of every name after the first optimizer step."""
+    """Find the span of events of the first phase of every name after the first optimizer step."""
     found = {name: later_phases(events, name) for name in ("forward", "backward", "step")}
     return {name: spans[0] for name, spans in found.items() if spans}

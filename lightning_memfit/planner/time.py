@@ -33,6 +33,7 @@ from lightning_memfit.estimate.target import Target
 from lightning_memfit.profile.cache import default_cache_folder
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
+from lightning_memfit.techniques.core.setting import Setting
 
 PHASES = ("forward", "backward")
 
@@ -209,10 +210,57 @@ def step_seconds(
     return StepTime(seconds)
 
 
-def least_seconds(flops: float, cost: Cost, plain: ModelProfile, rates: Rates, dtype: str, num_micro: int) -> float:
-    """A bound that no setting of these techniques gets below: products alone, once per micro-batch, and the step."""
-    step = step_seconds(PassWork(flops, 0.0, 0.0), cost, plain, rates, dtype, num_micro)
-    return step.total
+_DTYPES = {"bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float16", "16-true": "float16"}
+
+
+class TimeModel:
+    """Step time of settings of one workload.
+
+    Args:
+        plain: Profile of the step without techniques.
+        rates: One device's, on a machine of its own.
+        per_machine: Devices of each machine, which share it where a setting takes several.
+        machines: Machines.
+    """
+
+    def __init__(self, plain: ModelProfile, rates: Rates, per_machine: int = 1, machines: int = 1) -> None:
+        self._plain = plain
+        self._rates = rates
+        self._shared_rates = rates.shared(per_machine, machines)
+        self._per_machine = per_machine
+        self._costs: dict[Setting, Cost] = {}
+
+    def step(self, setting: Setting, work: PassWork, num_micro_batches: int) -> StepTime:
+        """Seconds of one optimizer step.
+
+        Args:
+            setting: Its techniques and its number of devices count.
+            work: Forward and backward of one micro-batch, recomputation included.
+            num_micro_batches: Per optimizer step.
+        """
+        cost, rates = self._cost(setting), self._shared_rates if setting.world_size > 1 else self._rates
+        return step_seconds(work, cost, self._plain, rates, self._dtype(setting, cost), num_micro_batches)
+
+    def micro_batch_seconds(self, setting: Setting, work: PassWork) -> float:
+        """Seconds that forward and backward of one micro-batch compute."""
+        return sum(pass_seconds(work, self._rates, self._dtype(setting, self._cost(setting))).values())
+
+    def written_bytes(self, setting: Setting) -> int:
+        """Bytes to the drive of a machine in every optimizer step."""
+        each = self._per_machine if setting.world_size > 1 else 1
+        return round(each * self._cost(setting).step.disk_written_bytes)
+
+    def _cost(self, setting: Setting) -> Cost:
+        """Cost of all techniques but checkpointing, per micro-batch of one sample where it grows with the batch."""
+        techniques = setting.without_sizes().without("checkpointing")
+        if techniques not in self._costs:
+            self._costs[techniques] = techniques.cost(self._plain)
+        return self._costs[techniques]
+
+    @staticmethod
+    def _dtype(setting: Setting, cost: Cost) -> str:
+        """Dtype of matrix products."""
+        return _DTYPES.get(setting.precision) or cost.matmul_rate or "float32"
 
 
 def _staging_seconds(work: Work, rates: Rates) -> float:

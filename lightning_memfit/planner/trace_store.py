@@ -1,4 +1,9 @@
-"""`Laboratory`: traces of the fake step with techniques applied, each made once and kept on disk."""
+"""`TraceStore`: profiles of a workload's training step under settings, each traced once and kept on disk.
+
+A setting's step is never traced whole. Forward and backward (`passes`) and the optimizer's step (`stepping`) are traced
+apart, and `planner.memory` puts a setting's memory together from the two. `exactly` is the exception: it traces a
+complete setting to verify a plan.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from typing import Any
 
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import Choice
-from lightning_memfit.planner.steady_state import Standing
+from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
@@ -20,24 +25,26 @@ from lightning_memfit.techniques.core.technique import Kind
 from lightning_memfit.techniques.mixed_precision import BF16_TRUE, technique_for
 
 CHOICES: tuple[Choice, ...] = ("none", "full", "keep_matmul_attention")
-"""Of the checkpointing choices those that a plan mixes: everything, nothing, and the expensive part kept."""
+"""The checkpointing choices that a plan mixes: keep everything, nothing, or only what is expensive to recompute."""
 
 _TRACED_SIZE = 2
-"""Samples: one is laid out in memory its own way, larger batches follow from two and three."""
+"""Samples in a trace: one sample is laid out in memory differently, larger batches follow from two and three."""
 
 _FEW_BLOCKS, _MORE_BLOCKS = 3, 5
-"""Blocks whose steps are traced where a module has many alike."""
+"""Numbers of blocks whose optimizer step is traced where a module has many equal ones."""
 
 _LARGEST_CHUNK = 1 << 25
-"""Elements: with blocks below it, pieces in which optimizers step might hold several of them (`Float32Step`)."""
+"""Elements: smaller blocks share the chunks in which optimizers step (`Float32Step`), so that they don't add up."""
 
 
-class Laboratory:
-    """Profiles of a workload under settings.
+class TraceStore:
+    """Make and keep the profiles of a workload under settings.
 
     What runs in forward and backward (precision, loss, adapter, checkpointing) and how the optimizer steps are traced
-    apart: a setting's memory is put together from both, so that `p` of the one and `o` of the other take `p + o`
-    traces and not `p x o`.
+    apart, so that `p` kinds of passes and `o` optimizers take `p + o` traces instead of `p x o`.
+
+    Attributes:
+        num_traces: How many profiles were asked of the tracer or its cache.
 
     Args:
         workload: What is trained.
@@ -75,14 +82,14 @@ class Laboratory:
         """Whether `passes` needs no further trace."""
         return ("passes", passes_of(setting), choice) in self._known
 
-    def stepping(self, setting: Setting, rounding: int) -> Standing:
+    def stepping(self, setting: Setting, rounding: int) -> SteadyState:
         """What the optimizer's steps alone, over all parameters, keep and need.
 
-        Of many blocks two numbers of them are traced: what each adds is the same.
+        Where there are many equal blocks, two small numbers of them are traced and extrapolated.
 
         Args:
-            setting: Whose optimizer steps.
-            rounding: Of the allocator, in bytes.
+            setting: Its optimizer, precision and gradient technique count.
+            rounding: The allocator's, in bytes.
 
         Raises:
             TraceError: If it can't be traced.
@@ -91,8 +98,8 @@ class Laboratory:
         plain = self.plain()
         elements_per_block = plain.num_parameters // max(1, plain.num_blocks)
         if plain.traced_blocks == plain.num_blocks or elements_per_block * _FEW_BLOCKS < _LARGEST_CHUNK:
-            return Standing.of(self._stepping(pure, None), rounding)
-        few, more = (Standing.of(self._stepping(pure, blocks), rounding) for blocks in (_FEW_BLOCKS, _MORE_BLOCKS))
+            return SteadyState.of(self._stepping(pure, None), rounding)
+        few, more = (SteadyState.of(self._stepping(pure, blocks), rounding) for blocks in (_FEW_BLOCKS, _MORE_BLOCKS))
         return few.extended(more, _FEW_BLOCKS, _MORE_BLOCKS, plain.num_blocks)
 
     def _stepping(self, pure: Setting, num_blocks: int | None) -> ModelProfile:
@@ -151,9 +158,9 @@ _NOT_IN_PASSES: tuple[Kind, ...] = ("optimizer", "gradient", "checkpointing", "s
 
 
 def passes_of(setting: Setting) -> Setting:
-    """What of a setting decides forward and backward: Lightning's precision in place of what is built on it.
+    """Reduce a setting to what decides forward and backward: Lightning's precision replaces what is built on it.
 
-    DeepSpeed computes in the weights' own half precision, whatever it is called.
+    DeepSpeed computes in the weights' own half precision, whatever Lightning calls it.
     """
     pure = Setting(chosen=setting.chosen)
     for kind in _NOT_IN_PASSES:
@@ -167,7 +174,7 @@ def passes_of(setting: Setting) -> Setting:
 
 
 def stepping_of(setting: Setting) -> Setting:
-    """What of a setting decides how the optimizer steps. Paged states are as large as others."""
+    """Reduce a setting to what decides how the optimizer steps. Paged states are as large as others."""
     kinds = ("adapter", "optimizer", "precision", "gradient")
     pure = Setting(chosen=tuple(choice for choice in setting.chosen if choice.technique.kind in kinds))
     optimizer = pure.of_kind("optimizer")

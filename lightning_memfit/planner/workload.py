@@ -1,4 +1,7 @@
-"""`Workload`: what shall be trained, on what, within which limits; everything a plan depends on."""
+"""`Workload`: what shall be trained, on what, within which limits; everything a plan depends on.
+
+`Budget` compares what a plan needs with these limits, and says in words why it is too much.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any, get_args
 import torch
 
 from lightning_memfit.estimate.target import Target
+from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.planner.time import Rates
 from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.fake import fake_pretrained_weights, tensors_in
@@ -24,10 +28,19 @@ NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 DEFAULT_ALLOW: frozenset[Numerics] = frozenset({"exact", "tf32", "bf16", "stochastic", "8bit"})
 """What a plan may change unless told otherwise: not what is trained, nor the optimizer's formula."""
 
+_RESERVE = 0.03
+"""Share of a device left free beyond its safety margin, for errors of putting a plan together from several traces."""
+
+_RESERVE_OF_TENSORS = 0.005
+"""The same where only live tensors count: plans were 0.2 % below their runs at most (`benchmarks/planner/pairs`)."""
+
+_DAY = 86400
+"""Seconds."""
+
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may use of each machine beside the devices. None is unlimited."""
+    """What a run may use of each machine apart from its devices. None is unlimited."""
 
     host_bytes: int | None = None
     """Pageable and pinned together."""
@@ -35,7 +48,7 @@ class Limits:
     disk_writes_per_day: int | None = None
     """Bytes that training without a pause may write."""
     pinned_bytes: int | None = None
-    """Of host memory, what may be page-locked."""
+    """The part of host memory that may be page-locked."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,7 @@ class Devices:
     """How many devices there are.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If a number is less than 1.
     """
 
     per_machine: int = 1
@@ -56,7 +69,7 @@ class Devices:
 
     @property
     def total(self) -> int:
-        """Of all machines together."""
+        """Number of devices of all machines together."""
         return self.per_machine * self.machines
 
 
@@ -74,7 +87,7 @@ class Workload:
     """One real batch of the loader."""
     options: StepOptions
     """The recipe's precision, accumulation and clipping."""
-    share: int
+    samples_per_step: int
     """Samples per optimizer step, over all devices."""
     target: Target
     rates: Rates
@@ -90,33 +103,119 @@ class Workload:
     """Whether strategies are searched, too; else a plan is for one device alone."""
 
     def __post_init__(self) -> None:
-        if self.share < 1:
-            raise ValueError(f"`share={self.share}`: a step needs at least one sample.")
-        if self.share % self.devices.total:
+        samples = self.samples_per_step
+        if samples < 1:
+            raise ValueError(f"`samples_per_step={samples}`: a step needs at least one sample.")
+        if samples % self.devices.total:
             raise ValueError(
-                f"{self.share} samples per optimizer step can't be shared equally among {self.devices.total} devices. "
-                f"Use a number of devices that divides {self.share}, or change the batch."
+                f"{samples} samples per optimizer step can't be shared equally among {self.devices.total} devices. "
+                f"Use a number of devices that divides {samples}, or change the batch."
             )
 
     def samples_on_each(self, world_size: int = 1) -> int:
-        """Samples per optimizer step of each of so many devices."""
-        return self.share // world_size
+        """Samples per optimizer step of each of `world_size` devices."""
+        return self.samples_per_step // world_size
 
     def sizes(self, world_size: int = 1) -> tuple[int, ...]:
-        """Micro-batch sizes that divide a device's step, or a batch of the loader, evenly, so that all are equal."""
+        """Micro-batch sizes that divide the samples of a device's step, or a batch of the loader, evenly."""
         whole = self.loader_batch or self.samples_on_each(world_size)
         return tuple(size for size in range(1, whole + 1) if whole % size == 0)
 
     def waiting_bytes(self, size: int) -> int:
-        """Bytes on the device of the samples that wait there for their micro-batch."""
+        """Bytes on the device of the samples that wait there until their micro-batch runs."""
         if self.loader_batch is None:
             return 0
         total = sum(tensor.nbytes for tensor in tensors_in(self.batch))
         return total * max(0, self.loader_batch - size) // batch_size(self.batch)
 
+    def devices_per_machine(self, world_size: int) -> int:
+        """Devices of each machine that take part in a run on `world_size` devices."""
+        return self.devices.per_machine if world_size > 1 else 1
+
+
+class Budget:
+    """What a plan may use of a device, and of the host memory and disk of a machine.
+
+    Args:
+        workload: Its target and its limits are what there is.
+        withheld_bytes: Bytes of the device that may not be used, because an earlier plan needed them beyond its
+            prediction.
+    """
+
+    def __init__(self, workload: Workload, withheld_bytes: int = 0) -> None:
+        self._workload = workload
+        self.withheld_bytes = withheld_bytes
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of the device that a plan may need.
+
+        Raises:
+            ValueError: If there is no device to plan for.
+        """
+        usable = self._workload.target.usable_bytes
+        if usable is None:
+            raise ValueError(
+                "There is no GPU here and none was named. Pass for example `--device 'RTX 3060'` or 12GiB."
+            )
+        reserve = _RESERVE_OF_TENSORS if self._workload.target.counts_tensors else _RESERVE
+        return int(usable * (1 - reserve)) - self.withheld_bytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes on the device outside of all tensors that a trace shows."""
+        runtime = self._workload.target.runtime
+        return runtime.context_bytes + runtime.allocated_bytes if runtime is not None else 0
+
+    def over(self, needed_bytes: int, what: str = "needs") -> str:
+        """Say by how much a plan is too large for the device: `needs 13.1 GiB, 1.9 over`."""
+        excess = needed_bytes - self.usable_bytes
+        return f"{what} {format_bytes(needed_bytes)}, {format_bytes(excess)} over"
+
+    def refuse_off_device(self, off_device: MemoryBreakdown, world_size: int) -> str | None:
+        """Why what a plan keeps off the devices is too much for a machine; None where it isn't.
+
+        Args:
+            off_device: Bytes per rank in host memory and on disk.
+            world_size: Devices of the plan.
+        """
+        limits, each = self._workload.limits, self._workload.devices_per_machine(world_size)
+        host = off_device.total(Tier.HOST) + off_device.total(Tier.PINNED_HOST)
+        among = f" for {each} devices" if each > 1 else ""
+        for what, needed, limit in (
+            ("host memory", host, limits.host_bytes),
+            ("page-locked host memory", off_device.total(Tier.PINNED_HOST), limits.pinned_bytes),
+            ("disk", off_device.total(Tier.DISK), limits.disk_bytes),
+        ):
+            if limit is None or each * needed <= limit:
+                continue
+            needs = f"needs {format_bytes(each * needed)} of {what}{among}"
+            if what == "disk" and not limit:
+                return f"{needs}, and there is none that may be used (`--disk`)"
+            return f"{needs}, {format_bytes(each * needed - limit)} over the {format_bytes(limit)} there are"
+        return None
+
+    def refuse_writes(self, written_bytes: int, seconds: float) -> str | None:
+        """Why a plan writes too much to disk; None where it doesn't.
+
+        Args:
+            written_bytes: Bytes to the drive of a machine in every optimizer step.
+            seconds: Seconds per optimizer step.
+        """
+        limit = self._workload.limits.disk_writes_per_day
+        if limit is None or not written_bytes:
+            return None
+        per_day = round(written_bytes * _DAY / seconds)
+        if per_day <= limit:
+            return None
+        return (
+            f"writes {format_bytes(per_day)} per day to disk, {format_bytes(per_day - limit)} over the limit of "
+            f"{format_bytes(limit)} (`--disk-writes-per-day`)"
+        )
+
 
 def check_allow(names: Iterable[str]) -> frozenset[Numerics]:
-    """The classes of numerics that a user names.
+    """Check the classes of numerics that a user names, and add `exact`.
 
     Raises:
         ValueError: If one is unknown, or none is left.
@@ -131,7 +230,7 @@ def check_allow(names: Iterable[str]) -> frozenset[Numerics]:
 
 
 def facts_of(module: Any, target: Target, options: StepOptions, optimizer: str = "") -> Facts:
-    """Facts of a module, built without memory where it builds itself.
+    """Read the facts of a module, built without memory where it has `configure_model`.
 
     Raises:
         ValueError: If the module has no training step.
@@ -149,7 +248,7 @@ def facts_of(module: Any, target: Target, options: StepOptions, optimizer: str =
 
 
 def check_trainable(module: Any) -> None:
-    """Refuse what can't be planned for.
+    """Refuse a module that can't be planned for.
 
     Raises:
         ValueError: If it is no LightningModule with a training step.
@@ -164,17 +263,14 @@ def check_trainable(module: Any) -> None:
             raise ValueError(f"{type(module).__name__} has no `{hook}`, so there is no training to plan. Write one.")
 
 
-# What a user says of the machine a plan is for: how many devices, how much memory and disk.
-
-
 _COUNT = re.compile(r"\s*(\d+)\s*x\s*(\S.*)", re.IGNORECASE)
 
 
-def counted(name: str) -> tuple[int | None, str]:
-    """`8x A100 80GB` as 8 and `A100 80GB`; None where a name says no number.
+def parse_device_count(name: str) -> tuple[int | None, str]:
+    """Split `8x A100 80GB` into 8 and `A100 80GB`; None where a name says no number.
 
     Raises:
-        ValueError: If it says there are none.
+        ValueError: If the number is 0.
     """
     match = _COUNT.fullmatch(name)
     if match is None:
@@ -186,10 +282,10 @@ def counted(name: str) -> tuple[int | None, str]:
 
 
 def devices_for(named: int | None, per_node: int, nodes: int, on_cpu: bool) -> Devices:
-    """Devices to plan for: those that are named, on one machine, else those of the recipe.
+    """Choose the devices to plan for: those that are named, on one machine, else those of the recipe.
 
     Args:
-        named: Number in the device's name.
+        named: Number in the device's name, None where it has none.
         per_node: `trainer.devices` of the recipe.
         nodes: `trainer.num_nodes` of the recipe.
         on_cpu: Whether the run is on the CPU.

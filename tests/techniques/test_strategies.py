@@ -10,7 +10,7 @@ from lightning_memfit.techniques.core.facts import Facts, Run
 from lightning_memfit.techniques.core.registry import STRATEGIES, TECHNIQUES, find_technique
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.technique import CallbackSpec
-from tests.unit.planner.made import MadeLaboratory, made_workload
+from tests.unit.planner.made import MadeTraceStore, made_workload
 
 NAMES = [strategy.name for strategy in STRATEGIES]
 CPU = Run(Facts(device="cpu"))
@@ -28,7 +28,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def profile():
-    made = MadeLaboratory(made_workload(1000)).plain()
+    made = MadeTraceStore(made_workload(1000)).plain()
     return replace(made, parameters=(ParameterInfo("weight", 1000, 4),))
 
 

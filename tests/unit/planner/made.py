@@ -8,7 +8,7 @@ import numpy as np
 from lightning_memfit.device.runtime import RuntimeMemory
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import Category
-from lightning_memfit.planner.steady_state import Standing
+from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.planner.time import Rates
 from lightning_memfit.planner.trace_store import passes_of, stepping_of
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload
@@ -112,8 +112,8 @@ _ACTIVATIONS = {
 _STATES = {"": 8, "fused_adamw": 8, "optimizer_8bit": 2, "paged_optimizer": 8}
 
 
-class MadeLaboratory:
-    """Stands for a `Laboratory`; notes what was asked for."""
+class MadeTraceStore:
+    """Takes the place of a `TraceStore`; notes what was asked for."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -145,16 +145,18 @@ class MadeLaboratory:
     def needs_more(self, profile: ModelProfile) -> ModelProfile:
         return profile
 
-    def stepping(self, setting: Setting, rounding: int) -> Standing:
+    def stepping(self, setting: Setting, rounding: int) -> SteadyState:
         pure = stepping_of(setting)
         self.asked.append(("stepping", pure))
         itemsize = 2 if pure.precision == "bf16-true" else 4
         optimizer = pure.of_kind("optimizer")
         states = _STATES[optimizer.name if optimizer else ""] * NUM_PARAMETERS
-        return Standing.of(made_step(itemsize, 0.0, 0.0, states=states, scratch=0.0), rounding)
+        return SteadyState.of(made_step(itemsize, 0.0, 0.0, states=states, scratch=0.0), rounding)
 
 
-def made_workload(usable_mib: int, allow: frozenset[str] = DEFAULT_ALLOW, share: int = 8, **changes: Any) -> Workload:
+def made_workload(
+    usable_mib: int, allow: frozenset[str] = DEFAULT_ALLOW, samples_per_step: int = 8, **changes: Any
+) -> Workload:
     """Eight samples per step on a device of that size, fp32, clipping by norm."""
     target = Target("a made up GPU", "cuda", usable_mib * MIB, 0, (8, 0), RUNTIME)
     facts = Facts("cuda", (8, 0), gradient_clip_val=1.0, num_blocks=NUM_BLOCKS)
@@ -163,5 +165,7 @@ def made_workload(usable_mib: int, allow: frozenset[str] = DEFAULT_ALLOW, share:
     import torch
 
     batch = {"input_ids": torch.zeros(2, 16, dtype=torch.long)}
-    workload = Workload(object(), batch, StepOptions("32-true", 1, 1.0), share, target, RATES, facts, Limits(), allow)
+    workload = Workload(
+        object(), batch, StepOptions("32-true", 1, 1.0), samples_per_step, target, RATES, facts, Limits(), allow
+    )
     return replace(workload, **changes)

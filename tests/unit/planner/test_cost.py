@@ -5,13 +5,13 @@ import pytest
 from lightning_memfit.planner.time import PassWork, pass_seconds, step_seconds
 from lightning_memfit.techniques.core.cost import Cost, Work
 
-from .made import NUM_PARAMETERS, RATES, MadeLaboratory, made_workload
+from .made import NUM_PARAMETERS, RATES, MadeTraceStore, made_workload
 
 CPU = replace(RATES, asynchronous=False, link_bytes_per_s=None, num_cores=2)
 
 
 def plain():
-    return MadeLaboratory(made_workload(1000)).plain()
+    return MadeTraceStore(made_workload(1000)).plain()
 
 
 def test_products_and_traffic_add_up() -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_memfit.planner.workload import Devices, counted, devices_for
+from lightning_memfit.planner.workload import Devices, devices_for, parse_device_count
 
 
 @pytest.mark.parametrize(
@@ -14,12 +14,12 @@ from lightning_memfit.planner.workload import Devices, counted, devices_for
     ],
 )
 def test_a_name_may_say_how_many(name: str, found: tuple[int | None, str]) -> None:
-    assert counted(name) == found
+    assert parse_device_count(name) == found
 
 
 def test_none_is_no_number_of_devices() -> None:
     with pytest.raises(ValueError, match="at least one device"):
-        counted("0x 24GiB")
+        parse_device_count("0x 24GiB")
 
 
 def test_named_devices_are_on_one_machine_and_the_recipe_may_have_several() -> None:

@@ -7,7 +7,7 @@ import torch
 from lightning_memfit.memory import Category, Tier
 from lightning_memfit.models.architecture import build, resolve_config
 from lightning_memfit.planner.placement import NCCL_BYTES, Shape, deepspeed_placement, torch_placement
-from lightning_memfit.planner.steady_state import Standing
+from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.step import parameter_table
 from lightning_memfit.techniques.core.registry import find_technique
@@ -84,7 +84,7 @@ def test_from_disk_host_memory_holds_little() -> None:
 
 
 def test_torch_strategies_divide_what_a_trace_shows() -> None:
-    whole = Standing(1600, 1700, 2000, 800, 400, 0, 400)
+    whole = SteadyState(1600, 1700, 2000, 800, 400, 0, 400)
     table = (ParameterInfo("h.0.weight", 100, 4),)
     ddp = torch_placement(whole, sharding("ddp"), 2, table, cuda=False).standing
     assert ddp.kept_bytes == 2000  # gradients once more

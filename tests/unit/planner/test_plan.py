@@ -7,7 +7,7 @@ from lightning_memfit.planner.plan import Plan, label, overlay_of
 from lightning_memfit.planner.search import Search, smallest_device
 from lightning_memfit.planner.workload import check_allow, check_trainable
 
-from .made import MIB, MadeLaboratory, made_workload
+from .made import MIB, MadeTraceStore, made_workload
 
 OWN = {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"}
 EIGHT_BIT = {"class_path": "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit", "init_args": {"paged": True}}
@@ -18,7 +18,7 @@ def plan() -> Plan:
     from lightning_memfit.planner import search as make
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "Laboratory", lambda workload, cache, overlap: MadeLaboratory(workload))
+        patch.setattr(make, "TraceStore", lambda workload, cache, overlap: MadeTraceStore(workload))
         return make.make_plan(made_workload(1000))
 
 
@@ -26,7 +26,7 @@ def refused() -> Plan:
     from lightning_memfit.planner import search as make
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "Laboratory", lambda workload, cache, overlap: MadeLaboratory(workload))
+        patch.setattr(make, "TraceStore", lambda workload, cache, overlap: MadeTraceStore(workload))
         return make.make_plan(made_workload(250, allow=frozenset({"exact"})))
 
 
@@ -47,14 +47,14 @@ def test_plan_that_its_own_trace_refutes_is_made_again() -> None:
 
     from lightning_memfit.planner import search as make
 
-    class Refuting(MadeLaboratory):
+    class Refuting(MadeTraceStore):
         def needs_more(self, profile):  # type: ignore[no-untyped-def]
             count = sum(asked[0] == "exactly" for asked in self.asked)
             sizes = profile.events.sizes * (100 if count == 1 else 0)
             return replace(profile, events=replace(profile.events, sizes=sizes))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "Laboratory", lambda workload, cache, overlap: Refuting(workload))
+        patch.setattr(make, "TraceStore", lambda workload, cache, overlap: Refuting(workload))
         plan = make.make_plan(made_workload(200_000, allow=frozenset({"exact"})), verify=True)
     assert plan.fits
     assert plan.usable_bytes < 0.97 * 200_000 * MIB - 1
@@ -130,4 +130,4 @@ def test_without_a_device_there_is_no_plan() -> None:
     workload = made_workload(1000)
     nowhere = replace(workload, target=replace(workload.target, capacity_bytes=None))
     with pytest.raises(ValueError, match="--device"):
-        Search(MadeLaboratory(nowhere)).run()
+        Search(MadeTraceStore(nowhere)).run()

@@ -9,9 +9,9 @@ from lightning_memfit.estimate.target import host_target
 from lightning_memfit.memory import Category
 from lightning_memfit.models import CausalLM
 from lightning_memfit.planner.search import Search
-from lightning_memfit.planner.steady_state import released_levels, transients_of
+from lightning_memfit.planner.steady_state import released_gradients_of, released_levels
 from lightning_memfit.planner.time import rates_of
-from lightning_memfit.planner.trace_store import Laboratory
+from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.setting import Setting
@@ -37,15 +37,15 @@ def levels(*values: int) -> np.ndarray:
 
 def test_every_size_of_gradient_takes_what_its_step_takes_at_most() -> None:
     passing = levels(5, 7, 9, 7, 5, 6, 9, 5, 7, 8, 5)
-    assert transients_of(passing) == ((10_000, 40_000), (20_000, 40_000))
+    assert released_gradients_of(passing) == ((10_000, 40_000), (20_000, 40_000))
 
 
 def test_the_gradient_of_the_loss_is_no_gradient_of_a_parameter() -> None:
-    assert transients_of(levels(5, 7, 5) + np.array([0, 8, 8])) == ((20_008, 20_008),)
+    assert released_gradients_of(levels(5, 7, 5) + np.array([0, 8, 8])) == ((20_008, 20_008),)
 
 
 def test_gradients_that_are_kept_have_no_transients() -> None:
-    assert transients_of(levels(5, 7, 9)) == ()
+    assert released_gradients_of(levels(5, 7, 9)) == ()
 
 
 def test_gradients_count_until_another_operator_runs_and_their_steps_before_it() -> None:
@@ -80,7 +80,7 @@ def search(request: pytest.FixtureRequest) -> Search:
     module, target, options = CausalLM(config=request.param), host_target(1 << 34), StepOptions("32-true", 1)
     ids = torch.zeros(2, 16, dtype=torch.long)
     batch, facts = {"input_ids": ids, "labels": ids.clone()}, facts_of(module, target, options)
-    return Search(Laboratory(Workload(module, batch, options, SIZE, target, rates_of(target), facts)))
+    return Search(TraceStore(Workload(module, batch, options, SIZE, target, rates_of(target), facts)))
 
 
 @pytest.mark.parametrize(
@@ -95,5 +95,5 @@ def test_a_plan_with_released_gradients_needs_what_its_own_trace_needs(
     if mode is not None:
         options = {"keep": ["matmul", "attention"]} if mode == "selective" else {}
         setting = setting.choose("activation_checkpointing", mode=mode, **options)
-    exact = predict_peak_bytes(search.laboratory.exactly(setting), SIZE)
-    assert search.uniformly(setting).peak_bytes == pytest.approx(exact, rel=0.01)
+    exact = predict_peak_bytes(search.store.exactly(setting), SIZE)
+    assert search.solver.solve_uniform(setting).peak_bytes == pytest.approx(exact, rel=0.01)

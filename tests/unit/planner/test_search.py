@@ -9,13 +9,13 @@ from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.workload import Limits
 from lightning_memfit.techniques.core.setting import Setting
 
-from .made import MIB, NUM_PARAMETERS, MadeLaboratory, made_workload
+from .made import MIB, NUM_PARAMETERS, MadeTraceStore, made_workload
 
 EXACT = frozenset({"exact"})
 
 
 def search(usable_mib: int, **options: object) -> tuple[Search, Outcome]:
-    found = Search(MadeLaboratory(made_workload(usable_mib, **options)))  # type: ignore[arg-type]
+    found = Search(MadeTraceStore(made_workload(usable_mib, **options)))  # type: ignore[arg-type]
     return found, found.run()
 
 
@@ -54,7 +54,7 @@ def test_too_small_a_device_fits_nothing_and_says_how_much_is_missing() -> None:
 def test_where_only_tensors_count_less_is_left_free() -> None:
     workload = made_workload(1000)
     tensors = replace(workload, target=replace(workload.target, counts_tensors=True))
-    usable = [Search(MadeLaboratory(w)).bounds.usable_bytes for w in (workload, tensors)]  # type: ignore[arg-type]
+    usable = [Search(MadeTraceStore(w)).solver.budget.usable_bytes for w in (workload, tensors)]  # type: ignore[arg-type]
     assert usable[0] < 0.98 * usable[1] < 0.98 * 1000 * MIB
 
 
@@ -73,7 +73,8 @@ def test_bounds_are_bounds() -> None:
     found, outcome = search(1400)
     for solution in outcome.solutions:
         techniques = Setting(chosen=solution.setting.chosen).without("checkpointing")
-        assert found.bounds.seconds(techniques) <= found.traced_bound(techniques) <= solution.time.total * (1 + 1e-9)
+        traced = found.bound.traced_seconds(techniques)
+        assert found.bound.seconds(techniques) <= traced <= solution.time.total * (1 + 1e-9)
 
 
 def test_search_visits_less_than_everything() -> None:
@@ -86,8 +87,8 @@ def test_brute_force_finds_nothing_faster() -> None:
     found, outcome = search(1100)
     assert outcome.best is not None
     for setting in candidates(found.workload)[0]:
-        if found.bounds.least_bytes(setting) <= found.bounds.usable_bytes:
-            solution = found.solve(setting)
+        if found.bound.least_bytes(setting) <= found.solver.budget.usable_bytes:
+            solution = found.solver.solve(setting)
             if hasattr(solution, "time"):
                 assert outcome.best.time.total <= solution.time.total * 1.006
 
@@ -119,7 +120,7 @@ def test_host_memory_is_a_limit() -> None:
 
 def test_host_masters_leave_half_precision_weights_on_the_device() -> None:
     found, _ = search(1000, allow=EXACT)
-    model = found.model(Setting().choose("host_master_weights"))
+    model = found.solver.models.of(Setting().choose("host_master_weights"))
     count = NUM_PARAMETERS
     assert model.off_device().total(Tier.HOST) == 4 * count + 4 * count + 8 * count
     assert model.off_device().total(Tier.PINNED_HOST) == 2 * count
@@ -128,14 +129,14 @@ def test_host_masters_leave_half_precision_weights_on_the_device() -> None:
 def test_on_the_cpu_host_masters_lie_beside_the_weights() -> None:
     workload = made_workload(40_000)
     on_cpu = replace(workload, target=replace(workload.target, kind="cpu", runtime=None))
-    found = Search(MadeLaboratory(on_cpu))  # type: ignore[arg-type]
-    model = found.model(Setting().choose("host_master_weights"))
+    found = Search(MadeTraceStore(on_cpu))  # type: ignore[arg-type]
+    model = found.solver.models.of(Setting().choose("host_master_weights"))
     assert not model.off_device().entries
     assert model.peak_bytes(1) >= (2 + 4 + 4 + 8) * NUM_PARAMETERS
 
 
 def test_state_bytes_by_closed_form() -> None:
-    profile = MadeLaboratory(made_workload(1000)).plain()
+    profile = MadeTraceStore(made_workload(1000)).plain()
     count = NUM_PARAMETERS
     assert state_bytes(Setting(), profile, 4) == 16 * count
     assert state_bytes(Setting().choose("host_master_weights"), profile, 2) == 2 * count
@@ -145,7 +146,7 @@ def test_state_bytes_by_closed_form() -> None:
 
 
 def test_one_size_is_planned_for_where_no_other_is_known() -> None:
-    class OneSize(MadeLaboratory):
+    class OneSize(MadeTraceStore):
         def passes(self, setting, choice):  # type: ignore[no-untyped-def]
             return replace(super().passes(setting, choice), slopes=None)
 

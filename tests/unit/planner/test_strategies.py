@@ -13,7 +13,7 @@ from lightning_memfit.planner.workload import Devices, Limits, Workload
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.setting import Setting
 
-from .made import MIB, NUM_BLOCKS, NUM_PARAMETERS, RATES, MadeLaboratory, made_workload
+from .made import MIB, NUM_BLOCKS, NUM_PARAMETERS, RATES, MadeTraceStore, made_workload
 
 EXACT = frozenset({"exact"})
 FAST = replace(RATES, interconnect_bytes_per_s=200e9, disk_bytes_per_s=2e9, host_bytes_per_s=40e9, num_cores=8)
@@ -25,7 +25,7 @@ LITTLE_HOST = Limits(host_bytes=1400 * MIB, disk_bytes=100 * GIB)
 PER_BLOCK = 16
 
 
-class Blocks(MadeLaboratory):
+class Blocks(MadeTraceStore):
     """The made-up module with its weights in as many pieces as a real one's."""
 
     def plain(self) -> ModelProfile:
@@ -45,12 +45,12 @@ def in_pieces(profile: ModelProfile) -> ModelProfile:
 def with_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules are under test, not what is installed; and devices of a gigabyte, where NCCL's share would be half."""
     monkeypatch.setattr("lightning_memfit.techniques.core.technique.find_spec", lambda name: object())
-    for module in ("bounds", "placement"):
+    for module in ("memory", "placement"):
         monkeypatch.setattr(f"lightning_memfit.planner.{module}.NCCL_BYTES", MIB)
 
 
 def workload(usable_mib: int, devices: int = 1, rates: Rates = FAST, limits: Limits = NO_DISK, **more: Any) -> Workload:
-    made = made_workload(usable_mib, **{"allow": EXACT, "share": 16, **more})
+    made = made_workload(usable_mib, **{"allow": EXACT, "samples_per_step": 16, **more})
     return replace(made, rates=rates, limits=limits, devices=Devices(devices), strategies=True)
 
 
@@ -96,7 +96,7 @@ def test_weights_stay_whole_as_long_as_they_fit() -> None:
     assert strategy(outcome) in ("zero_1", "zero_2")
     times = {}
     for stage in (1, 2, 3):
-        solution = found.solve(Setting(world_size=4).choose(f"zero_{stage}"))
+        solution = found.solver.solve(Setting(world_size=4).choose(f"zero_{stage}"))
         times[stage] = solution.time.total
     assert times[2] < times[3]
 
@@ -193,12 +193,13 @@ def test_bounds_are_bounds_and_nothing_is_faster() -> None:
         found, outcome = search(usable, devices=devices, rates=rates)
         assert outcome.best is not None
         for setting in candidates(found.workload)[0]:
-            if found.bounds.least_bytes(setting) > found.bounds.usable_bytes:
+            if found.bound.least_bytes(setting) > found.solver.budget.usable_bytes:
                 continue
-            solution = found.solve(setting)
+            solution = found.solver.solve(setting)
             if hasattr(solution, "time"):
-                assert found.bounds.seconds(setting) <= found.traced_bound(setting) <= solution.time.total * (1 + 1e-9)
-                assert found.bounds.least_bytes(setting) <= solution.needed_bytes
+                traced = found.bound.traced_seconds(setting)
+                assert found.bound.seconds(setting) <= traced <= solution.time.total * (1 + 1e-9)
+                assert found.bound.least_bytes(setting) <= solution.needed_bytes
                 alike = 1.05 if devices > 1 else 1.005
                 assert outcome.best.time.total <= solution.time.total * (alike + 0.001)
 
@@ -220,6 +221,6 @@ def test_half_precision_of_deepspeed_has_to_be_allowed_even_if_the_recipe_is_mix
 
 
 def test_strategies_trace_nothing_of_their_own() -> None:
-    laboratory = Blocks(workload(1100, devices=2))
-    Search(laboratory).run()  # type: ignore[arg-type]
-    assert all(asked[1].of_kind("strategy") is None for asked in laboratory.asked)
+    store = Blocks(workload(1100, devices=2))
+    Search(store).run()  # type: ignore[arg-type]
+    assert all(asked[1].of_kind("strategy") is None for asked in store.asked)

@@ -5,9 +5,9 @@ import torch
 
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.models import CausalLM
-from lightning_memfit.planner.steady_state import Standing
+from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.planner.time import rates_of
-from lightning_memfit.planner.trace_store import Laboratory, only_stepping
+from lightning_memfit.planner.trace_store import TraceStore, only_stepping
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.setting import Setting
@@ -15,19 +15,19 @@ from lightning_memfit.techniques.core.setting import Setting
 GPT2 = {"model_type": "gpt2", "n_layer": 9, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 16}
 
 
-def laboratory() -> Laboratory:
+def store() -> TraceStore:
     module, target, options = CausalLM(config=GPT2), named_target("12GiB"), StepOptions("32-true", 1, 1.0)
     ids = torch.zeros(2, 16, dtype=torch.long)
     facts = facts_of(module, target, options)
     batch = {"input_ids": ids, "labels": ids.clone()}
-    return Laboratory(Workload(module, batch, options, 2, target, rates_of(target), facts))
+    return TraceStore(Workload(module, batch, options, 2, target, rates_of(target), facts))
 
 
 @pytest.mark.parametrize("technique", ["", "optimizer_8bit"])
 def test_blocks_that_are_left_out_add_what_the_others_do(technique: str) -> None:
-    lab = laboratory()
+    traces = store()
     setting = Setting().choose(technique) if technique else Setting()
-    few, more, whole = (Standing.of(lab._stepping(setting, number), 512) for number in (3, 5, None))
+    few, more, whole = (SteadyState.of(traces._stepping(setting, number), 512) for number in (3, 5, None))
     assert few.kept_bytes < more.kept_bytes < whole.kept_bytes
     assert few.extended(more, 3, 5, 9) == whole
 

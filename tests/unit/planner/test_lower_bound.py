@@ -3,41 +3,41 @@ from dataclasses import replace
 import pytest
 
 from lightning_memfit.planner.candidates import Rejected
-from lightning_memfit.planner.lower_bound import Optimist
+from lightning_memfit.planner.lower_bound import LowerBound
 from lightning_memfit.planner.search import Search
-from lightning_memfit.planner.solve import Solution
+from lightning_memfit.planner.solve import Solution, Solver, Unknown
 from lightning_memfit.planner.time import StepTime
 from lightning_memfit.techniques.core.setting import Setting
 
-from .made import MadeLaboratory, made_workload
+from .made import MadeTraceStore, made_workload
 
 ROOMY, TIGHT = 40_000, 1400
 PLAIN = Setting()
 CHUNKED = PLAIN.choose("chunked_loss")
 
 
-def optimist(usable_mib: int, *traced: Setting) -> Optimist:
+def search_with(usable_mib: int, *traced: Setting) -> Search:
     """With the passes of some settings traced, every choice, and the plain ones of all others."""
-    found = Search(MadeLaboratory(made_workload(usable_mib)))  # type: ignore[arg-type]
+    found = Search(MadeTraceStore(made_workload(usable_mib)))  # type: ignore[arg-type]
     for setting in traced:
         for choice in ("none", "full", "keep_matmul_attention"):
-            found.laboratory.passes(setting, choice)  # type: ignore[arg-type]
-    return Optimist(found)
+            found.store.passes(setting, choice)  # type: ignore[arg-type]
+    return found
 
 
-def num_asked(found: Optimist) -> int:
-    return len(set(found.laboratory.asked))  # type: ignore[attr-defined]
+def num_asked(found: Search) -> int:
+    return len(set(found.store.asked))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["fused_adamw", "paged_optimizer"])
 @pytest.mark.parametrize("usable_mib", [ROOMY, TIGHT])
-def test_no_plan_is_better_than_the_optimists_which_takes_no_trace(name: str, usable_mib: int) -> None:
+def test_no_plan_is_better_than_the_lower_bounds_which_takes_no_trace(name: str, usable_mib: int) -> None:
     setting = PLAIN.choose(name)
-    found = optimist(usable_mib, PLAIN)
+    found = search_with(usable_mib, PLAIN)
     before = num_asked(found)
-    least = found.least(setting)
+    least = found.bound.solve(setting)
     assert num_asked(found) == before
-    exact = Search(found.laboratory).solve(setting)
+    exact = Solver(found.store).solve(setting)
     assert isinstance(exact, Solution)
     assert isinstance(least, Solution)
     assert least.time.total <= exact.time.total
@@ -45,12 +45,12 @@ def test_no_plan_is_better_than_the_optimists_which_takes_no_trace(name: str, us
 
 
 def test_blocks_are_lent_to_another_loss() -> None:
-    found = optimist(TIGHT, CHUNKED)
-    found.laboratory.passes(PLAIN, "none")
+    found = search_with(TIGHT, CHUNKED)
+    found.store.passes(PLAIN, "none")
     before = num_asked(found)
-    least = found.least(PLAIN)
+    least = found.bound.solve(PLAIN)
     assert num_asked(found) == before
-    exact = Search(found.laboratory).solve(PLAIN)
+    exact = Solver(found.store).solve(PLAIN)
     if isinstance(exact, Solution):
         assert isinstance(least, Solution)
         assert least.time.total <= exact.time.total
@@ -59,14 +59,14 @@ def test_blocks_are_lent_to_another_loss() -> None:
 
 
 def test_nothing_is_said_of_what_nothing_is_known() -> None:
-    found = optimist(TIGHT)
-    found.laboratory.passes(PLAIN, "none")
-    assert found.least(PLAIN) is None
+    found = search_with(TIGHT)
+    found.store.passes(PLAIN, "none")
+    assert found.bound.solve(PLAIN) == Unknown()
 
 
 def test_what_fits_nowhere_is_refused_without_a_trace() -> None:
-    found = optimist(300, PLAIN)
-    least = found.least(PLAIN.choose("fused_adamw"))
+    found = search_with(300, PLAIN)
+    least = found.bound.solve(PLAIN.choose("fused_adamw"))
     assert isinstance(least, Rejected)
     assert "needs" in least.reason
 
@@ -74,17 +74,19 @@ def test_what_fits_nowhere_is_refused_without_a_trace() -> None:
 def test_combinations_that_cannot_be_better_are_passed_over_with_how_much_slower_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def slow(self: Optimist, setting: Setting) -> Solution | Rejected | None:
-        found = self.solve(setting)
+    solve = LowerBound.solve
+
+    def slow(self: LowerBound, setting: Setting) -> Solution | Rejected | Unknown:
+        found = solve(self, setting)
         return replace(found, time=StepTime({"arithmetic": 1000.0})) if isinstance(found, Solution) else found
 
     def search() -> tuple[int, float, set[str]]:
-        outcome = Search(MadeLaboratory(made_workload(800))).run()  # type: ignore[arg-type]
+        outcome = Search(MadeTraceStore(made_workload(800))).run()  # type: ignore[arg-type]
         assert outcome.best is not None
         return len(outcome.solutions), outcome.best.time.total, {r.reason for r in outcome.rejected if r.slower}
 
     several, _, _ = search()
-    monkeypatch.setattr(Optimist, "least", slow)
+    monkeypatch.setattr(LowerBound, "solve", slow)
     one, best, reasons = search()
     assert several > one == 1
     assert reasons == {f"at least {1000.0 / best - 1:.0%} slower"}
