@@ -84,6 +84,8 @@ def _arguments(class_path: str) -> set[str]:
 def _closest_class(name: str) -> str:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
+    for public in lightning_memfit.__all__:
+        getattr(lightning_memfit, public)  # only what is imported can be suggested
     paths: dict[str, str] = {}
     for base in (Callback, LightningDataModule, LightningModule):
         for cls in _subclasses(base):

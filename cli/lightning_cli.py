@@ -1,8 +1,11 @@
 """`MemFitCLI`: Lightning's command line with our recipes and errors."""
 
+import re
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from jsonargparse import set_parsing_settings
@@ -48,7 +51,6 @@ class MemFitCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
-        import_public_names()
         silence_deprecated_calls()
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
         super().__init__(
@@ -67,8 +69,10 @@ class MemFitCLI(LightningCLI):
         self._arguments: list[str] | None = None
         if isinstance(arguments, Sequence):
             self._arguments = resolve_arguments(arguments)
+            import_named(self._arguments)
             self.config = parser.parse_args(self._arguments)
         else:
+            import_named([str(arguments)])
             self.config = parser.parse_object(arguments)
 
     @override
@@ -97,14 +101,24 @@ class MemFitCLI(LightningCLI):
         print(f"Checkpoint: {path}" if path else "No checkpoint was written.")
 
 
-def import_public_names() -> None:
-    """Import all public classes of the package, so that YAML and options take `MicroBatching` for its full path.
+def import_named(arguments: Sequence[str]) -> None:
+    """Import the public classes that arguments and their files name, so that a bare class name stands for its path.
 
-    jsonargparse finds a bare class name, and lists classes in `--trainer.callbacks.help`, among the subclasses that are
-    imported. Strategies register the names that `trainer.strategy` takes.
+    jsonargparse finds a bare name, and lists classes in `--trainer.callbacks.help`, among the subclasses that are
+    imported. Help imports all of them; a run that names no strategy pays for none.
     """
+    texts = list(arguments)
+    for argument in arguments:
+        path = Path(argument.rpartition("=")[2])
+        if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
+            texts.append(path.read_text(encoding="utf-8", errors="replace"))
+    words = {word for text in texts for word in re.findall(r"\w+", text)}
+    wants_help = "help" in words or "-h" in arguments
     for name in lightning_memfit.__all__:
-        getattr(lightning_memfit, name)
+        if wants_help or name in words:
+            getattr(lightning_memfit, name)
+    if wants_help or "strategy" in words:
+        import_module("lightning_memfit.strategies")  # registers the names that `trainer.strategy` takes
 
 
 def silence_deprecated_calls() -> None:

@@ -284,3 +284,17 @@ print("torch" in sys.modules, "lightning" in sys.modules, file=sys.stderr)
     assert runs[0].stderr.split()[-2:] == ["True", "False"]
     assert runs[1].stderr.split()[-2:] == ["False", "False"]
     assert runs[0].stdout == runs[1].stdout
+
+
+def test_a_recipe_imports_nothing_that_it_does_not_name(recipe):
+    """Fitting, strategies and the planner are most of the package, and no part of an estimate."""
+    code = (
+        "import sys\n"
+        "from lightning_memfit.cli.main import main\n"
+        f"assert main(['estimate', *{recipe!r}, '--device', '12GiB', '--no-cache', '--json']) == 0\n"
+        "folders = ('fitting', 'strategies', 'nvme', 'planner', 'measure', 'bench')\n"
+        "prefixes = tuple(f'lightning_memfit.{folder}' for folder in folders)\n"
+        "print(sorted(name for name in sys.modules if name.startswith(prefixes)), file=sys.stderr)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert run.stderr.splitlines()[-1] == "[]"
