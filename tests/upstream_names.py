@@ -33,6 +33,7 @@ VERSIONS = {
 # The module or class that an attribute belongs to, which the expressions of the package don't tell. Names that are
 # imported need no line: their import path says where they are.
 NAMES: dict[str, str] = {
+    "_autograd": "torch._C",
     "_BatchNorm": "torch.nn.modules.batchnorm",
     "_C": "torch",
     "_ExcludeDispatchKeyGuard": "torch._C",
