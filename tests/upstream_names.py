@@ -33,7 +33,6 @@ VERSIONS = {
 # The module or class that an attribute belongs to, which the expressions of the package don't tell. Names that are
 # imported need no line: their import path says where they are.
 NAMES: dict[str, str] = {
-    "_autograd": "torch._C",
     "_BatchNorm": "torch.nn.modules.batchnorm",
     "_C": "torch",
     "_ExcludeDispatchKeyGuard": "torch._C",
@@ -42,6 +41,7 @@ NAMES: dict[str, str] = {
     "_actions": "argparse.ArgumentParser",
     "_apply": "torch.distributed.tensor.parallel.style.ParallelStyle",
     "_attn_implementation": "transformers.PreTrainedConfig",
+    "_autograd": "torch._C",
     "_base": "torch.Tensor",
     "_call_callback_hooks": "lightning.pytorch.trainer.call",
     "_call_lightning_module_hook": "lightning.pytorch.trainer.call",
@@ -82,12 +82,14 @@ NAMES: dict[str, str] = {
     "_load_config": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_local_scalar_dense": "torch.ops.aten",
     "_loss_function": "transformers.PreTrainedModel",
+    "_make_closure": "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
     "_make_zero_grad_fn": "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
     "_modules": "torch.nn.Module",
     "_name": "ctypes.CDLL",
     "_new_buffer": "torchao.optim.adam._AdamBase",
     "_on_before_batch_transfer": "lightning.pytorch.LightningModule",
     "_opname": "torch._ops.OpOverload",
+    "_optimizer_step": "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
     "_overloadpacket": "torch._ops.OpOverload",
     "_parameters": "torch.nn.Module",
     "_parse_ckpt_path": "lightning.pytorch.cli.LightningCLI",
