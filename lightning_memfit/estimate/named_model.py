@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from lightning_memfit.estimate.architectures import Architecture, NamedRun
 from lightning_memfit.optim.optimizers import find_optimizer
@@ -59,10 +60,12 @@ def _as_lightning_module(model: Any, optimizer: str) -> Any:
             super().__init__()
             self.model = model
 
+        @override
         def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             loss: torch.Tensor = self.model(**batch).loss
             return loss
 
+        @override
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer_factory(optimizer)(self)
 

@@ -161,25 +161,23 @@ class Float32Step(Optimizer):
             raise AttributeError(name)  # not constructed yet
         return getattr(self.wrapped, name)
 
-    @property
+    @property  # type: ignore[explicit-override]  # mypy 2.4 misses it where there is a setter
     @override
     def param_groups(self) -> list[dict[str, Any]]:
         """Groups of the wrapped optimizer."""
         return self.wrapped.param_groups
 
     @param_groups.setter
-    @override
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.wrapped.param_groups = groups
 
-    @property
+    @property  # type: ignore[explicit-override]  # mypy 2.4 misses it where there is a setter
     @override
     def state(self) -> Any:
         """States of the wrapped optimizer, keyed by the weights."""
         return self.wrapped.state
 
     @state.setter
-    @override
     def state(self, state: Any) -> None:
         self.wrapped.state = state
 

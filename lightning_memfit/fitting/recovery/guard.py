@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.host_states import absent_bytes
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
@@ -142,9 +143,11 @@ class _Guarded(AbstractContextManager[None]):
         self._attributes = vars(optimizer)
         self._own = self._attributes.get("step")
 
+    @override
     def __enter__(self) -> None:
         self._attributes["step"] = partial(self._guard.step, self._optimizer, self._optimizer.step)
 
+    @override
     def __exit__(self, *_: Any) -> None:
         if self._own is None:
             del self._attributes["step"]

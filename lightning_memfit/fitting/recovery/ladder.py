@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memfit.checkpointing.apply import (
     AppliedCheckpointing,
@@ -165,15 +166,18 @@ class Recomputation(Rung):
         self._num_blocks = 0
 
     @property
+    @override
     def description(self) -> str:
         """How many blocks."""
         return f"the activations of {self._num_blocks} more blocks recomputed in backward"
 
+    @override
     def refusal(self) -> str | None:
         """None where a block keeps activations."""
         plain, partial = self._blocks()
         return None if plain or partial else "there is no repeated block that keeps activations"
 
+    @override
     def apply(self) -> None:
         """Change the blocks."""
         plain, partial = self._blocks()
@@ -184,6 +188,7 @@ class Recomputation(Rung):
             forward.choice = "full"
         self._num_blocks = len(plain) + len(partial)
 
+    @override
     def remove(self) -> None:
         """Have blocks keep what they kept before."""
         if self._applied is not None:
@@ -223,16 +228,19 @@ class InputsOnHost(Rung):
         self._moved: list[CheckpointedForward] = []
 
     @property
+    @override
     def description(self) -> str:
         """How many blocks."""
         return f"the inputs of {len(self._moved)} recomputed blocks in host memory"
 
+    @override
     def refusal(self) -> str | None:
         """None where a block is recomputed from inputs on the device."""
         if not self._has_host:
             return _NO_HOST
         return None if any(self._on_device()) else "no block is recomputed from inputs on the device"
 
+    @override
     def apply(self) -> None:
         """Change the blocks, which share one pool, so that each knows which ran before it."""
         pool = OffloadPool()
@@ -240,6 +248,7 @@ class InputsOnHost(Rung):
         for forward in self._moved:
             forward.inputs_on_host = pool
 
+    @override
     def remove(self) -> None:
         """Keep inputs on the device."""
         for forward in self._moved:
@@ -271,19 +280,23 @@ class StatesOnHost(Rung):
         self._states: HostStates | None = None
 
     @property
+    @override
     def description(self) -> str:
         """How much was moved."""
         size = "" if self._states is None else f" ({format_bytes(self._states.size_bytes)})"
         return f"optimizer states in host memory between steps{size}"
 
+    @override
     def refusal(self) -> str | None:
         """None where states can be moved and there is room for them."""
         return reason_to_stay(self._optimizer, self._free_bytes()) if self._has_host else _NO_HOST
 
+    @override
     def apply(self) -> None:
         """Send the states, now and after each step."""
         self._states = HostStates(self._optimizer, self._free_bytes())
 
+    @override
     def remove(self) -> None:
         """Have the states stay on the device."""
         if self._states is not None:

@@ -1,6 +1,7 @@
 """`MicroBatchSize`: the size in use, lowered after a failure and raised again when a `Backoff` has passed."""
 
 from dataclasses import dataclass
+from itertools import chain
 
 STEPS_BEFORE_GROWTH = 100
 _LONGEST = 100 * STEPS_BEFORE_GROWTH
@@ -52,11 +53,9 @@ def prefer(local_batch_size: int, largest: int) -> int:
     largest = min(largest, local_batch_size)
     fewest = -(-local_batch_size // -(-local_batch_size // largest))
     candidates = range(largest, fewest - 1, -1)
-    for is_good in (lambda size: local_batch_size % size == 0, lambda size: size % 8 == 0):
-        for size in candidates:
-            if is_good(size):
-                return size
-    return largest
+    dividing = (size for size in candidates if local_batch_size % size == 0)
+    eights = (size for size in candidates if size % 8 == 0)
+    return next(chain(dividing, eights), largest)
 
 
 @dataclass
