@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
 
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.memory import format_bytes
@@ -53,15 +54,18 @@ class PlanFeedback(pl.Callback):
         self._last_step = 0
         self._durations: list[float] = []
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin with the next step."""
         self._last, self._last_step, self._durations = None, trainer.global_step, []
         self.measured_seconds = None
 
+    @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave out the step that a validation interrupts."""
         self._last = None
 
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
