@@ -26,7 +26,7 @@ from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.core.facts import Facts
 from lightning_memfit.techniques.core.registry import find_technique, register, register_optimizer
 from lightning_memfit.techniques.core.setting import Setting
-from tests.unit.planner.made import MadeLaboratory, made_workload
+from tests.unit.planner.made import MadeTraceStore, made_workload
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "how_to_add.md").read_text()
 BLOCKS = dict(re.findall(r"```python (\w+)\n(.*?)```", PAGE, re.DOTALL))
@@ -109,7 +109,7 @@ def test_an_optimizer(monkeypatch):
         assert setting.validate(FACTS) == []
         assert [callback.name for callback in setting.callbacks()] == ["torch.NAdam"]
         assert "nadam" in planned({"optimizer"})
-        profile = MadeLaboratory(made_workload(1000)).plain()
+        profile = MadeTraceStore(made_workload(1000)).plain()
         assert state_bytes(setting, profile, 4) == state_bytes(Setting(), profile, 4)
         assert setting.cost(profile) == Setting().cost(profile)  # as large states as AdamW's
     finally:
@@ -129,7 +129,7 @@ def test_a_strategy(monkeypatch):
         assert setting.run(Facts()).strategy == "DDPStrategy"
         class_path = "lightning_memfit.strategies.half_exchange.HalfExchangeStrategy"
         assert setting.overlay()["trainer"]["strategy"] == {"class_path": class_path}
-        profile = MadeLaboratory(made_workload(1000)).plain()
+        profile = MadeTraceStore(made_workload(1000)).plain()
         assert setting.cost(profile) == Setting(world_size=2).choose("ddp").cost(profile)
         assert "half_exchange" in planned(set(), devices=Devices(2), strategies=True)
         strategies.register()
