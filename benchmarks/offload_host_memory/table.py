@@ -8,9 +8,8 @@ from benchmarks.marks import insert
 from benchmarks.offload_host_memory.predict import gpt2_xl_run, predict
 from benchmarks.offload_host_memory.run import RESULTS
 from benchmarks.precision.table import ROOT
-from lightning_memfit.estimate.zero_moments import zero_moments
+from lightning_memfit.estimate.deepspeed import deepspeed_memory
 from lightning_memfit.memory import MIB, format_bytes
-from lightning_memfit.nvme.peaks import host_peak, host_peak_bytes
 
 PAGE = ROOT / "docs" / "guides" / "nvme.md"
 MARK = "offload_host_memory"
@@ -27,7 +26,7 @@ TITLES = {
 
 def predicted_bytes(row: dict[str, Any]) -> int:
     """Peak of host memory on the CPU, by the model as it is now."""
-    return host_peak_bytes(predict(row), on_cpu=True)
+    return predict(row).host_peak_bytes
 
 
 def error(row: dict[str, Any]) -> float:
@@ -49,8 +48,7 @@ def render(document: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        moments = predict(row)
-        moment, _ = host_peak(moments, on_cpu=True)
+        moment, _ = predict(row).host_peak
         pinned = f"{row['locked_bytes'] / MIB:.0f} MiB" if row["locked_bytes"] else ""
         lines.append(
             f"| {TITLES[row['kind']]} | {row['size']} | {row['ranks']} | {row['precision'].split('-')[0]} | "
@@ -58,7 +56,7 @@ def render(document: dict[str, Any]) -> str:
             f"{moment} | {pinned} |"
         )
     kept = document["largest_with_freed_memory_kept"]["peak_bytes"]
-    xl = host_peak_bytes(zero_moments(gpt2_xl_run()), on_cpu=True)
+    xl = deepspeed_memory(gpt2_xl_run()).host_peak_bytes
     measured = json.loads(GPT2_XL.read_text(encoding="utf-8"))["peak_rss_bytes"]
     return "\n".join(
         [

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
+from lightning_memfit.memory import MIB
 from lightning_memfit.profile.record import ParameterInfo
+
+NCCL_BYTES = 512 * MIB
+"""What NCCL keeps on a device beside tensors; an assumption, as it depends on topology and version."""
 
 _IN_BLOCK = re.compile(r"(.+?\.\d+)\.")
 """Names of parameters of repeated blocks; the group is the block."""

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lightning_memfit.device.health import Finding, build_tools, check_direct_io, check_disk_speed
 from lightning_memfit.device.probe import probe_host
 from lightning_memfit.device.storage import measure_storage
+from lightning_memfit.estimate.deepspeed import DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
+from lightning_memfit.estimate.deepspeed_sizes import AioSettings
 from lightning_memfit.memory import GIB, MIB, MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.nvme.extensions import BuildLock, build_locks
 from lightning_memfit.nvme.folder import RunState, find_runs, parent_problem
-from lightning_memfit.nvme.peaks import (
-    Moments,
-    device_peak_bytes,
-    host_peak,
-    host_peak_bytes,
-    host_tiers,
-    largest_parts,
-)
-from lightning_memfit.nvme.sizing import AioSettings, InfinitySizes
 from lightning_memfit.nvme.traffic import Traffic
 from lightning_memfit.nvme.watermark import free_bytes
 
@@ -211,9 +205,7 @@ _DEVICE_FIX = "cut its largest layer into tiles (`tiling_hints`), make the reduc
 class Needs:
     """What a run asks of one machine."""
 
-    states: MemoryBreakdown
-    """Of one rank, from `estimate.zero_infinity`."""
-    sizes: InfinitySizes
+    run: DeepSpeedRun
     traffic: Traffic
     """Of all ranks on this machine."""
     ranks: int = 1
@@ -224,13 +216,11 @@ class Needs:
     """What stays free on the drive; the run's `DiskWatermark`."""
     endurance_tbw: float | None = None
     """Terabytes that the drive is rated to be written; None where unknown."""
-    moments: Moments = field(default_factory=dict)
-    """Of one rank, from `estimate.zero_moments`. Without, only the states are asked for."""
 
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the device's memory is the host's."""
-        return self.device_free_bytes is None
+    @cached_property
+    def memory(self) -> DeepSpeedMemory:
+        """Of one rank."""
+        return deepspeed_memory(self.run)
 
 
 @dataclass(frozen=True)
@@ -240,7 +230,7 @@ class PreflightReport:
     nvme_path: str
     findings: tuple[Finding, ...]
     states: MemoryBreakdown
-    """Needed by one rank."""
+    """Needed by one rank while it computes, without activations."""
     seconds_per_step: float | None = None
     """A bound from below, by the transfers; None where the drive could not be measured."""
     host_peak_bytes: int | None = None
@@ -297,8 +287,8 @@ def preflight(nvme_path: str | Path, needs: Needs) -> PreflightReport:
     if problem is None:
         drive, seconds = _drive(nvme_path, needs)
         findings += drive
-    peak = host_peak_bytes(needs.moments, needs.on_cpu) if needs.moments else None
-    return PreflightReport(str(nvme_path), (*findings, *_memory(needs)), needs.states, seconds, peak)
+    states, peak = needs.memory.around_passes, needs.memory.host_peak_bytes
+    return PreflightReport(str(nvme_path), (*findings, *_memory(needs)), states, seconds, peak)
 
 
 def sentence(finding: Finding) -> str:
@@ -310,7 +300,7 @@ def _drive(folder: str | Path, needs: Needs) -> tuple[list[Finding], float | Non
     runs = find_runs(folder)
     findings = check_other_runs(runs)
     free = free_bytes(folder) + _reclaimed(runs)
-    needed = needs.ranks * needs.states.total(Tier.DISK)
+    needed = needs.ranks * needs.memory.kept.total(Tier.DISK)
     findings.append(check_disk_room(needed, free, needs.reserve_bytes))
     if free_bytes(folder) < 2 * SAMPLE_BYTES:
         return findings, None  # no room to try anything
@@ -323,33 +313,32 @@ def _drive(folder: str | Path, needs: Needs) -> tuple[list[Finding], float | Non
     return findings, seconds
 
 
-def host_memory(moments: Moments, on_cpu: bool, ranks: int, available_bytes: int, fix: str) -> Finding:
+def host_memory(memory: DeepSpeedMemory, ranks: int, available_bytes: int, fix: str) -> Finding:
     """Whether all ranks of this machine find the host memory of their largest moment.
 
     Args:
-        moments: Of one rank.
-        on_cpu: Whether the device's memory is the host's.
+        memory: Of one rank.
         ranks: On this machine.
         available_bytes: For all of them.
         fix: What to do where it doesn't suffice.
     """
-    moment, peak = host_peak(moments, on_cpu)
-    needed = ranks * host_peak_bytes(moments, on_cpu)
-    parts = largest_parts(peak, host_tiers(on_cpu))
-    return check_host_memory(needed, available_bytes, ranks, moment, parts, fix)
+    moment, peak = memory.host_peak
+    needed = ranks * memory.host_peak_bytes
+    parts = [(f"{tier} {what}".replace("_", " "), size) for tier, what, size in peak if tier in memory.host_tiers]
+    largest = sorted(parts, key=lambda part: -part[1])[:3]
+    return check_host_memory(needed, available_bytes, ranks, moment, largest, fix)
 
 
 def _memory(needs: Needs) -> list[Finding]:
-    host, moments = probe_host(), needs.moments or {"kept": needs.states}
-    findings = []
+    host, memory, findings = probe_host(), needs.memory, []
+    assert needs.run.sizes is not None
     if needs.device_free_bytes is not None:
-        device = device_peak_bytes(moments)
-        findings.append(check_memory("device memory", device, needs.device_free_bytes, _DEVICE_FIX))
-    findings.append(host_memory(moments, needs.on_cpu, needs.ranks, host.available_bytes, _HOST_FIX))
-    findings.append(check_pinned(needs.states.total(Tier.PINNED_HOST), host.memlock_limit_bytes))
+        findings.append(check_memory("device memory", memory.device_peak_bytes, needs.device_free_bytes, _DEVICE_FIX))
+    findings.append(host_memory(memory, needs.ranks, host.available_bytes, _HOST_FIX))
+    findings.append(check_pinned(memory.kept.total(Tier.PINNED_HOST), host.memlock_limit_bytes))
     used, limit = (int(Path(f"/proc/sys/fs/{name}").read_text()) for name in ("aio-nr", "aio-max-nr"))
     handles = needs.ranks * _HANDLES_PER_RANK
-    return [*findings, check_aio_contexts(needs.sizes.aio, handles, used, limit)]
+    return [*findings, check_aio_contexts(needs.run.sizes.aio, handles, used, limit)]
 
 
 def _reclaimed(runs: Sequence[RunState]) -> int:

@@ -19,8 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from lightning_memfit.estimate.deepspeed_sizes import AioSettings
 from lightning_memfit.memory import MIB
-from lightning_memfit.nvme.sizing import AioSettings
 
 POINTS = tuple(
     AioSettings(block_size, queue_depth, threads)

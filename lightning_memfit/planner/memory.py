@@ -18,10 +18,12 @@ import numpy as np
 from lightning_memfit.checkpointing.knapsack import BlockOption, CheckpointingProblem, PlanFrontier
 from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures
+from lightning_memfit.estimate.deepspeed import DeepSpeedRun
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_peak_bytes, predict_total_bytes
+from lightning_memfit.estimate.sharding import NCCL_BYTES
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.planner.candidates import state_bytes, with_losses
-from lightning_memfit.planner.placement import NCCL_BYTES, Placement, Shape, deepspeed_placement, torch_placement
+from lightning_memfit.planner.placement import Placement, deepspeed_placement, torch_placement
 from lightning_memfit.planner.steady_state import ReleasedGradients, SteadyState, later_phases, released_levels
 from lightning_memfit.planner.time import RECOMPUTED_OPERATOR, PassWork, TimeModel
 from lightning_memfit.planner.trace_store import CHOICES, TraceStore, passes_of
@@ -29,6 +31,7 @@ from lightning_memfit.profile.events import CATEGORIES, EventList
 from lightning_memfit.profile.record import ModelProfile, trained
 from lightning_memfit.techniques.core import cost as step_cost
 from lightning_memfit.techniques.core.setting import Setting
+from lightning_memfit.techniques.core.sharding import Sharding
 
 _TEMPORARY = CATEGORIES.index(Category.TEMPORARY)
 _INPUT = CATEGORIES.index(Category.INPUT)
@@ -478,14 +481,34 @@ class MemoryModels:
         sharding = setting.sharding
         if sharding is None or not sharding.deepspeed:
             return None
+        return deepspeed_placement(self.deepspeed_run(setting, sharding))
+
+    def deepspeed_run(self, setting: Setting, sharding: Sharding) -> DeepSpeedRun:
+        """A setting as DeepSpeed would run it, with the sizes that our strategies configure.
+
+        The micro-batch isn't chosen yet: buffers for accumulating are counted where a step has more than one sample.
+        """
         optimizer = setting.of_kind("optimizer")
-        if optimizer is not None and optimizer.technique.states is not None:
-            states, scratch = optimizer.technique.states.bytes_per_parameter(), False
+        if optimizer is not None and optimizer.technique.states is not None:  # the one that DeepSpeed goes with
+            states, scratch = optimizer.technique.states.bytes_per_parameter(), 0
         else:
             stepped = sum(p.numel * p.itemsize for p in self._plain.parameters if p.trainable and not p.shared_with)
-            states, scratch = 4 * step_cost.state_bytes(self._plain) / max(1, stepped), True
-        shape = Shape(self._plain.parameters, states, scratch, self._buffer_bytes)
-        return deepspeed_placement(shape, sharding, setting.world_size, setting.precision, self._cuda)
+            states = 4 * step_cost.state_bytes(self._plain) / max(1, stepped)
+            scratch = 4 if self._cuda else 0  # on the CPU strategies choose the fused kernel
+        return DeepSpeedRun.with_our_sizes(
+            self._plain.parameters,
+            sharding.stage,
+            setting.world_size,
+            sharding.weight_bytes(setting.precision),
+            state_bytes=states,
+            scratch_bytes=scratch,
+            offload_optimizer=sharding.optimizer,
+            offload_parameters=sharding.parameters,
+            pin_memory=sharding.offloads and not sharding.on_disk,
+            accumulates=self._store.workload.samples_on_each(setting.world_size) > 1,
+            on_cpu=not self._cuda,
+            buffer_bytes=self._buffer_bytes,
+        )
 
     @cached_property
     def _buffer_bytes(self) -> int:

@@ -7,7 +7,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memfit.device.probe import probe_host
-from lightning_memfit.estimate.zero_moments import Place, ZeroRun, zero_moments
+from lightning_memfit.estimate.deepspeed import DeepSpeedRun, deepspeed_memory
+from lightning_memfit.estimate.states import OffloadTarget
 from lightning_memfit.nvme.preflight import host_memory, sentence
 from lightning_memfit.strategies.model_shape import ModelShape
 
@@ -22,6 +23,7 @@ def require_host_memory(
     world_size: int,
     ranks: int,
     on_cpu: bool,
+    accumulates: bool = False,
 ) -> None:
     """Refuse a run that would swap or be killed when its optimizer first steps.
 
@@ -35,15 +37,16 @@ def require_host_memory(
         world_size: Ranks that divide the states.
         ranks: Of them, those on this machine.
         on_cpu: Whether the CPU is the device.
+        accumulates: Whether a step takes more than one micro-batch.
 
     Raises:
         RuntimeError: With what is needed, what is free, and the fix.
     """
-    places: list[Place] = [_place(zero, name) for name in ("offload_optimizer", "offload_param")]
+    places: list[OffloadTarget] = [_place(zero, name) for name in ("offload_optimizer", "offload_param")]
     known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     if not known or "nvme" in places or not (on_cpu or "cpu" in places):
         return
-    run = ZeroRun(
+    run = DeepSpeedRun(
         ModelShape.of_built(model).parameters,
         zero["stage"],
         world_size,
@@ -54,17 +57,17 @@ def require_host_memory(
         sub_group_size=int(zero.get("sub_group_size", 0)),
         live_parameters=int(zero.get("stage3_max_live_parameters", 0)),
         pin_memory=any(zero.get(name, {}).get("pin_memory") for name in ("offload_optimizer", "offload_param")),
+        accumulates=accumulates,
         on_cpu=on_cpu,
     )
-    moments = {name: moment for name, moment in zero_moments(run).items() if name != "build"}
     free = probe_host().available_bytes + ranks * _held(model)
-    finding = host_memory(moments, on_cpu, ranks, free, _FIX)
+    finding = host_memory(deepspeed_memory(run).once_built(), ranks, free, _FIX)
     if finding.level != "ok":
         raise RuntimeError(f"This run would not fit in host memory: {sentence(finding)}")
 
 
-def _place(zero: dict[str, Any], section: str) -> Place:
-    found: Place = zero.get(section, {}).get("device", "none")
+def _place(zero: dict[str, Any], section: str) -> OffloadTarget:
+    found: OffloadTarget = zero.get(section, {}).get("device", "none")
     return found
 
 

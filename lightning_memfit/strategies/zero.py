@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
 from lightning_memfit.memory.process import return_freed_memory
 from lightning_memfit.strategies.checkpoints import SavedRun, convert, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
@@ -31,7 +32,6 @@ from lightning_memfit.strategies.upstream.deepspeed import (
 )
 from lightning_memfit.strategies.upstream.huggingface import partitioned_builds
 from lightning_memfit.strategies.zero_config import Config, ZeroOptions, with_raw_options
-from lightning_memfit.strategies.zero_sizes import ModelSizes, sized
 
 
 def prefer_fused(optimizer: Optimizer) -> bool:
@@ -192,7 +192,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def _fill_sizes(self, model: nn.Module) -> None:
         sizes = ModelSizes.of(model.parameters())
-        self.config["zero_optimization"] = sized(self.config["zero_optimization"], sizes, self.world_size)
+        self.config["zero_optimization"] = zero_sizes(self.config["zero_optimization"], sizes, self.world_size)
 
     # --- model and optimizer ----------------------------------------------------------------------------------------
 
@@ -220,7 +220,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         if optimizer is not None and (offloaded or self._on_cpu) and prefer_fused(optimizer):
             rank_zero_info(f"{type(self).__name__}: {type(optimizer).__name__} steps on the CPU with fused=True.")
         zero, itemsize = self.config["zero_optimization"], 2 if "16" in self.precision_plugin.precision else 4
-        require_host_memory(model, optimizer, zero, itemsize, self.world_size, self.num_processes, self._on_cpu)
+        assert self.lightning_module is not None
+        accumulates = self.lightning_module.trainer.accumulate_grad_batches > 1
+        require_host_memory(
+            model, optimizer, zero, itemsize, self.world_size, self.num_processes, self._on_cpu, accumulates
+        )
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
     @override

@@ -16,14 +16,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.device.probe import probe_device
-from lightning_memfit.estimate.zero_infinity import zero_infinity_states
-from lightning_memfit.estimate.zero_moments import Place, ZeroRun, zero_moments
-from lightning_memfit.memory import MemoryBreakdown, format_bytes, parse_bytes
+from lightning_memfit.estimate.deepspeed import DeepSpeedRun
+from lightning_memfit.estimate.deepspeed_sizes import (
+    AioSettings,
+    InfinitySizes,
+    ModelSizes,
+    infinity_sizes,
+    zero_sizes,
+)
+from lightning_memfit.estimate.states import OffloadTarget
+from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.memory.breakdown import Tier
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.nvme.folder import RunFolder, new_run_id
 from lightning_memfit.nvme.preflight import Needs, PreflightReport, preflight
-from lightning_memfit.nvme.sizing import AioSettings, InfinitySizes, infinity_sizes
 from lightning_memfit.nvme.traffic import step_traffic
 from lightning_memfit.nvme.tuning import tuned_aio
 from lightning_memfit.nvme.watermark import DiskWatermark
@@ -38,7 +44,6 @@ from lightning_memfit.strategies.upstream.deepspeed import (
 )
 from lightning_memfit.strategies.zero import ZeroStrategy
 from lightning_memfit.strategies.zero_config import with_raw_options
-from lightning_memfit.strategies.zero_sizes import ModelSizes, sized
 
 T = TypeVar("T")
 
@@ -152,27 +157,26 @@ class ZeroInfinityStrategy(ZeroStrategy):
     def _preflight(self, shape: ModelShape) -> PreflightReport:
         assert self.lightning_module is not None
         sizes = self._sizes(shape)
-        states = zero_infinity_states(shape.parameters, sizes, self.world_size, "adamw", *self._offloads)
         share = sum(sizes.sub_groups) * self.num_processes
         micro_batches = self.lightning_module.trainer.accumulate_grad_batches
         traffic = step_traffic(share * self._offloads[0], share * self._offloads[1], sizes.itemsize, 2, micro_batches)
         device = self.root_device
         free = probe_device(device.index).available_bytes if DeviceKind.of(device).has_own_memory else None
-        moments = self._moments(shape, sizes)
-        needs = Needs(states, sizes, traffic, self.num_processes, free, self.reserve_bytes, self.endurance_tbw, moments)
+        run = self._described(shape, sizes, micro_batches > 1)
+        needs = Needs(run, traffic, self.num_processes, free, self.reserve_bytes, self.endurance_tbw)
         report = preflight(self.nvme_path, needs)
         report.require()
-        on_tiers = ", ".join(f"{format_bytes(states.total(tier))} {tier}" for tier in Tier)
+        on_tiers = ", ".join(f"{format_bytes(report.states.total(tier))} {tier}" for tier in Tier)
         seconds = "" if report.seconds_per_step is None else f"; a step takes {report.seconds_per_step:.1f} s or more"
         peak = format_bytes(report.host_peak_bytes or 0)
         rank_zero_info(f"{type(self).__name__}: each rank needs {on_tiers}, {peak} of host memory at most{seconds}.")
         return report
 
-    def _moments(self, shape: ModelShape, sizes: InfinitySizes) -> dict[str, MemoryBreakdown]:
+    def _described(self, shape: ModelShape, sizes: InfinitySizes, accumulates: bool) -> DeepSpeedRun:
         numels = [p.numel for p in shape.parameters if not p.shared_with]
-        zero = sized(self.config["zero_optimization"], ModelSizes(sum(numels), max(numels)), self.world_size)
-        places: list[Place] = ["nvme" if on_disk else "none" for on_disk in self._offloads]
-        run = ZeroRun(
+        zero = zero_sizes(self.config["zero_optimization"], ModelSizes(sum(numels), max(numels)), self.world_size)
+        places: list[OffloadTarget] = ["nvme" if on_disk else "none" for on_disk in self._offloads]
+        return DeepSpeedRun(
             shape.parameters,
             world_size=self.world_size,
             itemsize=sizes.itemsize,
@@ -181,9 +185,9 @@ class ZeroInfinityStrategy(ZeroStrategy):
             bucket_size=zero["reduce_bucket_size"],
             live_parameters=zero["stage3_max_live_parameters"],
             sizes=sizes,
+            accumulates=accumulates,
             on_cpu=self._on_cpu,
         )
-        return zero_moments(run)
 
     def _tune(self) -> None:
         given = self._raw.get("aio", {})

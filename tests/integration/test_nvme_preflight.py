@@ -14,13 +14,11 @@ import pytest
 
 from lightning_memfit.device import health as examine
 from lightning_memfit.device.probe import probe_host
-from lightning_memfit.estimate.zero_infinity import zero_infinity_states
-from lightning_memfit.estimate.zero_moments import ZeroRun, zero_moments
+from lightning_memfit.estimate.deepspeed import DeepSpeedRun, deepspeed_memory
+from lightning_memfit.estimate.deepspeed_sizes import infinity_sizes
 from lightning_memfit.memory import GIB, MIB, Tier, format_bytes
 from lightning_memfit.nvme.folder import RunFolder
-from lightning_memfit.nvme.peaks import host_peak_bytes
 from lightning_memfit.nvme.preflight import Needs, PreflightReport, preflight
-from lightning_memfit.nvme.sizing import infinity_sizes
 from lightning_memfit.nvme.traffic import step_traffic
 from lightning_memfit.nvme.watermark import DiskWatermark, DiskWatermarkError
 from lightning_memfit.profile.record import ParameterInfo
@@ -34,8 +32,8 @@ def needs_of(parameters: tuple[ParameterInfo, ...] = PARAMETERS, **changes: obje
     """Of 16 million parameters in bf16: 288 MiB on disk."""
     sizes = infinity_sizes([[parameter.numel for parameter in parameters]])
     total = sum(parameter.numel for parameter in parameters)
-    needs = Needs(zero_infinity_states(parameters, sizes), sizes, step_traffic(total, total), reserve_bytes=64 * MIB)
-    return replace(needs, **changes)
+    run = DeepSpeedRun(parameters, offload_optimizer="nvme", offload_parameters="nvme", sizes=sizes)
+    return replace(Needs(run, step_traffic(total, total), reserve_bytes=64 * MIB), **changes)
 
 
 def named(report: PreflightReport, name: str) -> str:
@@ -219,7 +217,7 @@ def test_memory_that_does_not_suffice(tmp_path: Path) -> None:
 def test_host_memory_of_a_small_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:
     """As if a container left 300 MiB; what two ranks take at their peak is more, though their states are not."""
     sizes = infinity_sizes([[parameter.numel for parameter in PARAMETERS]], world_size=2)
-    run = ZeroRun(
+    run = DeepSpeedRun(
         PARAMETERS,
         3,
         2,
@@ -229,12 +227,11 @@ def test_host_memory_of_a_small_machine(tmp_path: Path, monkeypatch: pytest.Monk
         sizes=sizes,
         on_cpu=on_cpu,
     )
-    moments = zero_moments(run)
-    needs = needs_of(ranks=2, moments=moments, device_free_bytes=None if on_cpu else GIB)
+    needs = needs_of(ranks=2, run=run, device_free_bytes=None if on_cpu else GIB)
     free = replace(probe_host(), available_bytes=300 * MIB)
     monkeypatch.setattr("lightning_memfit.nvme.preflight.probe_host", lambda: free)
     problem = named(report := preflight(tmp_path, needs), "host memory")
-    peak = host_peak_bytes(moments, on_cpu)
+    peak = deepspeed_memory(run).host_peak_bytes
     assert report.host_peak_bytes == report.to_dict()["host_peak_bytes"] == peak
     assert f"{format_bytes(2 * peak)} needed by 2 ranks" in problem
     assert "pinned host communication" in problem

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memfit.estimate.zero_infinity import zero_infinity_states
+from lightning_memfit.estimate.deepspeed import DeepSpeedRun, deepspeed_memory
+from lightning_memfit.estimate.deepspeed_sizes import infinity_sizes
 from lightning_memfit.memory import MIB, Tier
 from lightning_memfit.nvme.folder import find_runs
-from lightning_memfit.nvme.sizing import infinity_sizes
 from lightning_memfit.profile.step import parameter_table
 from tests.helpers.aio import needs_aio
 from tests.helpers.small_drive import small_drive
@@ -184,7 +184,9 @@ def predicted_disk_bytes() -> int:
         table = parameter_table(GPT2LMHeadModel(GPT2Config(**options)))
     distinct = [p for p in table if not p.shared_with]
     groups = [[p.numel for p in distinct if p.dims > 1], [p.numel for p in distinct if p.dims == 1]]
-    return zero_infinity_states(table, infinity_sizes(groups, itemsize=4)).total(Tier.DISK)
+    sizes = infinity_sizes(groups, itemsize=4)
+    run = DeepSpeedRun(table, itemsize=4, offload_optimizer="nvme", offload_parameters="nvme", sizes=sizes)
+    return deepspeed_memory(run).kept.total(Tier.DISK)
 
 
 def test_killed_run_is_cleaned_up_after_resumed_and_exported(tmp_path: Path, resumed: dict[str, Any]) -> None:

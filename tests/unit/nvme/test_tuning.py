@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_memfit.estimate.deepspeed_sizes import AioSettings
 from lightning_memfit.memory import MIB
 from lightning_memfit.nvme import tuning
-from lightning_memfit.nvme.sizing import AioSettings
 from lightning_memfit.nvme.tuning import POINTS, AioRate, drive_key, fastest, sweep, tuned_aio
 from tests.helpers.aio import needs_aio
 

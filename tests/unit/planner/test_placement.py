@@ -1,15 +1,29 @@
 import json
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import DeepSpeedPrecision
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from lightning_memfit.device.health import Finding
+from lightning_memfit.estimate.deepspeed import DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
+from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
+from lightning_memfit.estimate.sharding import NCCL_BYTES
 from lightning_memfit.memory import Category, Tier
 from lightning_memfit.models.architecture import build, resolve_config
-from lightning_memfit.planner.placement import NCCL_BYTES, Shape, deepspeed_placement, torch_placement
+from lightning_memfit.planner.placement import deepspeed_placement, torch_placement
 from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.step import parameter_table
+from lightning_memfit.strategies import host_check
+from lightning_memfit.strategies.model_shape import ModelShape
+from lightning_memfit.strategies.zero_config import ZeroOptions
+from lightning_memfit.strategies.zero_infinity import ZeroInfinityStrategy
 from lightning_memfit.techniques.core.registry import find_technique
 from lightning_memfit.techniques.core.sharding import Sharding
 
@@ -23,22 +37,48 @@ def sharding(name: str) -> Sharding:
     return found
 
 
-@pytest.fixture(scope="module")
-def shape() -> Shape:
+@cache
+def measured_model() -> tuple[ParameterInfo, ...]:
     with torch.device("meta"):
-        table = parameter_table(build(resolve_config(None, None, MEASURED["config"]), None, "sdpa"))
-    return Shape(table, 8)
+        return parameter_table(build(resolve_config(None, None, MEASURED["config"]), None, "sdpa"))
 
 
-def simple(numel: int = 1 << 30) -> Shape:
-    return Shape((ParameterInfo("layer.weight", numel, 4),), 8)
+@cache
+def gpt2_xl() -> tuple[ParameterInfo, ...]:
+    config = {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "bos_token_id": 0, "eos_token_id": 0}
+    with torch.device("meta"):
+        return parameter_table(build(resolve_config(None, None, config), None, "sdpa"))
+
+
+def simple(layers: int = 64) -> tuple[ParameterInfo, ...]:
+    """2^30 elements."""
+    return tuple(ParameterInfo(f"h.{i}.weight", (1 << 30) // layers, 4) for i in range(layers))
+
+
+def run_of(
+    parameters: tuple[ParameterInfo, ...], name: str, ranks: int, precision: str, cuda: bool = True, **options: Any
+) -> DeepSpeedRun:
+    """As `MemoryModels.deepspeed_run` describes a technique."""
+    found = sharding(name)
+    return DeepSpeedRun.with_our_sizes(
+        parameters,
+        found.stage,
+        ranks,
+        found.weight_bytes(precision),
+        offload_optimizer=found.optimizer,
+        offload_parameters=found.parameters,
+        pin_memory=found.offloads and not found.on_disk,
+        on_cpu=not cuda,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in MEASURED["rows"] if name not in ("ddp", "fsdp2")])
-def test_bytes_of_a_rank_are_those_measured(name: str, shape: Shape) -> None:
-    placed = deepspeed_placement(shape, sharding(name), MEASURED["ranks"], MEASURED["precision"], cuda=False)
+def test_bytes_of_a_rank_are_those_measured(name: str) -> None:
+    run = run_of(measured_model(), name, MEASURED["ranks"], MEASURED["precision"], cuda=False)
+    placed = deepspeed_placement(run)
     standing, measured = placed.standing, MEASURED["rows"][name]
-    assert shape.total == MEASURED["parameters"]
+    assert run.whole == MEASURED["parameters"]
     # It was measured between two steps, when buckets are gone, and gradients of ZeRO-1 and 2.
     gone = standing.communication_bytes + (standing.gradient_bytes if name in ("zero_1", "zero_2") else 0)
     assert standing.kept_bytes - gone <= 1.01 * measured["live_bytes"]
@@ -47,8 +87,78 @@ def test_bytes_of_a_rank_are_those_measured(name: str, shape: Shape) -> None:
     assert on_disk == pytest.approx(measured["disk_bytes"], rel=0.01)
 
 
+@pytest.mark.parametrize("name", [name for name in MEASURED["rows"] if name not in ("ddp", "fsdp2")])
+def test_bytes_between_steps_are_those_measured(name: str) -> None:
+    run = run_of(measured_model(), name, MEASURED["ranks"], MEASURED["precision"], cuda=False)
+    kept, live = deepspeed_memory(run).kept, MEASURED["rows"][name]["live_bytes"]
+    in_memory = sum(kept.total(tier) for tier in (Tier.DEVICE, Tier.HOST)) - kept.get(
+        Category.RUNTIME_CONTEXT, Tier.HOST
+    )
+    swap_buffers = kept.total(Tier.PINNED_HOST)  # of DeepSpeed's own allocator, which Python's collector reaches, too
+    assert in_memory + swap_buffers == pytest.approx(live, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["zero_offload", "zero_3_offload_optimizer", "zero_3_offload"])
+def test_a_plan_and_the_check_before_a_run_ask_for_the_same(
+    name: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `require_host_memory` compares with the machine, from the configuration that the plan's overlay makes."""
+    placed = deepspeed_placement(run_of(gpt2_xl(), name, ranks, "bf16-mixed", accumulates=True))
+    asked: list[DeepSpeedMemory] = []
+
+    def host_memory(memory: DeepSpeedMemory, *arguments: Any) -> Finding:
+        asked.append(memory)
+        return Finding("host memory", "ok", "")
+
+    monkeypatch.setattr(host_check, "host_memory", host_memory)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_embd=1600, n_layer=48, n_head=25))
+    found = sharding(name)
+    options = ZeroOptions(found.stage, True, found.parameters != "none", pin_memory=True)
+    zero = zero_sizes(options.config({})["zero_optimization"], ModelSizes.of(model.parameters()), ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    host_check.require_host_memory(model, optimizer, zero, 2, ranks, ranks, on_cpu=False, accumulates=True)
+    (memory,) = asked
+    _, peak = memory.host_peak
+    for tier in (Tier.PINNED_HOST, Tier.HOST):
+        assert placed.elsewhere.by_category(tier) == peak.by_category(tier)
+    assert placed.standing.step_bytes == memory.device_peak_bytes
+    assert placed.standing.kept_bytes == memory.around_passes.total()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plan_and_the_preflight_ask_for_the_same(ranks: int, tmp_path: Path) -> None:
+    run = run_of(gpt2_xl(), "zero_infinity", ranks, "bf16-mixed")
+    strategy = ZeroInfinityStrategy(str(tmp_path))
+    strategy.precision_plugin = DeepSpeedPrecision("bf16-mixed")
+    strategy.set_world_ranks = lambda: None  # type: ignore[method-assign]
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.set_world_size(ranks)
+    with torch.device("meta"):
+        shape = ModelShape.of_built(GPT2LMHeadModel(GPT2Config(n_embd=1600, n_layer=48, n_head=25)))
+    shape = replace(shape, parameters=gpt2_xl())
+    described = strategy._described(shape, strategy._sizes(shape), accumulates=False)
+    placed, memory = deepspeed_placement(run), deepspeed_memory(replace(described, on_cpu=False))
+    assert described.sizes == run.sizes
+    _, peak = memory.host_peak
+    for tier in (Tier.PINNED_HOST, Tier.HOST, Tier.DISK):
+        assert placed.elsewhere.by_category(tier) == peak.by_category(tier)
+    assert placed.standing.step_bytes == memory.device_peak_bytes
+
+
+def test_gpt2_xl_with_an_offloaded_optimizer() -> None:
+    """2 bytes an element on their way back, 4 of masters, 4 of gradients, 2 of sums, and the largest one's buffer."""
+    elements, largest = 1_557_611_200, 50257 * 1600
+    pinned = deepspeed_placement(run_of(gpt2_xl(), "zero_offload", 1, "bf16-mixed", accumulates=True)).elsewhere
+    assert pinned.total(Tier.PINNED_HOST) - pinned.get(Category.FRAGMENTATION, Tier.PINNED_HOST) == (
+        12 * elements + 2 * largest
+    )
+    assert pinned.get(Category.OPTIMIZER_STATE, Tier.HOST) == 8 * elements
+
+
 def test_stages_divide_more_and_more() -> None:
-    kept = [deepspeed_placement(simple(), sharding(f"zero_{s}"), 4, "bf16-mixed").standing for s in (1, 2, 3)]
+    kept = [deepspeed_placement(run_of(simple(), f"zero_{s}", 4, "bf16-mixed")).standing for s in (1, 2, 3)]
     assert [s.parameter_bytes // GIB for s in kept] == [2, 2, 0]
     assert [s.gradient_bytes * 2 // GIB for s in kept] == [4, 1, 1]
     assert {s.state_bytes // GIB for s in kept} == {3}  # 12 bytes per parameter among four
@@ -56,29 +166,36 @@ def test_stages_divide_more_and_more() -> None:
 
 
 def test_full_precision_keeps_master_weights_too() -> None:
-    standing = deepspeed_placement(simple(), sharding("zero_2"), 1, "32-true").standing
+    standing = deepspeed_placement(run_of(simple(), "zero_2", 1, "32-true", scratch_bytes=4)).standing
     assert (standing.parameter_bytes // GIB, standing.state_bytes // GIB) == (4, 12)
-    assert standing.step_bytes - standing.kept_bytes == 8 * GIB  # gradients flattened, and a copy by the optimizer
+    stays = standing.parameter_bytes + standing.state_bytes
+    assert standing.step_bytes - stays == 8 * GIB  # gradients flattened, then a copy by the optimizer
 
 
 def test_offloading_leaves_the_device() -> None:
-    on_host = deepspeed_placement(simple(), sharding("zero_offload"), 2, "bf16-mixed")
+    on_host = deepspeed_placement(run_of(simple(), "zero_offload", 2, "bf16-mixed", accumulates=True))
     assert on_host.standing.state_bytes == on_host.standing.gradient_bytes == 0
-    assert on_host.standing.step_bytes == on_host.standing.kept_bytes
+    copied = GIB  # its share of the weights, of which fp32 ones are made on the host before the first step
+    assert on_host.standing.step_bytes == on_host.standing.parameter_bytes + copied + NCCL_BYTES
     assert on_host.elsewhere.get(Category.OPTIMIZER_STATE, Tier.HOST) == 4 * GIB
-    assert on_host.elsewhere.total(Tier.PINNED_HOST) == 6 * GIB  # masters, fp32 gradients, twice half precision
-    weights_too = deepspeed_placement(simple(), sharding("zero_3_offload"), 2, "bf16-mixed")
+    moved = 2 * (1 << 24)
+    assert on_host.elsewhere.total(Tier.PINNED_HOST) == 6 * GIB + moved  # masters, gradients, twice half precision
+    weights_too = deepspeed_placement(run_of(simple(), "zero_3_offload", 2, "bf16-mixed"))
     assert weights_too.standing.parameter_bytes == 0
-    assert weights_too.elsewhere.get(Category.PARAMETER, Tier.PINNED_HOST) == GIB
+    in_use_and_left_locked = 2 * GIB
+    assert weights_too.elsewhere.get(Category.PARAMETER, Tier.PINNED_HOST) == in_use_and_left_locked
+
+
+def test_nothing_is_asked_of_the_host_where_nothing_is_offloaded() -> None:
+    assert not deepspeed_placement(run_of(simple(), "zero_2", 2, "bf16-mixed")).elsewhere.entries
 
 
 def test_from_disk_host_memory_holds_little() -> None:
-    table = tuple(ParameterInfo(f"h.{i}.weight", 1 << 24, 4) for i in range(64))
-    placed = deepspeed_placement(Shape(table, 8), sharding("zero_infinity"), 1, "bf16-mixed")
+    placed = deepspeed_placement(run_of(simple(), "zero_infinity", 1, "bf16-mixed"))
     assert placed.elsewhere.total(Tier.DISK) >= 18 * GIB
     assert placed.elsewhere.total(Tier.HOST) + placed.elsewhere.total(Tier.PINNED_HOST) < 4 * GIB
     assert placed.standing.kept_bytes < GIB
-    in_memory = deepspeed_placement(Shape(table, 8), sharding("zero_infinity"), 1, "bf16-mixed", cuda=False)
+    in_memory = deepspeed_placement(run_of(simple(), "zero_infinity", 1, "bf16-mixed", cuda=False))
     assert in_memory.standing.kept_bytes > placed.standing.kept_bytes + 2 * GIB
     assert {tier for tier, _ in in_memory.elsewhere.entries} == {Tier.DISK}
 

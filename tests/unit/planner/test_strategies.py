@@ -45,8 +45,8 @@ def in_pieces(profile: ModelProfile) -> ModelProfile:
 def with_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules are under test, not what is installed; and devices of a gigabyte, where NCCL's share would be half."""
     monkeypatch.setattr("lightning_memfit.techniques.core.technique.find_spec", lambda name: object())
-    for module in ("memory", "placement"):
-        monkeypatch.setattr(f"lightning_memfit.planner.{module}.NCCL_BYTES", MIB)
+    for module in ("planner.memory", "planner.placement", "estimate.deepspeed"):
+        monkeypatch.setattr(f"lightning_memfit.{module}.NCCL_BYTES", MIB)
 
 
 def workload(usable_mib: int, devices: int = 1, rates: Rates = FAST, limits: Limits = NO_DISK, **more: Any) -> Workload:

@@ -2,10 +2,11 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_memfit.memory import MIB
-from lightning_memfit.nvme.sizing import (
+from lightning_memfit.estimate.deepspeed_sizes import (
     AioSettings,
+    ModelSizes,
     choose_sub_group_size,
     infinity_sizes,
     optimizer_buffer_count,
@@ -13,7 +14,9 @@ from lightning_memfit.nvme.sizing import (
     sub_groups,
     tiling_hints,
     tiling_splits,
+    zero_sizes,
 )
+from lightning_memfit.memory import MIB
 
 
 @cache
@@ -156,3 +159,37 @@ def test_buffer_for_writing_weights_has_room_for_whole_ones() -> None:
     one, four = (infinity_sizes([[2**24] * 4], world_size=world_size) for world_size in (1, 4))
     assert one.write_buffer_size == sum(one.sub_groups[:1])
     assert four.write_buffer_size == 4 * four.largest_sub_group
+
+
+# --- states in memory ---
+
+XL_SIZES = ModelSizes(total=1_557_611_200, largest=50257 * 1600)
+
+
+def test_partitioned_parameters_count_in_full():
+    whole, partitioned = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(0))
+    partitioned.ds_numel = 100
+    assert ModelSizes.of([whole, partitioned]) == ModelSizes(total=112, largest=100)
+    with pytest.raises(ValueError, match="no parameters"):
+        ModelSizes.of([])
+
+
+def test_sizes_follow_the_model():
+    section = zero_sizes({"stage": 3}, XL_SIZES, world_size=2)
+    assert section["reduce_bucket_size"] == section["allgather_bucket_size"] == XL_SIZES.largest
+    assert section["sub_group_size"] == -(-XL_SIZES.total // 32)
+    assert section["stage3_max_live_parameters"] == XL_SIZES.total // 4
+    assert section["stage3_prefetch_bucket_size"] <= section["stage3_max_live_parameters"] // 2
+
+
+def test_sizes_stay_within_bounds():
+    huge = zero_sizes({"stage": 3}, ModelSizes(total=10**12, largest=10**9), world_size=1)
+    assert huge["reduce_bucket_size"] == 200_000_000
+    assert huge["sub_group_size"] == 100_000_000
+    tiny = zero_sizes({"stage": 3}, ModelSizes(total=100, largest=10), world_size=1)
+    assert min(tiny[name] for name in ("reduce_bucket_size", "sub_group_size", "stage3_max_live_parameters")) == 2**20
+
+
+def test_what_was_named_stays():
+    assert zero_sizes({"stage": 3, "sub_group_size": 5}, XL_SIZES, 1)["sub_group_size"] == 5
+    assert "sub_group_size" not in zero_sizes({"stage": 2}, XL_SIZES, 1)
