@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightning_memfit.estimate.deepspeed_sizes import (
     AioSettings,
@@ -23,10 +23,13 @@ from lightning_memfit.estimate.deepspeed_sizes import (
     sub_groups,
     zero_sizes,
 )
-from lightning_memfit.estimate.sharding import NCCL_BYTES
-from lightning_memfit.estimate.states import OffloadTarget
 from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
 from lightning_memfit.profile.record import ParameterInfo
+
+OffloadTarget = Literal["none", "cpu", "nvme"]
+
+NCCL_BYTES = 512 * MIB
+"""What NCCL keeps on a device beyond tensors; an assumption, as it depends on topology and version."""
 
 LIBRARIES_BYTES = 80 * MIB
 """What a process takes between the preflight and its second step for code, threads and Python objects: kernels that are

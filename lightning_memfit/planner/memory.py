@@ -18,9 +18,8 @@ import numpy as np
 from lightning_memfit.checkpointing.knapsack import BlockOption, CheckpointingProblem, PlanFrontier
 from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures
-from lightning_memfit.estimate.deepspeed import DeepSpeedRun
+from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_peak_bytes, predict_total_bytes
-from lightning_memfit.estimate.sharding import NCCL_BYTES
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.planner.candidates import state_bytes, with_losses
 from lightning_memfit.planner.placement import Placement, deepspeed_placement, torch_placement

@@ -7,16 +7,19 @@ ask the same model before a run.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_memfit.estimate.deepspeed import DeepSpeedRun, deepspeed_memory
-from lightning_memfit.estimate.sharding import NCCL_BYTES, largest_block_bytes
+from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun, deepspeed_memory
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.techniques.core.sharding import Sharding
+
+_IN_BLOCK = re.compile(r"(.+?\.\d+)\.")
+"""Names of parameters of repeated blocks; the group is the block."""
 
 
 @dataclass(frozen=True)
@@ -98,3 +101,17 @@ def _moved(standing: SteadyState, more_bytes: int) -> SteadyState:
         step_bytes=standing.step_bytes + more_bytes,
         communication_bytes=standing.communication_bytes + max(0, more_bytes),
     )
+
+
+def largest_block_bytes(parameters: tuple[ParameterInfo, ...]) -> int:
+    """Bytes of the largest group of parameters that a sharded step gathers at once.
+
+    A group is a repeated block (`h.3.` in its names) or a tensor outside of all, such as an embedding.
+    """
+    groups: dict[str, int] = {}
+    for parameter in parameters:
+        if not parameter.shared_with:
+            match = _IN_BLOCK.match(parameter.name)
+            key = match[1] if match else parameter.name
+            groups[key] = groups.get(key, 0) + parameter.numel * parameter.itemsize
+    return max(groups.values(), default=0)

@@ -7,8 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memfit.device.probe import probe_host
-from lightning_memfit.estimate.deepspeed import DeepSpeedRun, deepspeed_memory
-from lightning_memfit.estimate.states import OffloadTarget
+from lightning_memfit.estimate.deepspeed import DeepSpeedRun, OffloadTarget, deepspeed_memory
 from lightning_memfit.nvme.preflight import host_memory, sentence
 from lightning_memfit.strategies.model_shape import ModelShape
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.device.probe import probe_device
-from lightning_memfit.estimate.deepspeed import DeepSpeedRun
+from lightning_memfit.estimate.deepspeed import DeepSpeedRun, OffloadTarget
 from lightning_memfit.estimate.deepspeed_sizes import (
     AioSettings,
     InfinitySizes,
@@ -24,7 +24,6 @@ from lightning_memfit.estimate.deepspeed_sizes import (
     infinity_sizes,
     zero_sizes,
 )
-from lightning_memfit.estimate.states import OffloadTarget
 from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.memory.breakdown import Tier
 from lightning_memfit.memory.kind import DeviceKind

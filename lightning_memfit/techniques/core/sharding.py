@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_memfit.estimate.states import OffloadTarget
+from lightning_memfit.estimate.deepspeed import OffloadTarget
 from lightning_memfit.nvme.traffic import step_traffic
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained

@@ -21,10 +21,10 @@ from lightning_memfit.estimate.deepspeed import (
     deepspeed_memory,
 )
 from lightning_memfit.estimate.deepspeed_sizes import AioSettings, InfinitySizes, infinity_sizes
-from lightning_memfit.estimate.states import model_states
 from lightning_memfit.memory import GIB, MIB, Category, MemoryBreakdown, Tier
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.step import parameter_table
+from tests.helpers.closed_forms import model_states
 
 LAYERS = tuple(ParameterInfo(f"h.{i}.weight", MIB, 2, shape=(1024, 1024)) for i in range(16))
 N = 16 * MIB

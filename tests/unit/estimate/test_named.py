@@ -140,8 +140,8 @@ def test_arithmetic_needs_no_torch():
         *(f"device.{name}" for name in ("catalogue", "runtime", "allocator")),
         *(f"profile.{name}" for name in ("record", "events", "cache")),
         *(f"estimate.{name}" for name in (
-            "activations", "adapters", "architectures", "estimate", "fits", "named", "optimizers", "report", "sharding",
-            "states", "target", "timeline", "variants",
+            "architectures", "estimate", "named", "optimizers", "report", "target",
+            "timeline",
         )),
     ]  # fmt: skip
     code = (

@@ -1,7 +1,7 @@
 import pytest
 
-from lightning_memfit.estimate.states import model_states
 from lightning_memfit.memory import Category, Tier
+from tests.helpers.closed_forms import model_states
 
 PSI = 7_500_000_000
 

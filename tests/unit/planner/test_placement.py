@@ -11,12 +11,11 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_memfit.device.health import Finding
-from lightning_memfit.estimate.deepspeed import DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
+from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
 from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
-from lightning_memfit.estimate.sharding import NCCL_BYTES
 from lightning_memfit.memory import Category, Tier
 from lightning_memfit.models.architecture import build, resolve_config
-from lightning_memfit.planner.placement import deepspeed_placement, torch_placement
+from lightning_memfit.planner.placement import deepspeed_placement, largest_block_bytes, torch_placement
 from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.step import parameter_table
@@ -209,3 +208,14 @@ def test_torch_strategies_divide_what_a_trace_shows() -> None:
     assert shard.kept_bytes == 800 + 3 * 400  # half of everything, and three times a block
     assert shard.step_bytes == shard.kept_bytes + 200
     assert (shard.parameter_bytes, shard.state_bytes, shard.communication_bytes) == (200, 400, 1200)
+
+
+def test_blocks_are_gathered_as_one():
+    parameters = (
+        ParameterInfo("h.0.a.weight", 10, 4),
+        ParameterInfo("h.0.b.weight", 20, 4),
+        ParameterInfo("h.1.a.weight", 10, 4),
+        ParameterInfo("wte", 25, 4),
+        ParameterInfo("head", 100, 4, shared_with="wte"),
+    )
+    assert largest_block_bytes(parameters) == 120
