@@ -12,8 +12,10 @@
       all: {layers: [1x4, fragments/activation_checkpointing, {trainer: {precision: 16-mixed}}]}
       theirs: {group: vanilla, peer: hf_trainer, options: {optim: adamw_torch}}     # another tool trains it
 
-A layer is the name of an overlay, of a recipe fragment or of a file, or the configuration itself. A `peer` is one of
-`peers.registry.PEERS`; `options` are in its own words. Rows of one `group` are set side by side.
+A layer is the name of an overlay, of a recipe fragment or of a file, or the configuration itself. A `peer` is a name in
+`peers.peer.PEERS`, and `options` are that tool's own. Rows of one `group` are compared side by side.
+
+`overlay` merges configurations; `load_experiment` reads and checks the file, and resolves every row.
 """
 
 import hashlib
@@ -31,7 +33,7 @@ import yaml
 from lightning_memfit.bench.peers.peer import PEERS
 from lightning_memfit.memory.kind import MODELLED, DeviceKind
 
-# Laying one configuration over another, by the rules of recipes and their fragments.
+# --- merging configurations, by the rules of recipes and their fragments ----------------------------------------------
 
 
 Settings = dict[str, Any]
@@ -41,7 +43,7 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> Settings:
     """Return `base` with `top` laid over it; neither is changed.
 
     Mappings are merged key by key, everything else is replaced. `name+` appends to the list `name`. Where `class_path`
-    changes, the arguments of the class before go with it.
+    changes, the arguments of the former class are dropped.
 
     Raises:
         ValueError: If `name+` does not add a list to a list.
@@ -68,16 +70,16 @@ def _appended(key: str, before: Any, value: Any) -> list[Any]:
     return [*deepcopy(before), *deepcopy(value)]
 
 
-# ===
+# --- experiments ------------------------------------------------------------------------------------------------------
 
 
 ReadRecipe = Callable[[str], Mapping[str, Any]]
-"""Gives the configuration behind the name of a recipe or file; raises `ValueError` for an unknown one."""
+"""Returns the configuration behind the name of a recipe or file; raises `ValueError` for an unknown one."""
 
 _KEYS = ("title", "source", "notes", "measure", "base", "overlays", "scales", "rows")
 _ACCELERATORS = {name: DeviceKind.of(name).accelerator for name in MODELLED}
 
-# What a measured run leaves out: nothing but training steps takes time or memory.
+# Turns off what a measured run leaves out, so that nothing but training steps takes time or memory.
 QUIET: Settings = {
     "trainer": {
         "devices": 1,
@@ -93,14 +95,14 @@ QUIET: Settings = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """How much of a run is measured."""
+    """Which part of a run is measured."""
 
     warmup_steps: int = 3
-    """Optimizer steps before the clock starts; live tensors are followed during them."""
+    """Optimizer steps before the clock starts; live tensors are tracked during them."""
     timed_steps: int = 20
     """Optimizer steps that are timed."""
     timeout_s: float = 1800.0
-    """Seconds after which a row is given up."""
+    """Seconds after which a row is stopped."""
 
     def __post_init__(self) -> None:
         for name, low in (("warmup_steps", 1), ("timed_steps", 1), ("timeout_s", 0.001)):
@@ -118,15 +120,15 @@ class Row:
     """Resolved configuration, complete for the command line's parser."""
     measurement: Measurement
     reference: dict[str, float] = field(default_factory=dict)
-    """Figures of the source: `seconds`, `samples_per_second`, `memory_mb` and what else it gives."""
+    """Figures of the source: `seconds`, `samples_per_second`, `memory_mb` and whatever else it gives."""
     point: dict[str, Any] = field(default_factory=dict)
-    """Where the run lies in a matrix; empty in an experiment."""
+    """Position of the run in a sweep's matrix; empty in an experiment."""
     group: str = ""
-    """What is compared with the rows of the same group; may be empty."""
+    """Name shared by rows that are compared with each other; may be empty."""
     peer: str = ""
-    """The tool that trains it; empty for this package."""
+    """Tool that trains the row; empty for this package."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What the peer is told beside the settings."""
+    """Options of the peer, in addition to the settings."""
 
     @property
     def key(self) -> str:
@@ -146,17 +148,17 @@ class Experiment:
     device: str
     rows: tuple[Row, ...]
     source: dict[str, str] = field(default_factory=dict)
-    """`name`, `hardware` and `note` of the reference figures."""
+    """`name`, `hardware` and `note` for the reference figures."""
     notes: tuple[str, ...] = ()
-    """What explains the figures, one sentence or more each; without figures of its own."""
+    """Explanations of the figures, one or more sentences each, which contain no figures themselves."""
 
     @property
     def folder_name(self) -> str:
-        """Folder of its results."""
+        """Name of the folder for its results."""
         return f"{self.name}_{self.device}_{self.scale}"
 
     def only(self, names: list[str]) -> tuple[Row, ...]:
-        """The rows of these names; see `rows_named`."""
+        """Return the rows with these names; see `rows_named`."""
         return rows_named(self.rows, names)
 
 
@@ -170,7 +172,7 @@ def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe
         read_recipe: Reads fragments by name.
 
     Raises:
-        ValueError: If the file is no experiment, or names something unknown.
+        ValueError: If the file is not an experiment, or names something unknown.
     """
     document = read_document(path, _KEYS, required=("title", "base", "rows"))
     scales = document.get("scales") or {"full": {}}
@@ -217,7 +219,7 @@ def _row(name: str, entry: Mapping[str, Any], settings: Settings, measurement: M
 
 
 def rows_named(rows: tuple[Row, ...], names: list[str]) -> tuple[Row, ...]:
-    """The rows of these names, all where none is given.
+    """Return the rows with these names, or all rows if no name is given.
 
     Raises:
         ValueError: If there is no such row.
@@ -230,7 +232,7 @@ def rows_named(rows: tuple[Row, ...], names: list[str]) -> tuple[Row, ...]:
 
 
 def accelerator(device: str) -> str:
-    """Lightning's name for `cpu` or `cuda`.
+    """Return Lightning's name for `cpu` or `cuda`.
 
     Raises:
         ValueError: If it is neither.
@@ -244,7 +246,7 @@ def read_document(path: Path, known: tuple[str, ...], required: tuple[str, ...])
     """Read a YAML mapping and check its keys.
 
     Raises:
-        ValueError: If the file is no YAML mapping, or has an unknown key, or lacks one.
+        ValueError: If the file is not a YAML mapping, has an unknown key, or lacks a required one.
     """
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -260,7 +262,7 @@ def read_document(path: Path, known: tuple[str, ...], required: tuple[str, ...])
 
 
 def check_keys(entry: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    """Refuse misspelt keys, which would be ignored.
+    """Refuse misspelt keys, which would otherwise be ignored.
 
     Raises:
         ValueError: If a key is unknown.
@@ -273,7 +275,7 @@ def check_keys(entry: Mapping[str, Any], known: tuple[str, ...], where: str) -> 
 
 
 def read_measurement(entry: Mapping[str, Any]) -> Measurement:
-    """Make a measurement of plain data.
+    """Make a measurement from plain data.
 
     Raises:
         ValueError: If a key or value is wrong.
@@ -285,7 +287,7 @@ def read_measurement(entry: Mapping[str, Any]) -> Measurement:
 def resolve_layer(
     layer: str | Mapping[str, Any], overlays: Mapping[str, Any], read_recipe: ReadRecipe
 ) -> Mapping[str, Any]:
-    """The configuration of a layer.
+    """Return the configuration of a layer.
 
     Raises:
         ValueError: If it names neither an overlay nor a recipe, or is neither a name nor a mapping.
@@ -298,5 +300,5 @@ def resolve_layer(
 
 
 def closest(name: str, known: list[str]) -> str:
-    """What was probably meant."""
+    """Return the part of an error message that suggests what was probably meant."""
     return f"Closest: {', '.join(get_close_matches(name, known, n=3) or known)}."

@@ -1,4 +1,7 @@
-"""What a measured run of Lightning is watched with: its prediction, step times, losses and resident memory."""
+"""Callbacks that observe a measured run of Lightning: its prediction, step times, losses and resident memory.
+
+The functions before them say what DDP adds: its reducer keeps gradients a second time, in buckets that no ledger sees.
+"""
 
 import time
 from collections.abc import Mapping
@@ -19,13 +22,14 @@ from lightning_memfit.memory import Category, MemoryBreakdown
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.first_batch import first_batch
 
-# How many bytes the buckets of `DistributedDataParallel` hold: its reducer allocates them outside of any dispatch.
-# Reads `DistributedDataParallel._get_ddp_logging_data` (torch 2.9 to 2.13), the only place that tells, and
+# --- the buckets of `DistributedDataParallel` -------------------------------------------------------------------------
+
+# The reducer allocates its buckets outside of any dispatch, so their size is read from DDP itself. This uses `DistributedDataParallel._get_ddp_logging_data` (torch 2.9 to 2.13), the only place that knows it, and
 # `DDPStrategy._ddp_kwargs` (Lightning 2.6); `tests/unit/bench/test_ddp_buckets.py` fails when they move.
 
 
 def bucket_bytes(model: Any) -> int:
-    """Bytes of the gradient buckets of a wrapped module beside its gradients; 0 where gradients lie in the buckets."""
+    """Bytes of the gradient buckets of a wrapped module; 0 if its gradients are views of the buckets."""
     if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
         return 0
     data = model._get_ddp_logging_data()
@@ -34,15 +38,15 @@ def bucket_bytes(model: Any) -> int:
 
 
 def with_buckets(by_category: Mapping[Category, int], size_bytes: int, followed_steps: int) -> dict[Category, int]:
-    """Bytes by category with DDP's buckets as communication.
+    """Return bytes by category with DDP's buckets counted as communication.
 
-    DDP allocates its buckets when it wraps the module, which no ledger sees, and anew in the forward of the second
-    step, which a ledger takes for activations.
+    DDP allocates its buckets when it wraps the module, which no ledger sees, and again in the forward of the second
+    step, where a ledger takes them for activations.
 
     Args:
-        by_category: What a ledger counted.
-        size_bytes: From `bucket_bytes`.
-        followed_steps: Optimizer steps that the ledger followed, from the first on.
+        by_category: Bytes that a ledger counted.
+        size_bytes: Bytes of the buckets, from `bucket_bytes`.
+        followed_steps: Number of optimizer steps that the ledger tracked, from the first on.
     """
     result = dict(by_category)
     if not size_bytes:
@@ -54,7 +58,7 @@ def with_buckets(by_category: Mapping[Category, int], size_bytes: int, followed_
 
 
 def holds_whole_model(strategy: Strategy) -> bool:
-    """Whether every process trains all of the model by itself: what predictions are for."""
+    """Whether every process holds the whole model, which is the case that predictions cover."""
     whole = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
     return whole and not isinstance(strategy, DeepSpeedStrategy)
 
@@ -66,17 +70,18 @@ def copies_gradients(strategy: Strategy) -> bool:
     return not strategy._ddp_kwargs.get("gradient_as_bucket_view", False)
 
 
-# ===
+# --- callbacks --------------------------------------------------------------------------------------------------------
 
 
 class PredictRun(Callback):
     """Predict the peak before the run, for the record and for every `MemoryMonitor`.
 
-    With DDP the first process predicts for all; one copy of the gradients is added, which DDP keeps in its buckets.
+    With DDP the first process predicts for all. The prediction then includes a copy of the gradients, which DDP keeps
+    in its buckets.
 
     Attributes:
-        prediction: The prediction, or None.
-        reason: Why there is none.
+        prediction: The prediction, or None if there is none.
+        reason: Why there is no prediction.
     """
 
     def __init__(self) -> None:
@@ -85,7 +90,7 @@ class PredictRun(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Predict on the fake clone of the module."""
+        """Predict with a fake clone of the module."""
         if stage != "fit" or not trainer.is_global_zero:
             return
         if not holds_whole_model(trainer.strategy):
@@ -117,7 +122,7 @@ class PredictRun(Callback):
 
 
 class StepTimes(Callback):
-    """Run a `StepClock` over Lightning's optimizer steps.
+    """Time Lightning's optimizer steps with a `StepClock`.
 
     Args:
         warmup_steps: Optimizer steps before the clock starts.
@@ -129,20 +134,20 @@ class StepTimes(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the clock."""
+        """Start the clock."""
         self._global_step = trainer.global_step
         self.clock.start()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count what lay between two batches as waiting."""
+        """Count the time between two batches as waiting."""
         self.clock.batch_starts()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count a micro-batch; finish the step it ends. Lightning divides a loss by the number of micro-batches."""
+        """Count a micro-batch, and finish the step if it ends one; Lightning has divided its loss by their number."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         self.clock.batch_ends(batch, loss if isinstance(loss, torch.Tensor) else None)
         if trainer.global_step != self._global_step:
@@ -151,7 +156,7 @@ class StepTimes(Callback):
 
 
 class HostGrowth(Callback):
-    """Follow what the run adds to resident memory, from before the module is built. Put it after `PredictRun`."""
+    """Measure what the run adds to resident memory, from before the module is built. List it after `PredictRun`."""
 
     def __init__(self) -> None:
         self.resident = ResidentGrowth()
@@ -159,10 +164,10 @@ class HostGrowth(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start from here."""
+        """Start measuring here."""
         self.resident.start()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look, before anything else is done."""
+        """Read the growth before anything else allocates memory."""
         self.growth_bytes = self.resident.growth_bytes

@@ -1,4 +1,8 @@
-"""`Result`: the record of one row, as it is written to disk. Every field stands in `benchmarks/README.md`."""
+"""`Result`: the record of one row, as it is written to disk.
+
+`benchmarks/README.md` describes every field. The module also reads where a result comes from: versions, hardware and
+commit, without importing torch.
+"""
 
 import json
 import os
@@ -14,47 +18,47 @@ from lightning_memfit.memory.kind import DeviceKind
 SCHEMA = 1
 
 Status = Literal["ok", "out_of_memory", "unsupported", "failed"]
-"""`unsupported`: a peer that can't do this here, as `error` says."""
+"""How a row ended; `unsupported` means that a peer can't do it on this machine, for the reason in `error`."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Peak that was predicted before the run allocated anything."""
+    """The peak that was predicted before the run allocated anything."""
 
     allocated_bytes: int
-    """Live tensors; on CUDA what `torch.cuda.max_memory_allocated` will say."""
+    """Live tensors; on CUDA the prediction for `torch.cuda.max_memory_allocated`."""
     reserved_bytes: int
-    """What the caching allocator will hold; on the CPU the same."""
+    """Memory that the caching allocator will hold; on the CPU equal to `allocated_bytes`."""
     total_bytes: int
-    """With the runtime's context."""
+    """Reserved memory and the runtime's context."""
     by_category: dict[str, int]
-    """At the peak, context and fragmentation included."""
+    """Bytes by category at the peak, context and fragmentation included."""
     phase: str
-    """forward, backward or step."""
+    """Phase in which the peak occurs: forward, backward or step."""
     model_flops_per_step: int
     """FLOPs of forward and backward of one optimizer step on one device, recomputation included."""
     seconds: float
-    """What the prediction took."""
+    """Time that the prediction took."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Peaks of the first process."""
+    """Memory peaks of the first process."""
 
     allocated_bytes: int | None
-    """CUDA: the allocator's counter. CPU: live tensors, followed during the warm-up."""
+    """CUDA: the allocator's counter. CPU: live tensors, tracked during the warm-up."""
     reserved_bytes: int | None
     """CUDA: the allocator's counter."""
     by_category: dict[str, int]
     """Live tensors at the peak of the warm-up steps."""
     process_bytes: int | None
-    """CUDA: what NVML says this process holds."""
+    """CUDA: memory of this process by NVML."""
     card_bytes: int | None
-    """CUDA: what NVML says is used on the card by everyone."""
+    """CUDA: memory of all processes on the card by NVML."""
     peak_rss_bytes: int
     """Largest resident set since the process started, libraries and loader included."""
     rss_growth_bytes: int | None = None
-    """What the run added to the resident set at its peak, libraries left out; None where the system doesn't tell."""
+    """What the run added to the resident set at its peak, without libraries; None if the system doesn't tell."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,11 @@ class Speed:
     step_seconds_q05: float
     step_seconds_q95: float
     samples_per_second: float | None
-    """Of all processes, from the median."""
+    """Sum over all processes, from the median step time."""
     tokens_per_second: float | None
-    """Of all processes, from the median; batches with `input_ids` only."""
+    """Sum over all processes, from the median step time; None for batches without `input_ids`."""
     data_wait_fraction: float
-    """Share of the time between the end of a batch and the start of the next."""
+    """Share of the time that passes between the end of a batch and the start of the next."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Failure:
     type: str
     message: str
     log_tail: str = ""
-    """Last lines the process wrote."""
+    """Last lines that the process wrote."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +98,17 @@ class Result:
     scale: str
     device: str
     key: str
-    """Hash of settings and measured steps; a result counts as finished while it is that of the row."""
+    """Hash of settings and measured steps; a result counts as finished as long as the row has the same key."""
     command: str
     commit: str
-    """Of the checkout; `-dirty` where it had changes, empty outside of one."""
+    """Commit of the checkout, with `-dirty` if it had changes; empty outside a checkout."""
     started: str
-    """UTC."""
+    """Time at which the run started, in UTC."""
     seconds: float
-    """Whole process, imports included."""
+    """Duration of the whole process, imports included."""
     versions: dict[str, str]
     hardware: dict[str, Any]
-    """device, cores, threads, memory_bytes, load, notes."""
+    """Keys: `device`, `cores`, `threads`, `memory_bytes`, `load`, `notes`."""
     settings: dict[str, Any]
     """The resolved configuration."""
     status: Status
@@ -115,28 +119,28 @@ class Result:
     measured: Memory | None = None
     speed: Speed | None = None
     loss_first: float | None = None
-    """Of the first optimizer step, micro-batches averaged."""
+    """Loss of the first optimizer step, averaged over its micro-batches."""
     loss_last: float | None = None
     reference: dict[str, float] = field(default_factory=dict)
     """Figures of the source."""
     point: dict[str, Any] = field(default_factory=dict)
-    """Where the run lies in a matrix of `memfit scale`."""
+    """Position of the run in a matrix of `memfit scale`."""
     group: str = ""
-    """What is compared, where the same is done by several tools."""
+    """Name shared by rows in which several tools do the same training."""
     peer: str = ""
-    """The tool that ran it by itself; empty where it was this package."""
+    """Tool that trained the row; empty for this package."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What the peer was told beside the settings, in its own words."""
+    """Options of the peer, in addition to the settings and in its own terms."""
 
     @property
     def had_cores(self) -> bool:
-        """Whether the row had the cores to itself; else its times say little, its memory and losses as much as ever."""
+        """Whether the row had the cores to itself; if not, its times say little, but memory and losses remain valid."""
         load, cores = self.hardware.get("load"), self.hardware.get("cores")
         return not DeviceKind.of(self.device).is_host or load is None or cores is None or bool(load <= cores)
 
     @property
     def prediction_error(self) -> float | None:
-        """Predicted over measured allocated bytes, less one; None for a run that did not reach its peak."""
+        """Predicted over measured allocated bytes, minus one; None for a run that did not reach its peak."""
         if self.status != "ok" or self.predicted is None or self.measured is None:
             return None
         if not self.measured.allocated_bytes:
@@ -149,7 +153,7 @@ class Result:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Result":
-        """Inverse of `to_dict`.
+        """Make a result from what `to_dict` returned.
 
         Raises:
             ValueError: If the data has another schema.
@@ -161,7 +165,7 @@ class Result:
         return cls(**{**data, **made})
 
     def write(self, path: Path) -> None:
-        """Write JSON in one move: a reader sees the old file or the new one, never half of one."""
+        """Write JSON atomically: a reader sees either the old file or the new one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         partial.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
@@ -178,7 +182,7 @@ def read_result(path: Path) -> Result:
 
 
 def field_paths(kind: type = Result, prefix: str = "") -> list[str]:
-    """All fields as they stand in the file: `row`, `predicted.allocated_bytes`, ..."""
+    """Return the paths of all fields in the file: `row`, `predicted.allocated_bytes`, ..."""
     nested = {"error": Failure, "predicted": Prediction, "measured": Memory, "speed": Speed}
     assert is_dataclass(kind)
     paths = []
@@ -189,14 +193,14 @@ def field_paths(kind: type = Result, prefix: str = "") -> list[str]:
     return paths
 
 
-# Where and from what a result comes: versions, hardware, commit. Reads no torch, so that it costs nothing.
+# --- where a result comes from: versions, hardware, commit (imports no torch) -----------------------------------------
 
 
 PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "accelerate", "deepspeed", "torchao")
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides a result; what is not installed is left out."""
+    """Versions of the packages that influence a result; those not installed are left out."""
     import lightning_memfit
 
     found = {"python": platform.python_version(), "lightning_memfit": lightning_memfit.__version__}
@@ -209,7 +213,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(notes: str) -> dict[str, Any]:
-    """Cores, host memory and load of this machine; who measured adds the device."""
+    """Cores, host memory and load of this machine; the caller adds the device."""
     import psutil
 
     return {
@@ -222,7 +226,7 @@ def hardware(notes: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Commit of the checkout that the package is run from, `-dirty` with changes; empty outside of one."""
+    """Commit of the checkout that the package runs from, with `-dirty` if it has changes; empty outside one."""
     from pathlib import Path
 
     import lightning_memfit

@@ -1,4 +1,7 @@
-"""`write_report`: what a sweep's records show, as CSV, pictures and a page."""
+"""`write_report`: what a sweep's records show, as a CSV file, pictures and an HTML page.
+
+`draw` makes the pictures with matplotlib (the extra `plot`), `page` the HTML that embeds them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from lightning_memfit.bench.scaling import Curve, Point, as_csv, curves_of, pare
 from lightning_memfit.bench.table import percent, remarks
 from lightning_memfit.memory import GIB, MIB, format_bytes
 
-# Pictures of a sweep, in colours that colour-blind readers tell apart. Needs matplotlib, the extra `plot`.
+# --- drawing: colours that colour-blind readers can tell apart --------------------------------------------------------
 
 
 if TYPE_CHECKING:
@@ -30,11 +33,11 @@ _SQUARE = (7.4, 4.6)  # a square and its legend
 _LEGEND_LINE, _LEGEND_MARGIN = 0.2, 0.3  # inches
 _DPI = 150
 _BAND = 0.05
-_DODGE = 0.03  # of the distance between two numbers of processes
+_DODGE = 0.03  # share of the distance between two numbers of processes
 
 
 def draw(points: Sequence[Point], curves: Sequence[Curve], unit: str) -> dict[str, Figure]:
-    """All pictures these points allow, by name.
+    """Draw every picture that the points allow, by name.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -57,7 +60,7 @@ def draw(points: Sequence[Point], curves: Sequence[Curve], unit: str) -> dict[st
 
 
 def as_svg(figure: Figure, name: str) -> str:
-    """The picture as an `svg` element; equal pictures give equal text."""
+    """Return the picture as an `svg` element; equal pictures give equal text."""
     import matplotlib
 
     text = io.StringIO()
@@ -68,7 +71,7 @@ def as_svg(figure: Figure, name: str) -> str:
 
 def write_png(figure: Figure, path: Path) -> None:
     """Write the picture."""
-    # Equal axes leave a constrained layout no room for the label beside them at some resolutions.
+    # With equal axes a constrained layout leaves no room for their label at some resolutions.
     figure.savefig(path, format="png", dpi=_DPI, bbox_inches="tight", pad_inches=0.1, metadata={"Software": None})
 
 
@@ -89,7 +92,7 @@ def _axes(x: str, y: str, size: tuple[float, float] = _SIZE) -> tuple[Figure, Ax
 
 
 def _legend(figure: Figure, axes: Axes, more: Sequence[Any] = ()) -> None:
-    """Beside the axes, however long: the picture grows with it."""
+    """Put a legend of any length next to the axes; the picture grows with it."""
     handles = [*axes.get_legend_handles_labels()[0], *more]
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, max(height, _LEGEND_MARGIN + _LEGEND_LINE * len(handles)))
@@ -106,7 +109,7 @@ def _speedup(curves: Sequence[Curve]) -> Figure:
         axes.errorbar(
             _dodged(curve.devices, index, len(curves), numbers),
             curve.speedup,
-            yerr=[[0.0, *below[1:]], [0.0, *above[1:]]],  # the first is one by definition
+            yerr=[[0.0, *below[1:]], [0.0, *above[1:]]],  # the first is 1 by definition
             label=curve.label,
             **_style(index),
         )
@@ -209,7 +212,7 @@ def _style(index: int) -> dict[str, Any]:
 
 
 def _dot(points: Sequence[Point], technique: str, devices: int) -> dict[str, Any]:
-    """Colour for the technique, filled or not; shape for the number of processes."""
+    """Return a marker whose colour and fill show the technique, and whose shape shows the number of processes."""
     techniques, numbers = _techniques(points), _numbers(points)
     number = techniques.index(technique)
     colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[numbers.index(devices) % len(_MARKERS)]
@@ -219,7 +222,7 @@ def _dot(points: Sequence[Point], technique: str, devices: int) -> dict[str, Any
 
 
 def _keys(points: Sequence[Point]) -> list[Any]:
-    """What colours and shapes mean: one line each, not one for every pair of them."""
+    """Return the legend's entries: one for each colour and each shape, not one for every pair."""
     from matplotlib.lines import Line2D
 
     def key(label: str, dot: dict[str, Any]) -> Line2D:
@@ -258,12 +261,12 @@ def _unit(points: Sequence[Point]) -> tuple[int, str]:
 
 
 def _dodged(devices: Sequence[int], index: int, count: int, numbers: Sequence[int]) -> list[float]:
-    """Places beside each other, so that marks at the same number of processes don't hide one another."""
+    """Return positions next to each other, so that marks at the same number of processes don't overlap."""
     gap = min((b - a for a, b in pairwise(numbers)), default=1)
     return [number + (index - (count - 1) / 2) * _DODGE * gap for number in devices]
 
 
-# The report of a sweep as one HTML page that loads nothing.
+# --- the HTML page, which loads nothing -------------------------------------------------------------------------------
 
 
 if TYPE_CHECKING:
@@ -297,13 +300,13 @@ _CAPTIONS = {
 
 
 def page(title: str, results: Sequence[Result], figures: Mapping[str, Figure], command: str) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
-        title: Of the sweep.
-        results: All runs.
-        figures: From `plots.draw`.
-        command: What makes the page.
+        title: The sweep's title.
+        results: Results of all runs.
+        figures: Pictures from `draw`.
+        command: Command line that makes the page.
     """
     parts = [
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8">'
@@ -323,7 +326,7 @@ def page(title: str, results: Sequence[Result], figures: Mapping[str, Figure], c
 
 
 def runs_table(results: Sequence[Result]) -> str:
-    """Figures of every run."""
+    """Return an HTML table with the figures of every run."""
     unit = unit_of(results)
     front = {point.row for point in pareto_front(points_of(results))}
     headings = ("run", f"{unit}/s", "step s (5 % to 95 %)", "measured", "predicted", "error", "Pareto front")
@@ -355,23 +358,23 @@ def _predicted(result: Result) -> str:
     return format_bytes(result.predicted.allocated_bytes) if result.predicted else ""
 
 
-# ===
+# --- the report -------------------------------------------------------------------------------------------------------
 
 
 def write_report(title: str, results: Sequence[Result], folder: Path, command: str) -> list[Path]:
     """Write `points.csv`, one PNG per picture and `report.html` into a folder, in place of older ones.
 
     Args:
-        title: Of the sweep.
-        results: Its records.
-        folder: Where they are.
-        command: What makes the report, for its page.
+        title: The sweep's title.
+        results: The sweep's records.
+        folder: The folder that holds the records.
+        command: Command line that makes the report, shown on its page.
 
     Returns:
-        The files.
+        The files that were written.
 
     Raises:
-        ModuleNotFoundError: If matplotlib is not installed; `points.csv` is there all the same.
+        ModuleNotFoundError: If matplotlib is not installed; `points.csv` is written all the same.
     """
     table = folder / "points.csv"
     table.write_text(as_csv(results), encoding="utf-8")

@@ -27,11 +27,11 @@ class RunTimeline(Callback):
     """Record every allocation of a run's first two optimizer steps and draw them as `memfit estimate --timeline` does.
 
     The first process of a run writes one HTML page that loads nothing: parameters, gradients, optimizer states,
-    activations and the rest over both steps, the peak, and what the device has. Following every operator makes these
-    two steps slower, and later ones not at all. Compiled modules run uncompiled meanwhile.
+    activations and the rest over both steps, the peak, and the device's capacity. Tracking every operator slows down
+    these two steps, but not later ones. Compiled modules run uncompiled during them.
 
     Args:
-        path: The page's file, which must not exist yet.
+        path: HTML file to write; it must not exist yet.
 
     Raises:
         ValueError: If the file exists when the run starts.
@@ -52,7 +52,7 @@ class RunTimeline(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to record, in the first process."""
+        """Begin recording, in the first process."""
         if not trainer.is_global_zero:
             return
         self._first_step = trainer.global_step
@@ -65,31 +65,31 @@ class RunTimeline(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Forward begins."""
+        """Note that the forward begins."""
         self._batch = batch if self._recorder is not None else None
         self._phase("forward")
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Backward begins."""
+        """Note that the backward begins."""
         self._phase("backward")
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """The optimizer's step begins."""
+        """Note that the optimizer's step begins."""
         self._phase("step")
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the second step, draw."""
+        """Draw the page after the second step."""
         if self._recorder is not None and trainer.global_step - self._first_step >= _STEPS:
             self._draw(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say so where a run was too short."""
+        """Warn if the run was too short."""
         if self._recorder is not None:
             rank_zero_warn(f"RunTimeline: no page, for the run had fewer than {_STEPS} optimizer steps.")
             self._stop()

@@ -38,28 +38,28 @@ _EXPLAINED = "memfit: error: "
 
 @dataclass(frozen=True)
 class Runner:
-    """What all rows of an experiment have in common."""
+    """Measures the rows of an experiment; holds what all of them have in common."""
 
     experiment: str
     scale: str
     device: str
     folder: Path
-    """Where the records go, one file a row."""
+    """Folder for the records, one file per row."""
     worker: tuple[str, ...]
-    """Command that measures: called with the folder that holds `settings.yaml` and `job.json`, it writes
-    `outcome.json` there."""
+    """Command that measures one row: given a folder with `settings.yaml` and `job.json`, it writes `outcome.json`
+    there."""
     command: Callable[[str], str]
-    """The command line that repeats a row."""
+    """Returns the command line that repeats a row."""
     notes: str = ""
     tracking: Tracking | None = None
-    """Weights & Biases runs to make, if any."""
+    """Weights & Biases project to log to, if any."""
 
     def path(self, row: Row) -> Path:
-        """File of a row's record."""
+        """Return the file for a row's record."""
         return self.folder / f"{row.name}.json"
 
     def finished(self, row: Row) -> Result | None:
-        """The record of a row, if it was measured with the very same settings and did not fail."""
+        """Return the record of a row if it was measured with exactly the same settings and did not fail."""
         try:
             result = read_result(self.path(row))
         except (OSError, ValueError, TypeError):
@@ -72,9 +72,9 @@ class Runner:
         """Measure the rows that are not finished.
 
         Args:
-            rows: What to measure.
-            repeat: Measure finished rows anew.
-            on_result: Called with every result and whether it was measured now.
+            rows: The rows to measure.
+            repeat: Whether to measure finished rows again.
+            on_result: Called with every result and whether it was measured just now.
 
         Returns:
             All results, in the order of the rows.
@@ -120,7 +120,7 @@ class Runner:
         )
 
     def _run_worker(self, folder: Path, row: Row) -> dict[str, Any]:
-        """What the worker says, or what can be said of it where it says nothing."""
+        """Return the worker's outcome, or what is known about its end if it wrote none."""
         (folder / "settings.yaml").write_text(yaml.safe_dump(row.settings, sort_keys=False), encoding="utf-8")
         tracking = asdict(self.tracking) if self.tracking is not None and self.tracking.mode != "off" else None
         job = {
@@ -149,7 +149,9 @@ class Runner:
 
 
 def _combined(folder: Path) -> dict[str, Any] | None:
-    """What the first process says. Where another one ran out of memory, all others fail because it is gone."""
+    """Return the first process's outcome, with the error of the process that ran out of memory if there is one.
+
+    When one process runs out of memory, all others fail because it is gone."""
     files = (folder / "outcome.json", *sorted(folder.glob("outcome_*.json")))
     outcomes = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
     if not outcomes:
@@ -172,7 +174,7 @@ def _failed(kind: str, message: str, tail: str) -> dict[str, Any]:
 
 
 def _wait(command: list[str], log: Any, timeout_s: float) -> int | None:
-    """Exit code of a command, None where it took too long. It and its children are gone afterwards."""
+    """Return the exit code of a command, or None if it took too long. It and its children have ended by then."""
     with _termination_as_exit():
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -197,7 +199,7 @@ def _termination_as_exit() -> Iterator[None]:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the whole session of a process: with several devices it has children of its own."""
+    """End the whole session of a process; with several devices it has child processes."""
     if sys.platform == "win32":
         process.kill()
     else:

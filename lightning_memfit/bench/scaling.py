@@ -14,16 +14,16 @@ class Point:
     """One measured run of a sweep that has a speed and a memory figure."""
 
     label: str
-    """Everything but the number of processes: points with the same label make a curve."""
+    """Everything except the number of processes; points with the same label make a curve."""
     devices: int
     per_second: float
-    """Tokens of all processes, or samples where batches have no tokens."""
+    """Tokens of all processes per second, or samples if batches have no tokens."""
     per_second_low: float
-    """From the 95 % quantile of the step times."""
+    """Speed at the 95 % quantile of the step times."""
     per_second_high: float
-    """From the 5 % quantile."""
+    """Speed at the 5 % quantile of the step times."""
     measured_bytes: int
-    """Of the first process."""
+    """Peak of live tensors of the first process."""
     predicted_bytes: int | None
     technique: str = ""
     row: str = ""
@@ -32,12 +32,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """Speed over the number of processes, everything else equal."""
+    """Speed over the number of processes, with everything else equal."""
 
     label: str
     devices: tuple[int, ...]
     speedup: tuple[float, ...]
-    """Against the fewest processes, scaled so that it is that number there."""
+    """Speed relative to that of the fewest processes, times their number."""
     speedup_low: tuple[float, ...]
     speedup_high: tuple[float, ...]
 
@@ -48,13 +48,13 @@ class Curve:
 
 
 def unit_of(results: Sequence[Result]) -> str:
-    """`tokens` where all results have them, otherwise `samples`."""
+    """Return `tokens` if all results have them, otherwise `samples`."""
     measured = [result.speed for result in results if result.speed is not None]
     return "tokens" if measured and all(speed.tokens_per_second for speed in measured) else "samples"
 
 
 def points_of(results: Sequence[Result]) -> list[Point]:
-    """The points of the results that ended well."""
+    """Return the points of the successful results."""
     unit, varying = unit_of(results), _varying_axes(results)
     points = []
     for result in results:
@@ -82,7 +82,7 @@ def points_of(results: Sequence[Result]) -> list[Point]:
 
 
 def curves_of(points: Sequence[Point]) -> list[Curve]:
-    """One curve per label that was measured with at least two numbers of processes."""
+    """Return one curve for each label that was measured with at least two numbers of processes."""
     by_label: dict[str, list[Point]] = {}
     for point in points:
         by_label.setdefault(point.label, []).append(point)
@@ -105,7 +105,7 @@ def curves_of(points: Sequence[Point]) -> list[Curve]:
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other beats in both speed and memory of a process, from the smallest memory up."""
+    """Return the points that no other beats in both speed and memory per process, in order of memory."""
     front: list[Point] = []
     for point in sorted(points, key=lambda point: (point.measured_bytes, -point.per_second)):
         if not front or point.per_second > front[-1].per_second:
@@ -114,7 +114,7 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
 
 
 def as_csv(results: Sequence[Result]) -> str:
-    """One line a run: its place in the matrix, its figures, its end."""
+    """Return CSV with one line per run: its position in the matrix, its figures and how it ended."""
     axes = list(dict.fromkeys(axis for result in results for axis in result.point))
     figures = (
         "samples_per_second",

@@ -1,4 +1,8 @@
-"""`StepClock`: times and losses of optimizer steps, whoever runs them."""
+"""`StepClock`: times and losses of optimizer steps, whoever runs them; `ResidentGrowth`: what they add to memory.
+
+`StepClock` serves Lightning's runs and those of other tools alike. `ResidentGrowth` measures what a run adds to the
+resident memory of its process, without libraries and whatever came before.
+"""
 
 import contextlib
 import ctypes
@@ -18,7 +22,7 @@ from lightning_memfit.memory.kind import synchronize
 
 @dataclass
 class TimedStep:
-    """One optimizer step."""
+    """Figures of one optimizer step."""
 
     seconds: float = 0.0
     waited: float = 0.0
@@ -29,7 +33,7 @@ class TimedStep:
 class StepClock:
     """Time every optimizer step after a warm-up, and keep the first and the last loss.
 
-    On CUDA the device is waited for at the end of every optimizer step, so that a time is that of its own step.
+    On CUDA it waits for the device at the end of every optimizer step, so that each time belongs to its own step.
 
     Args:
         warmup_steps: Optimizer steps before the clock starts.
@@ -47,15 +51,15 @@ class StepClock:
         self._final: list[torch.Tensor] = []
 
     def start(self) -> None:
-        """Read the clock before the first step."""
+        """Start the clock before the first step."""
         self._step_start = self._last = time.perf_counter()
 
     def batch_starts(self) -> None:
-        """Count what lay between two batches as waiting."""
+        """Count the time between two batches as waiting."""
         self._current.waited += time.perf_counter() - self._last
 
     def batch_ends(self, batch: Any, loss: torch.Tensor | None) -> None:
-        """Count a micro-batch. The losses of a step are added: each is to be divided by their number already."""
+        """Count a micro-batch. The losses of a step are added, so each must already be divided by their number."""
         self._current.samples = _sum(self._current.samples, count_samples(batch))
         self._current.tokens = _sum(self._current.tokens, count_tokens(batch))
         if loss is not None:
@@ -77,14 +81,14 @@ class StepClock:
 
     @property
     def losses(self) -> tuple[float | None, float | None]:
-        """Loss of the first and of the last optimizer step, mean over its micro-batches."""
+        """Loss of the first and of the last optimizer step, averaged over the micro-batches."""
         return _total(self._first), _total(self._final)
 
     def speed(self, num_replicas: int = 1) -> Speed | None:
-        """Median and quantiles; None before the first timed step.
+        """Return median and quantiles of the step times, and rates; None before the first timed step.
 
         Args:
-            num_replicas: Processes, or groups of them that share a batch, each of which has as many samples.
+            num_replicas: Number of processes (or groups of processes that share a batch); each trains on as many samples.
         """
         if not self.steps:
             return None
@@ -115,7 +119,7 @@ def _mean(counts: list[int | None]) -> float | None:
     return sum(known) / len(known) if len(known) == len(counts) and any(known) else None
 
 
-# `ResidentGrowth`: what a run adds to the resident memory of its process, libraries and what came before left out.
+# --- resident memory --------------------------------------------------------------------------------------------------
 
 
 _STATUS = Path("/proc/self/status")
@@ -124,21 +128,21 @@ _PEAK_ONLY = "5"  # `man 5 proc`: reset the peak of the resident set
 
 
 class ResidentGrowth:
-    """Peak of the resident set from `start` on, less what was resident at `start`.
+    """Peak of the resident set from `start` on, minus what was resident at `start`.
 
-    Linux only, where the kernel can be told to forget a peak; elsewhere the growth is None. Before it starts, garbage
-    is collected and the allocator gives free pages back, so that what ran before leaves nothing to fill.
+    Works on Linux only, whose kernel can reset the peak; elsewhere the growth is None. `start` collects garbage and
+    makes the allocator return free pages, so that the run cannot reuse memory that was freed before it.
     """
 
     def __init__(self) -> None:
         self._before: int | None = None
 
     def start(self) -> None:
-        """Remember what is resident, and forget the peak so far."""
+        """Remember what is resident, and reset the peak."""
         gc.collect()
         if sys.platform != "linux":
             return
-        with contextlib.suppress(AttributeError, OSError):  # glibc alone has it
+        with contextlib.suppress(AttributeError, OSError):  # only glibc has it
             ctypes.CDLL("libc.so.6").malloc_trim(0)
         try:
             _CLEAR.write_text(_PEAK_ONLY)
@@ -148,7 +152,7 @@ class ResidentGrowth:
 
     @property
     def growth_bytes(self) -> int | None:
-        """Bytes, to a page; None before `start` and where the system doesn't tell."""
+        """Growth in bytes, exact to a page; None before `start`, or if the system doesn't tell."""
         return None if self._before is None else max(0, _read("VmHWM") - self._before)
 
 

@@ -13,7 +13,7 @@
       model: {tiny: [], small: [{model: {init_args: {config: {n_layer: 6}}}}]}
     paths: {micro_batch_size: data.init_args.batch_size, sequence_length: data.init_args.sequence_length}
 
-`technique` and `model` map names to layers, as rows of an experiment have them. Every axis may be absent.
+`technique` and `model` map names to layers like those of an experiment's rows. Every axis may be absent.
 """
 
 import re
@@ -47,7 +47,7 @@ _SHORT = {"devices": "p", "micro_batch_size": "b", "sequence_length": "s"}
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of a matrix."""
+    """All runs of a matrix."""
 
     name: str
     title: str
@@ -56,11 +56,11 @@ class Sweep:
 
     @property
     def folder_name(self) -> str:
-        """Folder of its results."""
+        """Name of the folder for its results."""
         return f"{self.name}_{self.device}"
 
     def only(self, names: list[str]) -> tuple[Row, ...]:
-        """The points of these names; see `rows_named`."""
+        """Return the points with these names; see `rows_named`."""
         return rows_named(self.rows, names)
 
 
@@ -73,7 +73,7 @@ def load_sweep(path: Path, device: str, read_recipe: ReadRecipe) -> Sweep:
         read_recipe: Reads fragments by name.
 
     Raises:
-        ValueError: If the file is no sweep, or names something unknown, or the global batch can't be divided.
+        ValueError: If the file is not a sweep, names something unknown, or has a global batch that can't be divided.
     """
     document = read_document(path, _KEYS, required=("title", "base", "matrix"))
     matrix, paths = document["matrix"], {**_PATHS, **(document.get("paths") or {})}

@@ -1,4 +1,8 @@
-"""Tables of results: predicted beside measured, ours beside the source's; for the terminal and as Markdown."""
+"""Tables of results for the terminal and as Markdown: predicted against measured, ours against the source's.
+
+Rows that several tools train are compared first, with one column per tool, and a sentence names each figure in which
+another tool is better than this package.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +14,29 @@ from lightning_memfit.bench.record import Result
 from lightning_memfit.memory import GIB, MIB, format_percent
 from lightning_memfit.memory.kind import DeviceKind
 
-# Groups of rows side by side: what is compared down, the tools across; and where another tool is better than ours.
+# --- groups of rows side by side: one line per group, one column per tool ---------------------------------------------
 
 
 _TOOLS = {"": "lightning-memfit", **PEERS}
-_MEMORY_TOLERANCE, _HOST_TOLERANCE = 0.01, 0.1  # live tensors repeat to the byte, resident memory doesn't
+_MEMORY_TOLERANCE, _HOST_TOLERANCE = 0.01, 0.1  # live tensors are the same to the byte in every run, resident memory isn't
 
 Groups = dict[str, dict[str, Result]]
-"""Result by tool by group."""
+"""Results by group, then by tool."""
 
 
 @dataclass(frozen=True)
 class _Measure:
-    """One table."""
+    """One figure of the comparison, which gets a table of its own."""
 
     title: str
     value: Callable[[Result], float | None]
     digits: int = 1
     is_valid: Callable[[Result], bool] = lambda row: True
-    """Whether a row's figure says anything; `busy` stands in its place otherwise."""
+    """Whether a row's figure is meaningful; if not, the cell shows `busy`."""
 
 
 def side_by_side(results: Sequence[Result]) -> str:
-    """One table a measure as Markdown, then where a peer is better, then what each peer was told."""
+    """Return Markdown: a table for each measure, where a peer is better, and the options that each peer was given."""
     groups = grouped(results)
     tools = [tool for tool in _TOOLS if any(tool in row for row in groups.values())]
     parts = [_table(measure, groups, tools) for measure in _measures(groups)]
@@ -44,7 +48,7 @@ def side_by_side(results: Sequence[Result]) -> str:
 
 
 def grouped(results: Sequence[Result]) -> Groups:
-    """Rows that belong to a group, in their order."""
+    """Return the rows that belong to a group, in their order."""
     groups: Groups = {}
     for result in results:
         if result.group:
@@ -53,7 +57,7 @@ def grouped(results: Sequence[Result]) -> Groups:
 
 
 def better_peers(results: Sequence[Result]) -> list[str]:
-    """One sentence for each figure in which a peer beats this package by more than the figure's noise."""
+    """Return a sentence for each figure in which a peer beats this package by more than the figure's noise."""
     return list(_better(grouped(results))) or ["Nowhere, beyond noise."]
 
 
@@ -144,7 +148,7 @@ def _in(unit: int, value: int | None) -> float | None:
     return None if value is None else value / unit
 
 
-# ===
+# --- the table of an experiment ---------------------------------------------------------------------------------------
 
 
 _MB = 1_000_000
@@ -162,14 +166,14 @@ _PEER_REMARKS = (
 
 @dataclass(frozen=True)
 class Column:
-    """One column: heading and what to write for a row, given the first row."""
+    """One column: its heading, and a function from a row and the first row to the cell's text."""
 
     heading: str
     cell: Callable[[Result, Result], str]
 
 
 def columns(results: Sequence[Result]) -> list[Column]:
-    """What can be told of these results."""
+    """Return the columns for which these results have figures."""
     unit, name = (GIB, "GiB") if max(map(_bytes, results), default=0) >= GIB else (MIB, "MiB")
     shown = [
         Column("setting", lambda row, first: row.title),
@@ -195,7 +199,7 @@ def columns(results: Sequence[Result]) -> list[Column]:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Groups side by side where there are any; a table, then what its figures are and how noisy they are."""
+    """Return Markdown: the groups side by side if there are any, else a table, with remarks on its figures and their noise."""
     shown = columns(results)
     lines = [side_by_side(results), "**All rows**", ""] if any(row.group for row in results) else []
     lines += [
@@ -207,7 +211,7 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def print_table(results: Sequence[Result], title: str) -> None:
-    """The same on stdout, without the columns of the source; lines are not cut to the terminal's width."""
+    """Print the table on stdout without the source's columns; lines are not cut to the terminal's width."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -225,7 +229,7 @@ def print_table(results: Sequence[Result], title: str) -> None:
 
 
 def remarks(results: Sequence[Result]) -> list[str]:
-    """Where the figures come from, and their noise."""
+    """Return sentences on where the figures come from and how noisy they are."""
     where = sorted({_hardware(row) for row in results})
     lines = [f"Measured on {'; '.join(where)}."] if where else []
     commits = sorted({row.commit[:12] + row.commit[40:] for row in results if row.commit})
@@ -299,7 +303,7 @@ def _bytes(row: Result) -> int:
 
 
 def _comparable(row: Result) -> int:
-    """What sources state: all that the process, or else everyone, uses of a card; on the CPU live tensors."""
+    """Return the figure that sources state: card memory of the process, or else of everyone; on the CPU live tensors."""
     measured = row.measured
     if measured is None or row.status != "ok":
         return 0
@@ -336,7 +340,7 @@ def _size(value: int | None, unit: int, digits: int = 1) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share with its sign, in percent; empty where there is none."""
+    """Return a share in percent with its sign; empty for None."""
     return "" if value is None else format_percent(value)
 
 

@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 
 Mode = Literal["online", "offline", "off"]
 
-_SAMPLING_S = 1.0  # of system metrics: measured runs are short
+_SAMPLING_S = 1.0  # interval of system metrics; measured runs are short
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where the runs of a sweep go."""
+    """Where the runs of a sweep are tracked."""
 
     mode: Mode
     project: str
@@ -32,7 +32,7 @@ class Tracking:
 
 
 def reachable_mode(mode: Mode, base_url: str = "https://api.wandb.ai", timeout_s: float = 3.0) -> Mode:
-    """`offline` instead of `online` where the server can't be reached."""
+    """Return `offline` instead of `online` if the server can't be reached."""
     if mode != "online":
         return mode
     url = urlsplit(base_url)
@@ -45,9 +45,9 @@ def reachable_mode(mode: Mode, base_url: str = "https://api.wandb.ai", timeout_s
 
 
 class Tracker:
-    """A W&B run from before the training until its figures are known.
+    """A W&B run, open from before the training until its figures are known.
 
-    Nothing is sent while steps are timed but W&B's own system metrics; the steps are logged at the end.
+    While steps are timed, only W&B's own system metrics are sent; the steps are logged at the end.
     """
 
     def __init__(self, tracking: Tracking, name: str, config: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ class Tracker:
         )
 
     def finish(self, steps: list[dict[str, float]], outcome: Mapping[str, Any]) -> None:
-        """Log the steps, put the prediction into the configuration and everything into the summary, close the run."""
+        """Log the steps, add the prediction to the configuration and all figures to the summary, and close the run."""
         for step in steps:
             self._run.log(step)
         self._run.config.update({"predicted": outcome.get("predicted")})
@@ -75,7 +75,7 @@ class Tracker:
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"speed": {"a": 1}}` as `{"speed/a": 1}`, what is None left out."""
+    """Return `{"speed": {"a": 1}}` as `{"speed/a": 1}`, without entries that are None."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
         if isinstance(value, Mapping):

@@ -1,1 +1,1 @@
-"""Other tools, doing the training of an experiment's row as their users write it: one file a tool."""
+"""Other tools, each of which trains an experiment's row as its users would write it: one file per tool."""

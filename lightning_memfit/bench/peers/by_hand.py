@@ -1,4 +1,4 @@
-"""What hand-written training code chooses beside the task: optimizer and activation checkpointing."""
+"""What hand-written training code chooses in addition to the task: optimizer and activation checkpointing."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,15 +12,15 @@ class ByHand:
     """The choices of a hand-written run."""
 
     gradient_checkpointing: bool = False
-    """Call the Hugging Face model's own method for it."""
+    """Whether to call the Hugging Face model's own method for it."""
     optimizer: str = "torch.optim.AdamW"
-    """Import path."""
+    """Import path of the optimizer's class."""
     optimizer_options: dict[str, Any] = field(default_factory=dict)
-    """Arguments beside parameters and learning rate."""
+    """Arguments other than parameters and learning rate."""
 
     @classmethod
     def read(cls, peer: str, options: Options) -> "ByHand":
-        """From the options of a row.
+        """Read the options of a row.
 
         Raises:
             ValueError: If an option is unknown.
@@ -29,7 +29,7 @@ class ByHand:
         return cls(**options)
 
     def make_optimizer(self, network: Any, task: Task) -> Any:
-        """The optimizer over all parameters, at the task's learning rate and without decay."""
+        """Make the optimizer over all parameters, at the task's learning rate and without decay."""
         make = named("options.optimizer", self.optimizer)
         return make(network.parameters(), lr=task.learning_rate, weight_decay=0.0, **self.optimizer_options)
 
@@ -38,7 +38,7 @@ class ByHand:
         named("options.optimizer", self.optimizer)
 
     def prepare(self, network: Any) -> Any:
-        """Turn activation checkpointing on, where it is chosen."""
+        """Turn on activation checkpointing if it is chosen."""
         if self.gradient_checkpointing:
             network.gradient_checkpointing_enable()
         return network

@@ -1,4 +1,4 @@
-"""DeepSpeed: its engine, made from a configuration by hand, in the loop of its tutorials."""
+"""Train a row with DeepSpeed's engine, configured by hand, in the loop of its tutorials."""
 
 import copy
 import os
@@ -14,14 +14,14 @@ from lightning_memfit.bench.peers.watch import Watch
 _OWN = ("gradient_checkpointing",)
 _ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 _HALF = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
-"""DeepSpeed keeps half-precision weights and a float32 copy in the optimizer: what it means by mixed precision."""
+"""DeepSpeed's section for each precision; it keeps half-precision weights, and a float32 copy in the optimizer."""
 
 
 def train(task: Task, options: Options, watch: Watch) -> None:
-    """Train with an engine.
+    """Train with DeepSpeed's engine.
 
     Options are DeepSpeed's configuration; batch sizes, precision and learning rate are the task's. Without `optimizer`
-    the engine gets torch's AdamW. `gradient_checkpointing` is that of the Hugging Face model.
+    the engine gets torch's AdamW. `gradient_checkpointing` turns on that of the Hugging Face model.
     """
     if task.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -34,7 +34,7 @@ def train(task: Task, options: Options, watch: Watch) -> None:
     batches = task.batches()
     watch.starts()
     watch.sees_device = task.device.type != "cpu" or not _offloads(config)
-    with watch.ledger:  # the engine's flat buffers are made here and nowhere else
+    with watch.ledger:  # the engine makes its flat buffers only here
         network = task.network()
         if options.get("gradient_checkpointing"):
             network.gradient_checkpointing_enable()
@@ -54,7 +54,7 @@ def train(task: Task, options: Options, watch: Watch) -> None:
 
 
 def configuration(task: Task, options: Options) -> dict[str, Any]:
-    """The engine's configuration: the row's own, with what the task decides."""
+    """Return the engine's configuration: the row's options, with what the task decides."""
     config = {name: copy.deepcopy(value) for name, value in options.items() if name not in _OWN}
     config |= {
         "train_micro_batch_size_per_gpu": task.loader.batch_size,

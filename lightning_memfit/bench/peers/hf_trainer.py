@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face transformers."""
+"""Train a row with the Trainer of Hugging Face transformers."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning_memfit.bench.peers.watch import Watch
 def train(task: Task, options: Options, watch: Watch) -> None:
     """Train with `transformers.Trainer`; options are `TrainingArguments`.
 
-    Batches come from the task's loader, so that their order is everyone's.
+    Batches come from the task's loader, so that every tool sees them in the same order.
     """
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -53,7 +53,7 @@ def train(task: Task, options: Options, watch: Watch) -> None:
 
 
 def training_arguments(task: Task, options: Options) -> dict[str, Any]:
-    """Arguments of the task, and those of the row. Clipping is off, as it is for everyone."""
+    """Merge the task's arguments with the row's. Clipping is off, as for every tool."""
     return {
         "output_dir": str(task.folder / "hf_trainer"),
         "max_steps": task.max_steps,
@@ -75,7 +75,7 @@ def training_arguments(task: Task, options: Options) -> dict[str, Any]:
 
 
 def _inner(optimizer: Any) -> Any:
-    """The optimizer that steps: accelerate's has the class of one, and no hooks."""
+    """Return the optimizer that steps: accelerate's wrapper has an optimizer's class but none of its hooks."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

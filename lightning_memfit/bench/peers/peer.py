@@ -1,4 +1,4 @@
-"""`Peer`: what every tool's file gives, and the error that says what a tool can't do."""
+"""`Peer`: what every tool's file provides, the error for what a tool can't do, and `PEERS`, the tools by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lightning_memfit.bench.peers.watch import Watch
 
 Options = Mapping[str, Any]
-"""What a row tells a peer beside the task, in the peer's own words."""
+"""Options that a row gives a peer in addition to the task, in the peer's own terms."""
 
 
 class UnsupportedError(Exception):
@@ -20,20 +20,20 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """A tool that trains by itself what a row describes."""
+    """A tool other than this package that trains what a row describes."""
 
     packages: tuple[str, ...]
-    """Modules that it needs beside torch and transformers."""
+    """Modules that it needs in addition to torch and transformers."""
     install: str
-    """What to give to pip when they are missing."""
+    """Arguments for pip if they are missing."""
     train: Callable[["Task", Options, "Watch"], None]
-    """Train to the end, watched. Raises `UnsupportedError` where the tool can't, `ValueError` for wrong options."""
+    """Trains to the end under a watch. Raises `UnsupportedError` if the tool can't, `ValueError` for wrong options."""
 
     def require(self) -> None:
-        """Check the packages.
+        """Check that the packages are installed.
 
         Raises:
-            UnsupportedError: If one is missing.
+            UnsupportedError: If a package is missing.
         """
         missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
@@ -41,7 +41,7 @@ class Peer:
 
 
 def check_options(peer: str, options: Options, known: tuple[str, ...]) -> None:
-    """Refuse options that nobody would read.
+    """Refuse options that would be ignored.
 
     Raises:
         ValueError: If an option is unknown.
@@ -51,7 +51,7 @@ def check_options(peer: str, options: Options, known: tuple[str, ...]) -> None:
         raise ValueError(f"`options.{unknown[0]}` is nothing that peer {peer!r} knows. It takes {', '.join(known)}.")
 
 
-# `PEERS`: the tools that a row can name. Importing this imports none of them.
+# --- the tools that a row can name; importing this file imports none of them ------------------------------------------
 
 
 PEERS = {
@@ -60,7 +60,7 @@ PEERS = {
     "deepspeed": "DeepSpeed by hand",
     "torchao": "torchao",
 }
-"""Names and headings, in the order of a table's columns."""
+"""Tools by name, in the order of a table's columns."""
 
 _MODULES = {
     "lightning": "plain_lightning",
@@ -71,7 +71,7 @@ _MODULES = {
 
 
 def peer_named(name: str) -> Peer:
-    """The tool of a name in `PEERS`."""
+    """Return the tool with a name from `PEERS`."""
     peer = import_module(f"lightning_memfit.bench.peers.{_MODULES[name]}").PEER
     assert isinstance(peer, Peer)
     return peer

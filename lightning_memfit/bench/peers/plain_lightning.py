@@ -1,4 +1,4 @@
-"""Lightning's Trainer, and a module as its users write one."""
+"""Train a row with Lightning's Trainer and a module as its users write one."""
 
 from typing import Any
 
@@ -29,18 +29,18 @@ class HandWritten(LightningModule):
 
     @override
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Mean loss of a micro-batch."""
+        """Return the mean loss of a micro-batch."""
         loss: torch.Tensor = self.model(**batch).loss
         return loss
 
     @override
     def configure_optimizers(self) -> Any:
-        """One optimizer at a constant rate."""
+        """Return one optimizer at a constant learning rate."""
         return self._by_hand.make_optimizer(self.model, self._task)
 
 
 class _Watching(Callback):
-    """A watch over Lightning's loop, as `MemoryMonitor` and `StepTimes` are for this package's runs."""
+    """Passes Lightning's loop to a `Watch`, as `MemoryMonitor` and `StepTimes` observe this package's runs."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -1,4 +1,4 @@
-"""`PeerRun`: one row trained by a peer, and what was found out."""
+"""`PeerRun`: one row trained by a peer, and what was measured."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,10 @@ from lightning_memfit.memory.kind import device_of, hardware_name
 
 
 class PeerRun:
-    """A run in this process.
+    """One run of a peer in this process.
 
     Args:
-        folder: Holds `settings.yaml` and `job.json`; the peer may write there.
+        folder: Folder with `settings.yaml` and `job.json`; the peer may write there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +31,7 @@ class PeerRun:
         self._watch = Watch(int(job["warmup_steps"]), self._device)
 
     def fit(self) -> None:
-        """Train.
+        """Train the row.
 
         Raises:
             UnsupportedError: If the peer can't do so here.
@@ -44,7 +44,7 @@ class PeerRun:
             self._watch.close()
 
     def outcome(self) -> dict[str, Any]:
-        """Everything that was found out, as plain data. There is no prediction: it is for this package's runs."""
+        """Return everything that was measured, as plain data. Only this package's runs have a prediction."""
         speed = self._watch.clock.speed()
         first, last = self._watch.clock.losses
         return {
@@ -60,4 +60,4 @@ class PeerRun:
         }
 
     def finish_tracking(self, outcome: dict[str, Any]) -> None:
-        """Peers are not tracked."""
+        """Do nothing: peers are not tracked."""

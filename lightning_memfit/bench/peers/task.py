@@ -1,4 +1,4 @@
-"""`Task`: what a row trains, read from its settings, so that every tool trains the same."""
+"""`Task`: what a row trains, read from its settings, so that every tool trains the same thing."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ _QUIET |= {"enable_progress_bar", "enable_model_summary"}
 _TOP = {"trainer", "model", "data", "seed_everything"}
 _DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-# A constant rate without decay is what every tool does alike; their groups and schedules differ.
+# All tools agree on a constant rate without decay; their parameter groups and schedules differ.
 _HPARAMS = {"optimizer": "AdamW", "weight_decay": 0.0, "warmup_steps": 0, "min_learning_rate_fraction": 1.0}
 
 
@@ -28,11 +28,11 @@ class Task:
     """Model, data, batch, precision, optimizer and length of one training run on one device.
 
     Args:
-        settings: Resolved configuration of a row, as of `memfit fit`.
-        folder: For what a tool has to write; emptied by whoever made it.
+        settings: Resolved configuration of a row, as for `memfit fit`.
+        folder: Folder for files that a tool must write; its creator removes it.
 
     Raises:
-        ValueError: If the settings hold something that the tools would leave out.
+        ValueError: If the settings contain something that the tools would ignore.
     """
 
     settings: Mapping[str, Any]
@@ -58,42 +58,42 @@ class Task:
 
     @property
     def device(self) -> torch.device:
-        """Where it is trained."""
+        """Device that it is trained on."""
         return device_of(self._trainer["accelerator"])
 
     @property
     def precision(self) -> str:
-        """In Lightning's words."""
+        """Precision by Lightning's name."""
         return str(self._trainer.get("precision", "32-true"))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Type of the weights."""
         return _DTYPES.get(self.precision, torch.float32)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """Of matrix products where weights are float32; None without autocast."""
+        """Type of matrix products under autocast; None without autocast."""
         return _AUTOCAST.get(self.precision)
 
     @property
     def max_steps(self) -> int:
-        """Optimizer steps."""
+        """Number of optimizer steps."""
         return int(self._trainer["max_steps"])
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches of an optimizer step."""
+        """Number of micro-batches per optimizer step."""
         return int(self._trainer.get("accumulate_grad_batches", 1))
 
     @property
     def seed(self) -> int:
-        """Of the weights."""
+        """Seed of the random weights."""
         return int(self.settings.get("seed_everything", 0))
 
     @property
     def learning_rate(self) -> float:
-        """Of AdamW, constant."""
+        """Constant learning rate of AdamW."""
         return float(self._module.hparams["learning_rate"])
 
     # --- objects ----------------------------------------------------------------------------------------------------
@@ -115,12 +115,12 @@ class Task:
         return module
 
     def network(self) -> Any:
-        """A new Hugging Face model on the device, with the weights that Lightning's run starts from."""
+        """Build a Hugging Face model on the device, with the weights that Lightning's run starts from."""
         with self.device:
             return self._build()
 
     def import_model_code(self) -> None:
-        """Build the model without memory, so that what is imported for it is there."""
+        """Build the model without memory, so that everything it imports is loaded."""
         with torch.device("meta"):
             self._build()
 
@@ -133,7 +133,7 @@ class Task:
 
     @cached_property
     def loader(self) -> DataLoader[Any]:
-        """Micro-batches in the order in which Lightning's run takes them.
+        """Return a loader of micro-batches in the order in which Lightning's run takes them.
 
         Raises:
             ValueError: If an epoch ends within an optimizer step, which every tool treats differently.
@@ -150,16 +150,16 @@ class Task:
         return loader
 
     def batches(self) -> Iterator[Any]:
-        """Micro-batches without end, epoch after epoch."""
+        """Yield micro-batches without end, epoch after epoch."""
         while True:
             yield from self.loader
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Mixed precision as a hand-written loop has it; nothing in the other precisions.
+        """Enable mixed precision as a hand-written loop does; do nothing in other precisions.
 
         Raises:
-            ValueError: In float16, which needs scaled losses.
+            ValueError: If the precision is mixed float16, which needs scaled losses.
         """
         if self.autocast_dtype is torch.float16:
             raise ValueError("`trainer.precision=16-mixed`: hand-written loops are run in bf16-mixed or 32-true.")
@@ -168,10 +168,10 @@ class Task:
 
 
 def named(argument: str, path: str) -> Any:
-    """What an import path names.
+    """Return the object that an import path names.
 
     Raises:
-        ValueError: If there is nothing of that name.
+        ValueError: If there is nothing with that name.
     """
     module, _, name = path.rpartition(".")
     try:

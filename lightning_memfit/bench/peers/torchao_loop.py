@@ -1,4 +1,4 @@
-"""torchao: its optimizers in a training loop written by hand."""
+"""Train a row with torchao's optimizers in a hand-written loop."""
 
 import os
 
@@ -14,8 +14,8 @@ _OFFLOADING = "torchao.optim.CPUOffloadOptimizer"
 def train(task: Task, options: Options, watch: Watch) -> None:
     """Train with one of torchao's optimizers, by default `AdamW8bit`.
 
-    The optimizer's step is compiled, which torch refuses while tensors are followed: states are counted, what a step
-    holds for a moment isn't.
+    The optimizer's step is compiled, which torch refuses while tensors are tracked: states are counted, but the step's
+    temporaries aren't.
     """
     # The cache on disk mixes up torchao's kinds of states.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(task.folder / "inductor"))

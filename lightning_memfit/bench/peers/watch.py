@@ -16,20 +16,20 @@ from lightning_memfit.memory.process import nvml_usage, peak_rss_bytes
 
 
 class Watch:
-    """Live tensors during the warm-up, step times, losses and resident memory of one training loop.
+    """Measures one training loop: live tensors during the warm-up, step times, losses and resident memory.
 
     A loop calls `starts` before it builds anything, `follow` before its first step and `ends` after the last. It wraps
     every optimizer step in `step()`, or calls `step_starts` and `step_ends`. The ledger, its rules and the clock are
-    those of runs by Lightning.
+    the same as for Lightning's runs.
 
     Args:
-        warmup_steps: Optimizer steps during which live tensors are followed, and before the clock starts.
+        warmup_steps: Optimizer steps during which live tensors are tracked, and after which the clock starts.
         device: Where the training runs.
 
     Attributes:
-        sees_device: Whether live tensors are those of the device. Set it to False where a tool keeps tensors in host
-            memory and the device is the CPU: nothing tells them apart, and no live bytes are recorded.
-        clock: Times and losses.
+        sees_device: Whether live tensors are those of the device. Set it to False if a tool keeps tensors in host
+            memory and the device is the CPU: the two can't be told apart, so no live bytes are recorded.
+        clock: The clock that keeps times and losses.
     """
 
     def __init__(self, warmup_steps: int, device: torch.device) -> None:
@@ -44,11 +44,11 @@ class Watch:
         self._growth_bytes: int | None = None
 
     def starts(self) -> None:
-        """Everything is imported, nothing is built."""
+        """Start measuring; everything must be imported, and nothing built."""
         self._resident.start()
 
     def follow(self, module: torch.nn.Module, optimizer: Any | None) -> None:
-        """Model and optimizer are built; the first step comes now. None for an optimizer that works on the host."""
+        """Track model and optimizer, which are built, before the first step; None for an optimizer on the host."""
         self.ledger.track_module(module)
         if optimizer is not None:
             self.ledger.track_optimizer(optimizer)
@@ -61,18 +61,18 @@ class Watch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One optimizer step, from its first batch to the end of its update."""
+        """Measure one optimizer step, from its first batch to the end of its update."""
         self.step_starts()
         yield
         self.step_ends()
 
     def step_starts(self) -> None:
-        """Follow live tensors from here, during the warm-up."""
+        """Begin a step; during the warm-up, live tensors are tracked from here on."""
         if self._following:
             self._step.enter_context(self.ledger)
 
     def step_ends(self) -> None:
-        """The update is done."""
+        """End a step, after its update."""
         self._step.close()
         self.clock.step_ends(self._device)
         if self._following and self.clock.num_steps == self.clock.warmup_steps:
@@ -80,14 +80,14 @@ class Watch:
             self.ledger.close()
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
-        """The next micro-batch, on the device; the wait for it is counted as such."""
-        with _disable_current_modes():  # a loader's tensors are the host's
+        """Return the next micro-batch on the device, and count the wait for it."""
+        with _disable_current_modes():  # a loader's tensors are in host memory
             batch = next(batches)
         self.clock.batch_starts()
         return self.on_device(batch)
 
     def on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A micro-batch on the device. On the CPU it is copied, as for Lightning's runs: the copy is the device's."""
+        """Move a micro-batch to the device. On the CPU it is copied, as for Lightning's runs, so that the copy counts."""
         moved = {}
         for name, tensor in batch.items():
             if self._kind.is_host:
@@ -100,7 +100,7 @@ class Watch:
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
-        """Where compiled programs refuse to run while tensors are followed."""
+        """Suspend tracking, for compiled programs that refuse to run while tensors are tracked."""
         if not self._following:
             yield
             return
@@ -110,16 +110,16 @@ class Watch:
     # --- results ----------------------------------------------------------------------------------------------------
 
     def ends(self) -> None:
-        """The loop is over, its model still there."""
+        """End measuring, after the loop and while its model still exists."""
         self._growth_bytes = self._resident.growth_bytes
 
     def close(self) -> None:
-        """Follow nothing any more, however the loop ended."""
+        """Stop tracking, however the loop ended."""
         self._step.close()
         self.ledger.close()
 
     def memory(self) -> Memory:
-        """Peaks of the run."""
+        """Return the peaks of the run."""
         counted = self._kind.has_caching_allocator
         usage = nvml_usage(self._device) if counted else None
         by_category = {str(category): size for category, size in self.ledger.peak_by_category.items() if size}
