@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 def in_child(function: Callable[[], T]) -> Callable[[], T]:
-    """Start a function in a forked process; what is returned waits for its result, or raises its exception.
+    """Start a function in a forked process; the returned callable waits for its result, or raises its exception.
 
-    Where a fork is not safe (other threads, a CUDA context, another system than Linux) or has no core of its own, the
-    function runs when its result is asked for. So it does if the child dies. A result that nobody asks for costs
-    nothing but the child's time: it is a daemon and ends with this process.
+    Where a fork is not safe (other threads, a CUDA context, a system other than Linux) or has no core of its own, and
+    if the child dies, the function runs in this process when its result is asked for. A result that nobody asks for
+    costs only the child's time: the child is a daemon and ends with this process.
 
     Args:
         function: Its result or exception must be picklable. It runs with one thread.
@@ -30,7 +30,7 @@ def in_child(function: Callable[[], T]) -> Callable[[], T]:
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(function, sending), daemon=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads that Python doesn't know
+        warnings.simplefilter("ignore", DeprecationWarning)  # on forking while native threads run
         process.start()
     sending.close()
 

@@ -1,4 +1,8 @@
-"""`profile_module`: from a module and one real batch to a `ModelProfile`, through two traces or a measurement."""
+"""Make a `ModelProfile` from a module and one real batch: `profile_module` traces the step, `measure_step` runs it.
+
+Traces at two batch sizes (three for a batch of one that differs in structure) give every other size by arithmetic. A
+measurement needs real memory and knows one size only; it is for steps that can't be traced.
+"""
 
 import copy
 import time
@@ -40,18 +44,18 @@ def profile_module(
         module: LightningModule, or with `make_optimizer` a Hugging Face model. It is copied, never changed.
         batch: One real batch as the loader gives it, at the micro-batch size of interest.
         options: Precision, accumulation, clipping.
-        emulation: Device to stand for.
+        emulation: Device whose operators are traced.
         callbacks: Technique callbacks to apply to the clone.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
-        any_micro_batch: Trace one or two sizes more, so that every other can be had by arithmetic.
+        any_micro_batch: Trace one or two more sizes, so that every other follows by arithmetic.
         shorten: Trace five repeated blocks and unroll where they are proved alike.
         check_assumptions: See `trace_step`.
-        overlap: Trace the second size in a forked process meanwhile. For a process that has done nothing else yet, such
-            as a command's (`background.in_child`).
+        overlap: Trace the second size in a forked process at the same time (`background.in_child`). For a process that
+            has done nothing else yet, such as that of a command.
         cache: Where profiles are kept between runs; none by default.
 
     Raises:
-        TraceError: If the step can't be traced; `measure_step` is the way out.
+        TraceError: If the step can't be traced; use `measure_step` then.
     """
     options, emulation = options or StepOptions(), emulation or Emulation()
     key = ""
@@ -77,26 +81,26 @@ def profile_module(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """A step's events at the size of its batch, and what is known of other sizes."""
+    """A step's events at the size of its batch, and what is known about other sizes."""
 
     events: EventList
     slopes: Floats | None = None
     larger: LargerSizes | None = None
     traffic_slopes: dict[str, float] = field(default_factory=dict)
     reason: str = ""
-    """Why nothing is known of them."""
+    """Why nothing is known about other sizes."""
 
 
 def _every_size(
     first: Trace, batch: Any, trace: Callable[[Any, bool], Trace], ahead: Callable[[], Trace] | None
 ) -> _Sizes:
-    """Trace a sample more; where a batch of one differs from two in structure, also three.
+    """Trace the step with one more sample; if a batch of one differs in structure from two, also with three.
 
     Args:
-        first: At the size of the batch.
-        batch: To be resized.
-        trace: Traces the step, and checks assumed values where told to.
-        ahead: Gives a trace of a sample more that assumed the first choice of values.
+        first: Trace at the size of the batch.
+        batch: The batch, which is resized.
+        trace: Traces the step, and checks assumed values if told to.
+        ahead: Returns a trace with one more sample that assumed the first choice of values.
     """
     size = batch_size(batch)
     usual = first.assumed == AssumedValues()  # else another trace would assume what this one did not
@@ -121,7 +125,7 @@ def _grown(batch: Any, more: int) -> Any:
 
 
 def _growth(smaller: Trace, larger: Trace) -> dict[str, float]:
-    """Traffic per sample and phase."""
+    """Traffic in bytes that one more sample adds, by phase."""
     return {name: float(size - smaller.traffic.get(name, 0)) for name, size in larger.traffic.items()}
 
 
@@ -179,8 +183,8 @@ def resize_batch(batch: Any, size: int, new_size: int) -> Any:
     """Repeat or drop samples. Tensors whose first dimension is 1 stay whole.
 
     Raises:
-        ValueError: If the batch holds tensors of other first dimensions or in objects that can't be looked into, so
-            that which of them grow with the micro-batch, and how, would be a guess.
+        ValueError: If the batch holds tensors with other first dimensions, or objects that can't be looked into: which
+            tensors grow with the micro-batch, and how, would be a guess.
     """
     others = sorted({tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()} - {1, size})
     if others:
@@ -207,7 +211,7 @@ def sequence_length(batch: Any) -> int | None:
     return int(ids.size(1)) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
 
 
-# Measured profiling: two real steps of a copy, recorded event by event. The way out where a trace can't be had.
+# --- measuring instead of tracing -------------------------------------------------------------------------------------
 
 
 def measure_step(

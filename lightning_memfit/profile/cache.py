@@ -27,7 +27,7 @@ class ProfileCache:
     """A folder of profiles.
 
     Args:
-        folder: Where they lie; made when the first is saved.
+        folder: Where they are stored; made when the first is saved.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -62,7 +62,7 @@ def package_versions() -> dict[str, str]:
 
 @cache
 def own_code() -> str:
-    """Hash of the modules that make traces, so that a change of ours makes old profiles stale."""
+    """Hash of the modules that make traces, so that a change in our code makes old profiles stale."""
     digest = hashlib.sha256()
     for folder in ("profile", "memory", "checkpointing", "techniques", "optim"):
         for path in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
@@ -82,8 +82,8 @@ def text_key(*parts: object) -> str:
 def profile_key(module: Any, batch: Any, *settings: Any) -> str:
     """Key of a module, a batch and trace settings.
 
-    Covers the source files of every class in the module, all simple attributes, shapes and dtypes of its tensors, and
-    the batch's shapes and integer values. Of a data module that the module can ask, class and simple attributes.
+    It covers the source files of every class in the module, all simple attributes, shapes and dtypes of its tensors,
+    the batch's shapes and integer values, and the class and simple attributes of a data module that the module can ask.
     """
     data = attached_datamodule(module)
     parts = [describe_module(module), describe(batch, values=True), data and describe_settings(data)]

@@ -61,7 +61,7 @@ class CudaDispatch:
     its forward; patched functions stay.
 
     Args:
-        capability: Compute capability of the device to stand for.
+        capability: Compute capability of the device to emulate.
         attention: Force one attention kernel instead of choosing as CUDA does.
     """
 

@@ -1,4 +1,4 @@
-"""`EventList`: every allocation and free of a traced step, and what follows from it by arithmetic (numpy only)."""
+"""`EventList`: every allocation and free of a traced step, and the arithmetic on it (numpy only)."""
 
 from dataclasses import dataclass, field, replace
 
@@ -9,7 +9,7 @@ from lightning_memfit.memory import Category, MemoryBreakdown
 
 CATEGORIES: tuple[Category, ...] = tuple(Category)
 OUTSIDE = -1
-"""Block number of what belongs to no repeated block."""
+"""Block number of events that belong to no repeated block."""
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -90,7 +90,7 @@ class AlignmentError(Exception):
 def canonical(trace: EventList) -> EventList:
     """Sort every run of consecutive frees by block and storage: their order carries no meaning and may vary.
 
-    A run ends where a phase begins, as what a phase frees counts in the peak of the one before.
+    A run ends where a phase begins, as storages that a phase frees count in the peak of the phase before it.
     """
     freeing = trace.events < 0
     continues = freeing.copy()

@@ -97,8 +97,8 @@ def fake_clone(
         value: A module or any structure that `copy.deepcopy` can copy.
         fake_mode: Mode the new tensors belong to.
         dtype: Floating dtype of the clone, as after `module.to(dtype)`.
-        on_copy: Told of every tensor that is not a parameter, and its fake.
-        left_out: Modules in whose place the clone has empty ones, which can't be called.
+        on_copy: Called with every tensor that is not a parameter, and its fake.
+        left_out: Modules that the clone replaces by empty ones, which can't be called.
     """
     memo: dict[int, Any] = {id(module): torch.nn.Module() for module in left_out}
     trainer = getattr(value, "_trainer", None)

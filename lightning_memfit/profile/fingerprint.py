@@ -1,4 +1,8 @@
-"""Stable texts for modules, settings and batches, from which cache keys are made."""
+"""Stable descriptions of modules, settings, batches and the processor, from which cache keys are made.
+
+`attached_datamodule` and `has_datamodule` find and pass on the data module that a training step may ask. Importing this
+module is cheap: a cached profile is found without torch and Lightning.
+"""
 
 import hashlib
 import os
@@ -47,7 +51,8 @@ def describe_module(module: Any) -> object:
 def describe_settings(value: Any) -> object:
     """Class with the hash of its source files, and simple attributes.
 
-    For what a training step may ask, such as a data module, and whose other contents reach it in the batch.
+    This is for objects that a training step may ask, such as a data module: the rest of their contents reaches the
+    step in the batch.
     """
     simple = [(key, item) for key, item in sorted(vars(value).items()) if isinstance(item, (bool, int, float, str))]
     files = {path for kind in type(value).__mro__ for path in _source_files(kind.__module__)}
@@ -55,9 +60,9 @@ def describe_settings(value: Any) -> object:
 
 
 def describe_processor(device: str) -> object:
-    """What decides which kernels a trace for the CPU learns scratch memory from; nothing for a trace for CUDA.
+    """Facts that decide which kernels the CPU runs, and so their scratch memory; None for a trace for CUDA.
 
-    Found without torch, so that a profile that is known is had without it.
+    Reads them without torch, so that a cached profile is found without importing it.
 
     Args:
         device: `cpu` or `cuda`, as in `Emulation`.
@@ -114,7 +119,7 @@ def describe(value: Any, values: bool = False, _depth: int = 0) -> object:
 
 
 def _describe_text(text: str) -> object:
-    """A text; one that names a model folder stands for its configuration, too."""
+    """A text, together with the model's configuration if it names a model folder."""
     if 0 < len(text) < _MAX_PATH and "\n" not in text:
         config = Path(text, "config.json")
         if config.is_file():
@@ -130,9 +135,9 @@ def _describe_tensor(tensor: Any, values: bool) -> object:
 
 
 def _source_files(module_name: str) -> Iterator[str]:
-    """A module's file and those of its package that are imported, as it may call what they define.
+    """A module's file and the imported files of its package, as the module may call what they define.
 
-    A module of no package, such as a script, is taken with its neighbours in the folder.
+    A module outside any package, such as a script, comes with its neighbours in the folder.
     """
     package = module_name.partition(".")[0]
     own = getattr(sys.modules.get(module_name), "__file__", None)
@@ -160,7 +165,7 @@ def _file_hash(path: str) -> str:
         return path
 
 
-# The data module that a training step may ask through `self.trainer.datamodule`. Imports nothing heavy.
+# --- the data module that a step may ask through `self.trainer.datamodule` --------------------------------------------
 
 
 def attached_datamodule(module: Any) -> Any:
@@ -171,7 +176,7 @@ def attached_datamodule(module: Any) -> Any:
 def has_datamodule(datamodule: Any) -> Any:
     """A callback that lets a traced or measured module ask a data module, none of whose hooks is called.
 
-    It stands there from after Lightning would prepare and set it up until before it would be torn down.
+    The trainer has it only after Lightning would prepare and set it up, and no longer when it would tear it down.
     """
     import lightning.pytorch as pl
 

@@ -1,4 +1,4 @@
-"""`RealIntegers`: the real values of small integer and boolean tensors, carried beside their fakes.
+"""`RealIntegers`: the real values of small integer and boolean tensors, carried along with their fakes.
 
 Ids, masks and positions steer control flow (`mask.all()`, `lengths.max().item()`, boolean indexing). With their real
 values the traced step follows the branch the real batch would take. A value computed from floats is unknown in a trace:
@@ -59,7 +59,7 @@ class UnknownSizeError(RuntimeError):
 
 
 class RealIntegers(TorchDispatchMode):
-    """Carry real integers along while fakes are computed.
+    """Compute real integers along with their fakes.
 
     Args:
         fake_mode: Mode of the fakes.
@@ -88,7 +88,7 @@ class RealIntegers(TorchDispatchMode):
         return fake
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Real values of a fake tensor, where known; of a real one, such as a literal, a copy."""
+        """Real values of a fake tensor, if known; for a real tensor, such as a literal, a copy of it."""
         if not isinstance(tensor, FakeTensor):
             known = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() <= _MAX_FLOATS
             with _disable_current_modes():
@@ -107,7 +107,7 @@ class RealIntegers(TorchDispatchMode):
         return fake_clone(batch, self.fake_mode, on_copy=remember)
 
     def read(self, tensor: torch.Tensor) -> Any:
-        """NumPy array of a fake tensor's values as far as they are known, of assumed ones otherwise."""
+        """NumPy array of a fake tensor's values if they are known, otherwise of assumed ones."""
         value = self.value_of(tensor)
         with _disable_current_modes():
             if value is not None:
@@ -162,7 +162,7 @@ class RealIntegers(TorchDispatchMode):
         return entry is not None and entry[2] and entry[0]() is tensor
 
     def _taken_finite(self, func: Any, args: Any) -> torch.Tensor | None:
-        """Answer of `isnan`, `isinf` and of what `isfinite` consists of, for the finite values that training has."""
+        """Answer of `isnan`, `isinf` and the operators that make up `isfinite`, for the finite values of training."""
         tensor = args[0]
         if tensor.numel() > self.max_elements or not tensor.is_floating_point():
             return None
@@ -215,7 +215,7 @@ class RealIntegers(TorchDispatchMode):
         if real is None and func is aten.bincount.default:
             return self._unknown_counts(*args, **kwargs)
         if real is None and func is aten._unique2.default:
-            # torchmetrics checks its inputs so; what it keeps of the result is its length
+            # torchmetrics checks its inputs like this and keeps only the length of the result
             self.assumptions.append(f"the distinct values of {tensor.numel()} unknown elements were taken to be one")
             with _disable_current_modes():
                 real = torch.zeros(tensor.shape, dtype=tensor.dtype).unique(return_inverse=True, return_counts=True)
@@ -228,7 +228,7 @@ class RealIntegers(TorchDispatchMode):
         return tree_map(convert, real)
 
     def _unknown_counts(self, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
-        """Counts of unknown values, which lie below `minlength` if the caller gave one, as torchmetrics does."""
+        """Counts of unknown values, taken to be below `minlength` if the caller gave one, as torchmetrics does."""
         if not minlength:
             raise UnknownSizeError("the length of torch.bincount without `minlength` depends on unknown values")
         self.assumptions.append(
@@ -238,7 +238,7 @@ class RealIntegers(TorchDispatchMode):
             return torch.empty(minlength, dtype=torch.int64 if weights is None else weights.dtype, device="cpu")
 
     def _integer_indices(self, indices: Any) -> Any:
-        """Replace boolean masks, whose result size depends on values, by the integer indices they stand for."""
+        """Replace boolean masks, whose result size depends on values, by the integer indices they select."""
         converted: list[Any] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):

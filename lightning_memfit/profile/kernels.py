@@ -1,4 +1,4 @@
-"""What convolutions on the CPU allocate out of a dispatch mode's sight, learned here and now by running them once.
+"""Scratch memory of convolutions on the CPU, which dispatch modes don't see: learned by running each of them once.
 
 oneDNN's choice of a kernel, and with it the scratch memory, differs from processor to processor and from version to
 version: no formula holds for all. An operator that a trace meets is run on zeros outside all modes, and what the
@@ -33,7 +33,7 @@ _MOST_BYTES = 256 << 20
 """An operator whose operands take more is run on fewer samples."""
 
 _NUM_PEAKS = 8
-"""High points that are told apart; kernels seen so far have up to six."""
+"""Number of local peaks that are told apart; kernels seen so far have up to six."""
 
 _FEW, _MORE = 2, 3
 """Samples on which large operators are run; one sample often takes another kernel than two."""
@@ -54,10 +54,10 @@ def kernel_scratch_bytes(operator: Any, args: Any, result: Any) -> int:
 
 
 def kernel_scratch_peaks(operator: Any, args: Any, result: Any) -> tuple[int, ...]:
-    """Every high point of the scratch memory of a convolution in the order of time, always as many.
+    """Every local peak of a convolution's scratch memory in the order of time, always the same number of them.
 
-    Each grows by a constant per sample, which the highest of them need not: where it is another one for large
-    micro-batches than for small ones, it can still be told from two small ones.
+    Each local peak grows by a constant per sample. The highest need not, as another one may be the highest for large
+    micro-batches; with all of them, it can still be told from two small micro-batches.
 
     Args:
         operator: One of `CONVOLUTIONS`.
@@ -102,7 +102,7 @@ def estimated_scratch_bytes(operator: Any, args: Any, result: Any) -> int:
 
 @dataclass(frozen=True)
 class _Operand:
-    """What a kernel's choice depends on of a tensor."""
+    """The properties of a tensor that decide which kernel is chosen."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -123,7 +123,7 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _Run:
-    """What an operator allocated while it ran."""
+    """The allocations of an operator while it ran."""
 
     changes: tuple[int, ...]
     """Sizes in the order of time; those that were freed are negative."""
@@ -132,7 +132,7 @@ class _Run:
 
     @property
     def peaks(self) -> tuple[int, ...]:
-        """What was allocated beyond the results, whenever something is freed next."""
+        """Bytes allocated beyond the results, each time something is freed next."""
         live = accumulate(self.changes)
         following = (*self.changes[1:], -1)
         moments = zip(self.changes, live, following, strict=True)
@@ -144,7 +144,7 @@ _known: dict[str, _Run | None] = {}
 
 
 def _learned_run(operator: Any, args: Any, result: Any) -> _Run | None:
-    """What the allocator reports of an operator; None where that can't be had, or costs too much."""
+    """What the allocator reports for an operator; None where it can't be run, or costs too much."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     if any(tensor.layout is not torch.strided or tensor.device.type != "cpu" for tensor in tensors):
         return None
@@ -174,7 +174,7 @@ def _operand_bytes(operands: Any) -> int:
 
 
 def _of_samples(operator: Any, operands: Any, count: int) -> Any:
-    """Operands with another number of samples: of input and, in backward, the output's gradient."""
+    """Operands with another number of samples in the input and, in backward, in the output's gradient."""
     batched = 1 if operator is _CONVOLUTION else 2
     resized = (replace(operand, shape=(count, *operand.shape[1:])) for operand in operands[:batched])
     return (*resized, *operands[batched:])
@@ -183,8 +183,8 @@ def _of_samples(operator: Any, operands: Any, count: int) -> Any:
 def _extrapolated(few: _Run | None, more: _Run | None, samples: int) -> _Run | None:
     """The run of that many samples, from two that differ in a sample; None if they are not alike.
 
-    Every single allocation grows by a constant per sample on one thread; the peak need not, as which of them are alive
-    then may change.
+    On one thread every single allocation grows by a constant per sample. The peak need not, as other allocations may
+    be alive at it.
     """
     if few is None or more is None or [size > 0 for size in few.changes] != [size > 0 for size in more.changes]:
         return None
@@ -218,10 +218,10 @@ def _observed(operator: Any, operands: Any) -> _Run:
 
 @contextmanager
 def _outside_of_everything() -> Iterator[None]:
-    """No modes, gradients or autocast, and one thread.
+    """Run without modes, gradients and autocast, on one thread.
 
-    With several threads scratch memory jumps with the number of samples, so that nothing could be told from two sizes;
-    and a forked process (`background.in_child`) has only one.
+    With several threads scratch memory jumps with the number of samples, so that two sizes would tell nothing about
+    others; and a forked process (`background.in_child`) has only one.
     """
     threads = torch.get_num_threads()
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -234,12 +234,15 @@ def _outside_of_everything() -> Iterator[None]:
 
 @contextmanager
 def _allocations() -> Iterator[list[int]]:
-    """Collect sizes that the CPU allocator gives out, and negative ones that it takes back; known at the end."""
+    """Collect the sizes that the CPU allocator gives out, and as negative numbers those that it takes back.
+
+    The list is filled at the end.
+    """
     from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
     from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
     changes: list[int] = []
-    # Neither shapes nor stacks, FLOPs or modules are noted: only memory, the second flag.
+    # Only memory, the second flag, is recorded; no shapes, stacks, FLOPs or modules.
     _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
     try:
         yield changes

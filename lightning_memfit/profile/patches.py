@@ -1,11 +1,13 @@
-"""What the kernels of recurrent layers keep for backward, which fake tensors can't tell.
+"""Patches of torch that let a trace on fake CPU tensors behave as the real step does.
 
-On the CPU `nn.LSTM` runs oneDNN's layer, whose workspace torch's fake kernel takes to be empty: the size is found by
-running the layer once on zeros. On CUDA cuDNN decides how much it reserves, by a rule that is not published, and
-torch's fake kernel takes that to be nothing as well: recurrent layers that are trained are refused there.
+- Recurrent layers keep memory for backward that torch's fake kernels take to be empty. On the CPU `nn.LSTM` runs
+  oneDNN's layer, whose workspace is found by running the layer once on zeros. On CUDA cuDNN decides by a rule that is
+  not published, so that recurrent layers that are trained are refused there.
+- Optimizers choose `_foreach_` kernels as they would on CUDA.
+- Python code can read fake tensors as numbers.
 
-Written for torch 2.9-2.13 (`torch._VF`, `aten.mkldnn_rnn_layer`); `tests/unit/profile/test_patches.py` fails when
-they move.
+Written for torch 2.9-2.13; each part names the private API that it patches, and `tests/unit/profile/test_patches.py`
+fails when that moves.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ from lightning_memfit.profile.integers import RealIntegers
 aten = torch.ops.aten
 
 _LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
-"""Functions that run a fused kernel on CUDA."""
+"""Functions of `torch._VF` that run a fused kernel on CUDA."""
 
 
 class UnknownKernelError(RuntimeError):
@@ -60,7 +62,7 @@ def refuse_fused_recurrence() -> Iterator[None]:
 
 
 class OneDnnWorkspaces(TorchDispatchMode):
-    """Give fake results of oneDNN's recurrent layer the workspace that the real one makes.
+    """Give fake results of oneDNN's recurrent layer (`aten.mkldnn_rnn_layer`) the workspace that the real one makes.
 
     Args:
         fake_mode: Mode of the fakes; must be active below this one.
@@ -95,13 +97,13 @@ def _zeros_like(value: Any) -> Any:
     return torch.zeros(tuple(value.shape), dtype=value.dtype)
 
 
-# Let a trace on fake CPU tensors choose horizontally batched (`_foreach_`) kernels as a CUDA device would. torch's
-# optimizers take them by default where parameters lie on CUDA, and AdamW's then needs scratch memory as large as the
-# weights. Written for torch 2.9-2.13 (`torch.optim.optimizer._default_to_fused_or_foreach`,
-# `torch.utils._foreach_utils._has_foreach_support`); `tests/unit/profile/test_patches.py` fails when they move.
+# --- horizontally batched optimizer kernels ---------------------------------------------------------------------------
 
+# torch's optimizers choose `_foreach_` kernels by default for parameters on CUDA (in
+# `torch.optim.optimizer._default_to_fused_or_foreach` and `torch.utils._foreach_utils._has_foreach_support`), and that
+# of AdamW then needs scratch memory as large as the weights.
 
-_OPTIMIZER: Any = optimizer  # whose private names aren't typed
+_OPTIMIZER: Any = optimizer  # its private names aren't typed
 
 
 @contextmanager
@@ -121,17 +123,18 @@ def foreach_defaults(cuda: bool) -> Iterator[None]:
             table.remove(FakeTensor)
 
 
-# Let Python code read fake tensors as numbers: `tensor.numpy()` and `torch.tensor([tensor, ...])`. Both read memory
-# past torch's dispatcher. What they read is what `.item()` would: the real values of integers, assumed ones of
-# everything else. Written for torch 2.9-2.13; `tests/unit/profile/test_patches.py` fails when they move.
+# --- reading fakes as numbers -----------------------------------------------------------------------------------------
+
+# `tensor.numpy()` and `torch.tensor([tensor, ...])` read memory without passing torch's dispatcher. Patched, they get
+# the values that `.item()` gives: the real values of integers, assumed ones for everything else.
 
 
 @contextmanager
 def readable_fakes(integers: RealIntegers) -> Iterator[None]:
-    """Patch torch while active.
+    """Patch torch so that Python code can read fake tensors as numbers.
 
     Args:
-        integers: Knows the real values, and records what is assumed.
+        integers: Knows the real values, and records assumptions.
     """
 
     def numpy(self: torch.Tensor, *, force: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""Keep loggers quiet for a while."""
+"""Keep trial runs from disturbing the process: quiet loggers, a silent Trainer, a paused garbage collector."""
 
 import gc
 import logging
@@ -14,7 +14,7 @@ SILENT_TRAINER: dict[str, Any] = {
     "limit_val_batches": 0,
     "use_distributed_sampler": False,
 }
-"""Options of a Trainer that trains a few steps for what they tell, and leaves nothing behind."""
+"""Options of a Trainer that runs a few trial steps and leaves nothing behind."""
 
 LIGHTNING = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric")
 
@@ -33,12 +33,11 @@ def loggers_at(level: int, *names: str) -> Iterator[None]:
             logger.setLevel(its_level)
 
 
-# Hold Python's cyclic garbage collector back while a trace or its imports run.
-
-
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Leave reference cycles alone until the end; nested uses and a collector that was off before are respected.
+    """Pause Python's cyclic garbage collector, while a trace or its imports run.
+
+    Uses can be nested, and a collector that was off before stays off.
 
     A collection frees the tensors of cycles at a moment that depends on everything else the process has made, so that
     two traces of one step would differ. It also walks all of torch's and transformers' objects again and again: a

@@ -1,4 +1,4 @@
-"""`ModelProfile`: what is known about a training step. Plain data; reading one needs numpy, not torch."""
+"""`ModelProfile`: everything known about a training step, as plain data. Reading one needs numpy, not torch."""
 
 import json
 from collections.abc import Collection
@@ -37,7 +37,7 @@ def trained(parameters: Collection[ParameterInfo]) -> list[ParameterInfo]:
 
 @dataclass(frozen=True)
 class LargerSizes:
-    """A step at two samples, from which every larger size follows: a batch of one is laid out in memory its own way."""
+    """A step with two samples, from which every larger size follows, where a batch of one has another memory layout."""
 
     events: EventList
     micro_batch_size: int
@@ -58,7 +58,7 @@ class ModelProfile:
     parameters: tuple[ParameterInfo, ...]
     slopes: Floats | None = None
     larger: LargerSizes | None = None
-    """For a batch of one whose events say nothing about two samples."""
+    """Only for a batch of one whose events say nothing about two samples."""
     precision: str = "32-true"
     accumulate_grad_batches: int = 1
     device: str = CUDA
@@ -76,11 +76,11 @@ class ModelProfile:
     traffic: dict[str, int] = field(default_factory=dict)
     """Bytes by phase that operators other than matrix products read and write."""
     traffic_slopes: dict[str, float] = field(default_factory=dict)
-    """By how much that grows per sample."""
+    """Bytes by phase that `traffic` grows by per sample."""
     attention_kernels: dict[str, int] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
     only_this_size: str = ""
-    """Why the step is known at `micro_batch_size` only; empty where any size can be had."""
+    """Why the step is known at `micro_batch_size` only; empty where every size is known."""
     measured: bool = False
     """Whether the events come from real steps instead of a trace."""
     host: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class ModelProfile:
 
     @property
     def device_kind(self) -> DeviceKind:
-        """What the type of device traced can do."""
+        """Capabilities of the traced type of device."""
         return DeviceKind.of(self.device)
 
     @property
@@ -174,7 +174,7 @@ _ARRAYS = ("events", "event_blocks", "sizes", "categories", "sites")
 
 
 def _packed(prefix: str, events: EventList, slopes: Floats | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What JSON and what an `.npz` file can hold of a step."""
+    """A step's parts for JSON, and those for an `.npz` file."""
     arrays = {f"{prefix}{name}": getattr(events, name) for name in _ARRAYS}
     if slopes is not None:
         arrays[f"{prefix}slopes"] = slopes

@@ -26,8 +26,7 @@ class EventRecorder(StorageLedger):
         blocks: Repeated blocks in order; events in their forward and backward carry their number.
         host_scalars: Leave zero-dimensional optimizer states out, as they stay on the host (torch's non-capturable
             optimizers on CUDA keep `step` there).
-        python_kernels: Look inside CPU kernels that are Python programs of their own, and count the scratch memory of
-            others.
+        python_kernels: Look inside CPU kernels that are written in Python, and count the scratch memory of others.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class EventRecorder(StorageLedger):
 
     @override
     def track(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
-        """Enter a tensor; one that was made under the mode (in `configure_model`) takes the name that it has now."""
+        """Enter a tensor; if it was made under the mode (in `configure_model`), it is renamed."""
         super().track(tensor, category, name)
         entry = self._entry_of(tensor)
         if name and entry is not None:
@@ -182,7 +181,7 @@ class EventRecorder(StorageLedger):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator; a `_foreach_` result belongs to the block of the tensor at its own place in the list."""
-        if func is torch.ops.prim.device.default:  # two of three calls; there is nothing to count
+        if func is torch.ops.prim.device.default:  # two of three calls, with nothing to count
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kernel = python_kernel(func) if self._python_kernels else None
         if kernel is not None:
@@ -209,7 +208,7 @@ class EventRecorder(StorageLedger):
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add up work; views do none, and matrix products are bound by arithmetic."""
+        """Count operators, FLOPs and traffic. Views do no work, and matrix products are bound by FLOPs, not traffic."""
         if func.is_view:
             return
         key = (len(self._phases), self._block)
@@ -234,7 +233,7 @@ class EventRecorder(StorageLedger):
         return len(blocks - {OUTSIDE}) > 1
 
     def _entry_of(self, tensor: torch.Tensor) -> Any:
-        """The ledger's entry of a tensor, of a sparse one that of its values; None where it has none."""
+        """The ledger's entry of a tensor, or of a sparse tensor's values; None if there is none."""
         return self._entries.get(sparse_parts(tensor)[-1].untyped_storage()._cdata)
 
     def _block_of_argument(self, argument: Any) -> int:
@@ -245,7 +244,7 @@ class EventRecorder(StorageLedger):
 
     @override
     def _enter(self, storage: torch.UntypedStorage, category: Category, name: str) -> None:
-        """Enter a storage; what techniques need to undo themselves after the last step is no part of it."""
+        """Enter a storage, unless techniques make it after the last step to undo themselves."""
         if not self._phases or self._phases[-1][1] != "end":
             super()._enter(storage, category, name)
 
@@ -295,7 +294,7 @@ class EventRecorder(StorageLedger):
             self._name_after(parameter, parameter.grad)
 
     def _name_after(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Give a gradient or a state the site of its parameter: which operator made it says little."""
+        """Give a gradient or a state the site of its parameter, which says more than the operator that made it."""
         owner, entry = self._entry_of(parameter), self._entry_of(tensor)
         if owner is not None and entry is not None:
             self._sites[self._number[entry.identity]] = self._sites[self._number[owner.identity]]
@@ -384,7 +383,7 @@ def _requiring_grad(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _owning_blocks(module: torch.nn.Module, blocks: dict[int, int]) -> dict[str, int]:
-    """Block number of every parameter and buffer name that lies in a block."""
+    """Block number by name, for every parameter and buffer inside a block."""
     owner: dict[str, int] = {}
     for prefix, child in module.named_modules():
         number = blocks.get(id(child))

@@ -1,9 +1,10 @@
-"""Repeated blocks: trace five of them, and unroll the events to as many as the module has (numpy only).
+"""Repeated blocks: shorten a module to five of them for a trace, then unroll the events to as many as it has.
 
-Work passes through the blocks in sweeps: upwards in forward and in the optimizer, downwards in backward. What happens
-between a sweep's first event of one block and its first of the next is that block's period; it may hold the end of its
-neighbour's work. Where the periods of neighbouring middle blocks are the same, relative to their block, the middle one
-can be repeated: the result is the trace of the whole module, event for event.
+`plan_fold` finds the blocks that a trace may leave out, and `unroll` extends the trace. Work passes through the blocks
+in sweeps: upwards in forward and in the optimizer, downwards in backward. The events between a sweep's first of one
+block and its first of the next are that block's period; it may hold the end of its neighbour's work. Where the periods
+of neighbouring middle blocks are the same, relative to their block, the middle one can be repeated: the result is the
+trace of the whole module, event for event.
 """
 
 import ast
@@ -20,7 +21,7 @@ from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.profile.events import OUTSIDE, AlignmentError, EventList, canonical
 
 TRACED_BLOCKS = 5
-"""First, three alike, last."""
+"""The first, three alike, and the last."""
 
 _MIDDLE = 2
 
@@ -98,7 +99,7 @@ def unroll(trace: EventList, num_blocks: int) -> EventList:
 
 
 def _alike(middle: list[Event], neighbour: list[Event], step: int) -> bool:
-    """Whether two patterns agree; the first and last block, `step` further on, may number their storages otherwise."""
+    """Whether two patterns agree; first and last block, `step` further on, may number their storages differently."""
 
     def blanked(pattern: list[Event]) -> list[Event]:
         return [(*event[:3], -1, *event[4:]) if event[2] == step else event for event in pattern]
@@ -143,7 +144,7 @@ def _sweep(blocks: list[int], start: int, stop: int, ascending: bool, first: dic
 
 
 class _Unroller:
-    """Write the events anew with the middle block's periods standing `extra + 1` times."""
+    """Write the events anew with each period of the middle block repeated `extra + 1` times."""
 
     def __init__(self, runs: _Runs, extra: int) -> None:
         self.runs = runs
@@ -207,7 +208,7 @@ class _Unroller:
         return block + shift if block == _MIDDLE else block
 
 
-# Shorten a module to `TRACED_BLOCKS` of its repeated blocks, for a trace.
+# --- shortening a module ----------------------------------------------------------------------------------------------
 
 
 _MIN_BLOCKS = TRACED_BLOCKS + 2
@@ -242,7 +243,7 @@ class FoldPlan:
     kept: tuple[str, ...]
     """Paths of the blocks that are traced, in order."""
     left_out: tuple[str, ...]
-    """Paths of those that are not."""
+    """Paths of the blocks that are not traced."""
     block_class: str
 
     def modules_left_out(self, module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
@@ -250,7 +251,7 @@ class FoldPlan:
         return tuple(module.get_submodule(path) for path in self.left_out)
 
     def apply(self, module: torch.nn.Module) -> Fold:
-        """Leave them out, in place.
+        """Remove the blocks to leave out, in place.
 
         Args:
             module: Fake clone; never a user's module.
@@ -265,7 +266,7 @@ class FoldPlan:
 
 
 def fold_blocks(module: torch.nn.Module, shorten: bool = True) -> Fold:
-    """Plan and apply at once, in place. For a clone that has built itself."""
+    """Plan and apply at once, in place, on a clone that has built itself."""
     plan = plan_fold(module, shorten)
     return plan.apply(module) if plan else Fold((), 0, "")
 
@@ -295,7 +296,7 @@ def plan_fold(module: torch.nn.Module, shorten: bool = True) -> FoldPlan | None:
 
 
 def _signature(block: torch.nn.Module, index: int) -> _Signature:
-    """Everything simple that could make one block behave unlike another; its own index aside."""
+    """Every simple attribute that could make one block behave unlike another, except its own index."""
     parts: list[object] = []
     for name, child in block.named_modules():
         settings = tuple(
@@ -321,9 +322,9 @@ _COUNTING = {"enumerate", "range", "zip", "len"}
 
 
 def _numbers_things(kind: type) -> bool:
-    """Whether a class numbers things in a method that may run in training, and could treat one block by its place.
+    """Whether a method of a class that may run in training numbers things, and could treat one block differently.
 
-    `if index == 7` would never be seen in a trace of five blocks.
+    A trace of five blocks would never see the effect of `if index == 7`.
     """
     for base in kind.__mro__:
         if base is object or base.__module__.partition(".")[0] in _TRUSTED:

@@ -1,4 +1,7 @@
-"""Two ways to drive the traced step: Lightning's own `Trainer.fit` on a fake clone, and a plain loop in its order."""
+"""Drive a recorded step, by Lightning's own `Trainer.fit` or by a plain loop in the same order.
+
+`run_step` runs either; `kept_random_state` and `parameter_table` are what tracing and measuring need around it.
+"""
 
 import contextlib
 import copy
@@ -31,7 +34,7 @@ OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What decides how one optimizer step runs, beside the module and the batch."""
+    """Settings that, with the module and the batch, decide how one optimizer step runs."""
 
     precision: Precision = "32-true"
     """Lightning's precision name."""
@@ -44,7 +47,7 @@ class StepOptions:
 
     @property
     def traced_micro_batches(self) -> int:
-        """The third micro-batch of a window allocates what the second does, so two are enough."""
+        """Micro-batches to trace: two are enough, as the third of a window allocates what the second does."""
         return min(self.accumulate_grad_batches, 2)
 
 
@@ -68,10 +71,10 @@ def run_step(
         callbacks: Technique callbacks; copies of them are applied.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         steps: Optimizer steps; the second is the steady state.
-        datamodule: What `trainer.datamodule` shall be; none of its hooks is called.
+        datamodule: Becomes `trainer.datamodule`; none of its hooks is called.
 
     Raises:
-        ValueError: If callbacks are given for a module that is not a LightningModule: nobody would call them.
+        ValueError: If callbacks are given for a module that is not a LightningModule: nothing would call them.
     """
     if callbacks and make_optimizer is not None:
         names = ", ".join(type(callback).__name__ for callback in callbacks)
@@ -211,7 +214,7 @@ def _phase_callback(recorder: EventRecorder) -> Any:
 
 
 def _track_batch(recorder: EventRecorder, batch: Any) -> None:
-    """Enter the batch as input."""
+    """Enter the tensors of the batch as input."""
     for tensor in tensors_in(batch):
         recorder.track(tensor, Category.INPUT, "batch")
 
@@ -224,12 +227,12 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-# Give the random generators of torch, NumPy and Python back as they were found.
+# --- random state -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Undo what the code within draws from the CPU generators: a profile must not change the run that follows it."""
+    """Restore the CPU generators of torch, NumPy and Python: a profile must not change the run that follows it."""
     of_torch, of_python = torch.get_rng_state(), random.getstate()
     of_numpy = np.random.get_state()  # noqa: NPY002  (the global generator, which user code may draw from)
     try:
@@ -240,7 +243,7 @@ def kept_random_state() -> Iterator[None]:
         random.setstate(of_python)
 
 
-# The parameter table of a profile.
+# --- the parameter table ----------------------------------------------------------------------------------------------
 
 
 def parameter_table(module: torch.nn.Module, dtype: torch.dtype | None = None) -> tuple[ParameterInfo, ...]:

@@ -1,4 +1,8 @@
-"""Trace one steady optimizer step of a module on fake tensors: no GPU, no memory, the module untouched."""
+"""Trace one steady optimizer step of a module on fake tensors: without a GPU, without the memory, on a copy.
+
+`trace_step` is the entry. A step may read values that only real data has: `over_assumptions` then traces with several
+assumed values, and raises a `TraceError` if memory depends on them.
+"""
 
 import contextlib
 import logging
@@ -45,11 +49,11 @@ from lightning_memfit.profile.step import (
     run_step,
 )
 
-# Steps that read what only real data can tell: trace with several values, and refuse where memory depends on them.
+# --- values that only real data has -----------------------------------------------------------------------------------
 
 
 UNKNOWN_VALUES = (UnknownSizeError, DataDependentOutputException, DynamicOutputShapeException)
-"""What is raised where even an assumed value doesn't help."""
+"""Errors raised where even an assumed value doesn't help."""
 
 WAY_OUT = "Measure it instead with `measure_step` (two real steps of a small micro-batch)."
 
@@ -59,10 +63,10 @@ _CHOICES = (
     AssumedValues(floating=-1e6, boolean=True, integer=0),
     AssumedValues(floating=1e-6, boolean=False, integer=0),
 )
-"""Either side of the thresholds that programs compare values with."""
+"""Values on either side of the thresholds that programs compare with."""
 
 _SCALAR_BYTES = 512
-"""What is smaller takes one block of the CUDA allocator, whatever its size."""
+"""A smaller tensor takes one block of the CUDA allocator, whatever its size."""
 
 _TOLERANCE = 0.005
 _WORKING = [CATEGORIES.index(Category.ACTIVATION), CATEGORIES.index(Category.TEMPORARY)]
@@ -73,7 +77,7 @@ class TraceError(RuntimeError):
 
     Args:
         message: What stopped the trace.
-        assumptions: Values that had been assumed until then.
+        assumptions: Values that were assumed up to then.
     """
 
     def __init__(self, message: str, assumptions: tuple[str, ...] = ()) -> None:
@@ -84,10 +88,10 @@ class TraceError(RuntimeError):
 def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"], several: bool = True) -> "Trace":
     """Trace once if no value has to be assumed, otherwise with several; the trace with the highest peak is returned.
 
-    Choices with which the step ends in an error of the module's own (`assert (scores >= 0).all()`) don't count.
+    Choices that make the step end in an error of the module itself (`assert (scores >= 0).all()`) don't count.
 
     Args:
-        name: Of the module, for messages.
+        name: Name of the module, for messages.
         trace: Traces the step with given values.
         several: False takes the first trace that succeeds.
 
@@ -149,7 +153,7 @@ def _phase_peaks(events: EventList) -> np.ndarray:
     return np.array([part.max(initial=0) for part in np.split(live, edges)])
 
 
-# ===
+# --- the trace --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -173,9 +177,9 @@ class Trace:
     block_class: str = ""
     traced_blocks: int = 0
     assumptions: tuple[str, ...] = ()
-    """Values the trace had to assume; empty means the figures rest on nothing but the real batch."""
+    """Values the trace had to assume, in words; empty if the figures rest on the real batch alone."""
     assumed: AssumedValues = field(default_factory=AssumedValues)
-    """With which values this trace was made."""
+    """The assumed values that this trace was made with."""
     attention_kernels: dict[str, int] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)
     """FLOPs by phase of the steady step (one micro-batch), whole module."""
@@ -213,7 +217,7 @@ def trace_step(
             Its tensors may be real or meta. It is copied, never changed.
         batch: A real batch as the loader gives it; its integers steer control flow.
         options: Precision, accumulation, clipping.
-        emulation: Device to stand for; CUDA compute capability 8.0 by default.
+        emulation: Device whose operators are traced; CUDA compute capability 8.0 by default.
         callbacks: Technique callbacks to copy and apply to the clone.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         shorten: Trace five repeated blocks and unroll where they are proved alike; False traces every block.
@@ -233,7 +237,7 @@ def trace_step(
         )
 
     if shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
-        # Whatever goes wrong with fewer blocks says nothing about the module; the whole of it decides.
+        # An error with fewer blocks says nothing about the module: the trace of the whole module decides.
         with contextlib.suppress(AlignmentError, TraceError):
             return trace(True)
     return trace(False)
@@ -254,7 +258,7 @@ def _trace(
     with kept_random_state(), collector_paused(), _explained(module, integers):
         true_dtype = TRUE_DTYPES.get(options.precision)
         builds_itself = make_optimizer is None and _builds_itself(module)
-        # Copying costs time by the module: what will not be traced is not copied, where it is known before.
+        # Copying takes time for every module: where the blocks to leave out are known before, they aren't copied.
         plan = None if builds_itself else plan_fold(module, shorten)
         clone = fake_clone(module, fake_mode, true_dtype, left_out=plan.modules_left_out(module) if plan else ())
         with contextlib.ExitStack() as stack:
@@ -298,13 +302,13 @@ def _builds_itself(module: torch.nn.Module) -> bool:
 
 
 def _unrolled(total: dict[str, int], per_block: dict[str, int], extra: int) -> dict[str, int]:
-    """Counts by phase with that many more blocks."""
+    """Counts by phase with `extra` more blocks."""
     return {phase: count + extra * per_block.get(phase, 0) for phase, count in total.items()}
 
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """What Lightning's `*-true` precisions set while a module builds itself."""
+    """Set the default dtype, as Lightning's `*-true` precisions do while a module builds itself."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
@@ -341,7 +345,7 @@ def _enter_modes(
 
 @contextlib.contextmanager
 def _explained(module: torch.nn.Module, integers: RealIntegers) -> Iterator[None]:
-    """Turn what stops a trace into a `TraceError` with the way out."""
+    """Turn an error that stops a trace into a `TraceError` that says what to do."""
     name = type(module).__name__
     try:
         with loggers_at(logging.CRITICAL, FakeTensorMode.__module__):  # it logs what it then raises
