@@ -1,1 +1,1 @@
-"""Bytes by category, phase and tier for a Setting: pure arithmetic over a profile."""
+"""Bytes of a training step by category, phase and tier: pure arithmetic over a profile or a parameter table."""

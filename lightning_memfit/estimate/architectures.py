@@ -22,7 +22,7 @@ def traceable_optimizers() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A training run of a named model."""
+    """A training run of a model that is known by name."""
 
     model: str
     """Name in `ARCHITECTURES`, a folder with a `config.json`, or such a file."""
@@ -69,9 +69,9 @@ class Architecture:
     """Entries that differ from the configuration's defaults."""
     kind: Kind
     num_parameters: int
-    """As the source says, for this class; tied parameters once."""
+    """Parameters of this class according to the source, tied ones once."""
     sequence_length: int | None
-    """Taken where none is given: what the model was trained with, 2048 at most. None for images."""
+    """Default length: the one the model was trained with, 2048 at most. None for images."""
     max_sequence_length: int | None
     source: str
 

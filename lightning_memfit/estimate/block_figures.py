@@ -1,4 +1,4 @@
-"""What repeated blocks keep and need, read off a trace in which all of them follow one checkpointing choice."""
+"""Memory that repeated blocks keep and need, read off a trace in which all of them follow one checkpointing choice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from lightning_memfit.profile.trace import Trace
 
 
 class BudgetError(ValueError):
-    """No plan keeps the budget, or the module's blocks can't be planned for; the message says what would work."""
+    """No plan stays within the budget, or the blocks can't be planned for; the message says what would work."""
 
 
 @dataclass(frozen=True)
 class BlockFigures:
-    """What one choice, followed by all blocks, means; arrays have one entry per block."""
+    """Effect of one choice that all blocks follow; arrays have one entry per block."""
 
     kept: np.ndarray
     peak: np.ndarray
     """Highest level while a block runs, less what the blocks before it keep."""
     head: int
     elsewhere: int
-    """Highest level outside of the blocks, the optimizer's step included."""
+    """Highest level outside the blocks, the optimizer's step included."""
     outside: int
-    """Highest level outside of the blocks in forward and backward alone."""
+    """Highest level outside the blocks in forward and backward alone."""
     traffic: np.ndarray
     """Bytes allocated in forward and backward of a block."""
     flops: int
@@ -35,13 +35,13 @@ class BlockFigures:
 def block_figures(
     trace: Trace | ModelProfile, rounding: int, levels: tuple[np.ndarray, np.ndarray] | None = None
 ) -> BlockFigures:
-    """Read off a trace what its blocks keep and need; the maximum over the micro-batches and steps that were traced.
+    """Read off a trace what its blocks keep and need: the maximum over the traced micro-batches and steps.
 
     Args:
-        trace: Of a whole step.
-        rounding: Of the allocator, in bytes.
-        levels: Live bytes after every event where they are others than the trace's own: what stays, and with what is
-            there for a moment only. Each has shape (events,).
+        trace: Trace of a whole step.
+        rounding: Bytes to which the allocator rounds sizes up.
+        levels: Live bytes after every event, where they differ from the trace's own: without and with tensors that
+            exist only for a moment. Each has shape (events,).
     """
     events, num_blocks = trace.events, trace.num_blocks
     own = events.live_bytes(rounding)
@@ -64,14 +64,14 @@ def block_figures(
             traffic[block] = sum(int(made[first:stop].sum()) for first, stop in spans)
         head = max(head, int(live[forward[-1] : backward[-1]].max(initial=0)) - int(before[-1]))
         inside[forward[0] : backward[0]] = True
-    inside[: events.phases[0][0]] = True  # what building the module needs is not part of a step
+    inside[: events.phases[0][0]] = True  # building the module is not part of a step
     elsewhere = int(live[~inside].max(initial=0))
     outside = int(live[~inside & _in_passes(events)].max(initial=0))
     return BlockFigures(kept, peak, head, elsewhere, outside, traffic, sum(trace.flops.values()))
 
 
 def _in_passes(events: EventList) -> np.ndarray:
-    """Which events lie in a forward or backward phase."""
+    """Mark the events of forward and backward phases."""
     found = np.zeros(len(events), dtype=bool)
     bounds = [*(at for at, _ in events.phases), len(events)]
     for (first, name), stop in zip(events.phases, bounds[1:], strict=True):
@@ -80,7 +80,7 @@ def _in_passes(events: EventList) -> np.ndarray:
 
 
 def _passes(events: EventList, num_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Where blocks begin, in every forward pass and the backward pass after it.
+    """Find where blocks begin, in every forward pass and the backward pass after it.
 
     Returns:
         For each pass two arrays of length `num_blocks + 1`. Block `i` runs forward from the first array's entry `i` to
@@ -103,7 +103,7 @@ def _passes(events: EventList, num_blocks: int) -> list[tuple[np.ndarray, np.nda
 
 
 def _starts(events: EventList, first: int, stop: int, order: Sequence[int]) -> np.ndarray:
-    """Index of each block's first allocation in a phase, and of the end of the last one's run."""
+    """Index of each block's first allocation in a phase, and of the end of the last block's run."""
     blocks = np.where(events.events[first:stop] > 0, events.event_blocks[first:stop], -1)
     starts, end = [], 0
     for block in order:

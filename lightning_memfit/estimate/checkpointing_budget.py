@@ -1,7 +1,8 @@
 """Plan activation checkpointing to a memory budget: traces in, one choice per block out.
 
-One trace per choice, in which all blocks follow it, tells what each block keeps and how high memory rises while it
-runs. The knapsack makes a plan of that, and one more trace, of the plan itself, verifies it.
+One trace per choice, in which all blocks follow it, shows what each block keeps and how high memory rises while it
+runs. The knapsack turns that into a plan, and a trace of the plan verifies it. `device_rate` and `cpu_rate` give the
+rates by which the extra time is predicted.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from lightning_memfit.profile.events import EventList
 from lightning_memfit.profile.trace import Trace
 
 RECOMPUTED: tuple[Choice, ...] = ("none", "full", "keep_attention", "keep_matmul", "keep_matmul_attention")
-"""Choices that every device offers."""
+"""Choices that are possible on every device."""
 
 _MAX_VERIFICATIONS = 5
 _TRAFFIC = 3
@@ -29,25 +30,25 @@ _TRAFFIC = 3
 
 @dataclass(frozen=True)
 class ComputeRate:
-    """How fast a device computes; only the proportions decide about a plan."""
+    """How fast a device computes; only the ratios of the rates matter to a plan."""
 
     flops_per_s: float
     bytes_per_s: float
     host_link_bytes_per_s: float | None = None
-    """To pinned host memory; None where offloading is no option."""
+    """Rate to pinned host memory; None where offloading is not possible."""
 
     def seconds(self, flops: float, traffic_bytes: float) -> float:
-        """Matrix products at their rate, and everything else at that of the memory."""
+        """Time of matrix products at `flops_per_s` and of everything else at `bytes_per_s`."""
         return flops / self.flops_per_s + traffic_bytes / self.bytes_per_s
 
 
 class BudgetPlanner:
-    """Everything about a module that plans for any budget need, from one trace per choice.
+    """Plans activation checkpointing of a module for any budget, from one trace per choice.
 
     Args:
         trace_uniform: Traces the step with every block following a choice.
-        trace_plan: Traces the step, every block of it, with one choice per block.
-        rate: Of the device that will train.
+        trace_plan: Traces the step in full, with one choice per block.
+        rate: Rates of the device that will train.
         rounding_bytes: Sizes are rounded up to a multiple of this, as CUDA's allocator does.
 
     Raises:
@@ -80,13 +81,13 @@ class BudgetPlanner:
 
     @property
     def floor_bytes(self) -> int:
-        """Peak of what lies outside of the blocks' forward and backward, which no plan changes."""
+        """Peak outside the blocks' forward and backward, which no plan changes."""
         return self._frontiers[0][0].problem.floor_bytes
 
     def share_bytes(self, share: float) -> int:
         """Budget that leaves a share of the plain step's activations at the peak of its forward and backward passes.
 
-        Where what lies outside of them, the optimizer step for instance, needs more anyway, that is the budget.
+        If something outside these passes needs more, such as the optimizer step, that is the budget.
         """
         return max(self.floor_bytes, round(self.plain_peak_bytes - (1 - share) * self.plain_activation_bytes))
 
@@ -110,12 +111,13 @@ class BudgetPlanner:
     ) -> tuple[CheckpointingPlan, Trace]:
         """The fastest plan within a budget, verified by a trace of the plan itself.
 
-        Where the trace needs more than predicted, planning is repeated for that much less.
+        If the trace needs more than predicted, planning is repeated with a budget reduced by the difference.
 
         Args:
-            budget_bytes: What the step may need.
-            overhead_bytes: What it needs beside its tensors.
-            measure: What the step of a trace needs, overhead included; by default the peak of its live bytes besides.
+            budget_bytes: Memory that the step may need.
+            overhead_bytes: Memory that it needs in addition to its tensors.
+            measure: Returns the bytes that a traced step needs, overhead included; by default the peak of its live
+                bytes, plus the overhead.
 
         Returns:
             The plan, with the verified peak, and the trace.
@@ -153,7 +155,7 @@ class BudgetPlanner:
 def _frontiers(figures: Mapping[Choice, BlockFigures], rate: ComputeRate) -> list[tuple[PlanFrontier, int]]:
     """Frontiers, each with the bytes to set aside.
 
-    With offloading, one block's tensors are on their way at any time, whichever blocks are chosen. Traces with all
+    With offloading, one block's tensors are being copied at any time, whichever blocks are chosen. Traces with all
     blocks alike count them where the first block runs, so they are set aside for the plan as a whole.
     """
     recomputed: dict[Choice, BlockFigures] = {c: found for c, found in figures.items() if c != "offload"}
@@ -185,7 +187,7 @@ def _extra_seconds(choice: Choice, found: BlockFigures, plain: BlockFigures, rat
         computing = _TRAFFIC * plain.traffic / rate.bytes_per_s + plain.flops * share / rate.flops_per_s
         moving = 2 * np.maximum(plain.kept - found.kept, 0) / rate.host_link_bytes_per_s
         exposed: np.ndarray = np.maximum(moving - computing, 0.0)
-        return exposed + 1e-9  # what does not hide behind the block's own computing
+        return exposed + 1e-9  # the part of the transfer that the block's computation doesn't hide
     extra = np.maximum(found.traffic - plain.traffic, 0)
     share = extra / max(1.0, float(extra.sum()))
     flops = max(0, found.flops - plain.flops) * share
@@ -205,7 +207,7 @@ def _peak(events: EventList, rounding: int) -> tuple[int, int]:
     return int(live[peak]), events.breakdown_at(peak, rounding).get(Category.ACTIVATION)
 
 
-# Rates that extra time is predicted with: the catalogue's, reduced to what training programs reach of them.
+# --- rates: the catalogue's, reduced to the share that training programs reach ----------------------------------------
 
 
 _OF_FLOPS = 0.5
@@ -214,15 +216,15 @@ _OF_BANDWIDTH = 0.75
 _OF_LINK = 0.8
 
 _UNKNOWN = "A100 80GB"
-"""Stands for devices that are not in the catalogue: a plan needs the proportions only."""
+"""Used for devices that are not in the catalogue: a plan needs only the ratios of the rates."""
 
 
 def device_rate(name: str, dtype: torch.dtype) -> ComputeRate:
-    """Rate of a CUDA device, by the name that the driver gives.
+    """Rates of a CUDA device.
 
     Args:
-        name: For example `NVIDIA H200`.
-        dtype: In which matrix products are computed.
+        name: The driver's name of the device, for example `NVIDIA H200`.
+        dtype: Dtype in which matrix products are computed.
     """
     try:
         spec = find_device(name)
@@ -241,8 +243,8 @@ def device_rate(name: str, dtype: torch.dtype) -> ComputeRate:
 
 
 def cpu_rate(dtype: torch.dtype) -> ComputeRate:
-    """Rate of a CPU core pair with AVX-512 as measured: 75 GFLOP/s in fp32, 330 with bf16 instructions, 10 GB/s.
+    """Measured rates of two CPU cores with AVX-512: 75 GFLOP/s in fp32, 330 with bf16 instructions, 10 GB/s.
 
-    Offloading is no option, as host memory is what there is.
+    Offloading makes no sense here, as the tensors are in host memory already.
     """
     return ComputeRate(75e9 if dtype is torch.float32 else 330e9, 10e9)

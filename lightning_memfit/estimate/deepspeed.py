@@ -1,11 +1,11 @@
 """What DeepSpeed keeps on one rank, by tier and moment: the one model behind plans, preflights and host checks.
 
-`DeepSpeedRun` describes a run, `deepspeed_memory` says what it takes. On the CPU device and host memory are one and add
-up. Every formula names the buffer of DeepSpeed 0.19.8 that it counts, in `runtime/zero/stage_1_and_2.py`
-(`DeepSpeedZeroOptimizer`, stages 1 and 2), `runtime/zero/stage3.py` (`DeepSpeedZeroOptimizer_Stage3`) and
-`runtime/swap_tensor`. Held by tests against peaks of resident memory (`benchmarks/results/offload_host_memory.json`),
-buffers one by one with what of them is page-locked (`deepspeed_buffers.json`), and tensors between two steps
-(`strategies_cpu.json`).
+`DeepSpeedRun` describes a run, and `deepspeed_memory` gives the memory that it takes. On the CPU, device and host
+memory are one and add up. Every formula names the buffer of DeepSpeed 0.19.8 that it counts, in
+`runtime/zero/stage_1_and_2.py` (`DeepSpeedZeroOptimizer`, stages 1 and 2), `runtime/zero/stage3.py`
+(`DeepSpeedZeroOptimizer_Stage3`) and `runtime/swap_tensor`. Tests compare them with measured peaks of resident memory
+(`benchmarks/results/offload_host_memory.json`), with single buffers and their page-locked parts
+(`deepspeed_buffers.json`), and with the tensors between two steps (`strategies_cpu.json`).
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ NCCL_BYTES = 512 * MIB
 """What NCCL keeps on a device beyond tensors; an assumption, as it depends on topology and version."""
 
 LIBRARIES_BYTES = 80 * MIB
-"""What a process takes between the preflight and its second step for code, threads and Python objects: kernels that are
-loaded or compiled when first used, hooks, the engine. Measured, see `benchmarks/offload_host_memory`."""
+"""Memory that a process takes between the preflight and its second step for code, threads and Python objects: kernels
+that are loaded or compiled when first used, hooks, the engine. Measured, see `benchmarks/offload_host_memory`."""
 
 ASYNC_IO_BYTES = 10 * MIB
-"""The same for asynchronous I/O: its kernels, queues and threads."""
+"""Memory that asynchronous I/O takes for its kernels, queues and threads."""
 
 PERSISTENT_NUMEL = 100_000
 """Parameters up to this size stay on the device (`stage3_param_persistence_threshold`, DeepSpeed's default)."""
 
 _FP32, _FP64 = 4, 8
-_NORM_CHUNK = 250_000_000  # elements, `_constant_buffered_norm2`; stages 1 and 2 widen a gradient whole
+_NORM_CHUNK = 250_000_000  # elements, `_constant_buffered_norm2`; stages 1 and 2 widen a whole gradient
 
 
 @dataclass(frozen=True)
 class DeepSpeedRun:
-    """What of a run decides the memory of its ranks. Sizes are in elements unless the name says bytes.
+    """The facts about a run that decide the memory of its ranks. Sizes are in elements unless the name says bytes.
 
     Raises:
         ValueError: If nothing is trained, or disk is used without `sizes`.
     """
 
     parameters: Sequence[ParameterInfo]
-    """Whole ones, of `parameter_table` or `ModelShape`."""
+    """All parameters at their full size, from `parameter_table` or `ModelShape`."""
     stage: int = 3
     world_size: int = 1
     itemsize: int = 2
     """Bytes per element of the weights and gradients."""
     state_bytes: float = 8
-    """Bytes of optimizer states per trained element; those of AdamW, in fp32 whatever the weights are."""
+    """Bytes of optimizer states per trained element; by default AdamW's, in fp32 whatever the weights are."""
     scratch_bytes: int = 0
     """Bytes per element that the optimizer's step needs on the device: 4 with `foreach`, none if it is fused."""
     offload_optimizer: OffloadTarget = "none"
@@ -68,17 +68,17 @@ class DeepSpeedRun:
     bucket_size: int = 0
     """`reduce_bucket_size`."""
     sub_group_size: int = 0
-    """With stage 3 and nothing on disk; 0 is one sub-group."""
+    """Only for stage 3 without disk; 0 means one sub-group."""
     live_parameters: int = 0
-    """`stage3_max_live_parameters`: gathered at one time at most, beside those of the module that runs."""
+    """`stage3_max_live_parameters`: most elements gathered at one time, in addition to those of the running module."""
     sizes: InfinitySizes | None = None
-    """With anything on disk."""
+    """Buffer sizes; needed if anything is on disk."""
     pin_memory: bool = False
-    """Whether buffers on the host are page-locked. Some are in any case, and on the CPU only those for disk."""
+    """Whether buffers on the host are page-locked. Some always are; with the CPU as the device, only those for disk."""
     accumulates: bool = False
     """Whether an optimizer step takes more than one micro-batch."""
     on_cpu: bool = False
-    """Whether the CPU is the device: a weight that is whole already is then used where it lies."""
+    """Whether the CPU is the device: a weight that is already whole is then used in place."""
     buffer_bytes: int = 0
     """Buffers of the module, on the device."""
     activation_bytes: int = 0
@@ -94,7 +94,7 @@ class DeepSpeedRun:
     def with_our_sizes(
         cls, parameters: Sequence[ParameterInfo], stage: int, world_size: int, itemsize: int, **options: Any
     ) -> DeepSpeedRun:
-        """A run with the buffer sizes that our strategies set where the user sets none.
+        """Describe a run with the buffer sizes that our strategies set where the user sets none.
 
         Args:
             parameters: As the field of that name.
@@ -109,7 +109,7 @@ class DeepSpeedRun:
         sizes = None
         if "nvme" in (options.get("offload_optimizer"), options.get("offload_parameters")):
             aio = AioSettings()
-            swapped = Counter(  # by the module that owns them
+            swapped = Counter(  # counted by the module that owns them
                 p.name.rpartition(".")[0]
                 for p in parameters
                 if p.numel // world_size * itemsize >= aio.min_swapped_bytes
@@ -179,8 +179,8 @@ class DeepSpeedMemory:
     """`kept` is what stays between steps; `build` of the model, `setup` of the engine, `passes` (forward and backward)
     and `update` (the first step or any other, whichever takes more) are peaks."""
     around_passes: MemoryBreakdown
-    """What is kept, and the buckets, gathered weights and reduced gradients that a micro-batch's activations meet at
-    most. Without what libraries take."""
+    """`kept`, plus the most buckets, gathered weights and reduced gradients that exist at the same time as a
+    micro-batch's activations. The memory of libraries is left out."""
     on_cpu: bool = False
 
     @property
@@ -190,13 +190,13 @@ class DeepSpeedMemory:
 
     @property
     def host_tiers(self) -> tuple[Tier, ...]:
-        """Tiers that are host memory: pinned and pageable, and the device's where that is the CPU."""
+        """Tiers that are host memory: pinned and pageable, and the device's if that is the CPU."""
         host = (Tier.PINNED_HOST, Tier.HOST)
         return (*host, Tier.DEVICE) if self.on_cpu else host
 
     @property
     def host_peak(self) -> tuple[str, MemoryBreakdown]:
-        """The moment with most host memory: its name, and its bytes."""
+        """The moment with the most host memory: its name and its breakdown."""
         name = max(self.moments, key=lambda moment: self._on_host(self.moments[moment]))
         return name, self.moments[name]
 
@@ -211,7 +211,7 @@ class DeepSpeedMemory:
         return max(moment.total(Tier.DEVICE) for moment in self.moments.values())
 
     def once_built(self) -> DeepSpeedMemory:
-        """The moments that lie ahead of a run whose model is built."""
+        """The memory of a run whose model is already built: without the moment `build`."""
         later = {name: moment for name, moment in self.moments.items() if name != "build"}
         return DeepSpeedMemory(later, self.around_passes, self.on_cpu)
 
@@ -220,7 +220,7 @@ class DeepSpeedMemory:
 
 
 def deepspeed_memory(run: DeepSpeedRun) -> DeepSpeedMemory:
-    """What a rank takes from where the model is built on."""
+    """Memory of one rank, from building the model on."""
     kept = _kept(run)
     buckets, reduced = _buckets(run), _reduced(run)
     met = {Category.GRADIENT: reduced, Category.COMMUNICATION: buckets + _gathered(run)}
@@ -239,7 +239,7 @@ def deepspeed_memory(run: DeepSpeedRun) -> DeepSpeedMemory:
 
 
 def checkpoint_bytes(run: DeepSpeedRun) -> int:
-    """Bytes on disk that a checkpoint adds per rank where the optimizer is on disk: masters and states, copied."""
+    """Bytes on disk that a checkpoint adds per rank if the optimizer is on disk: copies of masters and states."""
     return sum(size for _, _, size in _states_by_sub_group(run))
 
 
@@ -247,10 +247,10 @@ def checkpoint_bytes(run: DeepSpeedRun) -> int:
 
 
 def _kept(run: DeepSpeedRun) -> MemoryBreakdown:
-    """Weights, masters, states and gradients, wherever they are, and on the device buffers that are never freed.
+    """Weights, masters, states and gradients on every tier, and the buffers on the device that are never freed.
 
-    A stage-3 rank keeps its reduce bucket (`ipg_buckets`, made in `_setup_for_real_optimizer`); below, buckets are made
-    for every backward pass. Nothing of NCCL is in DeepSpeed's hands: `NCCL_BYTES` is an assumption.
+    A stage-3 rank keeps its reduce bucket (`ipg_buckets`, made in `_setup_for_real_optimizer`); lower stages make
+    buckets for every backward pass. DeepSpeed doesn't control NCCL's memory: `NCCL_BYTES` is an assumption.
     """
     bucket = run.bucket_size * run.itemsize * (run.stage == 3)
     own = MemoryBreakdown.device({Category.BUFFER: run.buffer_bytes, Category.COMMUNICATION: bucket + _nccl(run)})
@@ -267,12 +267,12 @@ def _in_memory(run: DeepSpeedRun) -> MemoryBreakdown:
     """Stage 3 without disk.
 
     - Weights: `lp_param_buffer` on the device, or `param_groups_fp16_flat_cpu_memory` on the host, which is page-locked
-      whatever `pin_memory` says. With `pin_memory` the partitions that `zero.Init` locked one by one stay locked, too,
-      after their data went to that buffer: 4 bytes per parameter where 2 are in use (measured).
-    - Masters: `fp32_partitioned_groups_flat`, pageable even with `pin_memory`. With fp32 weights they are a copy all
-      the same, as `tensor.device == self.device` compares a device with a string (measured).
-    - Gradients: `grad_partitions_flat_buffer` in the weights' dtype, and where the optimizer is offloaded the fp32
-      gradient of every sub-group; both locked with `pin_memory`.
+      whatever `pin_memory` says. With `pin_memory` the partitions that `zero.Init` locked one by one also stay locked
+      after their data moved to that buffer: 4 bytes per parameter where 2 are in use (measured).
+    - Masters: `fp32_partitioned_groups_flat`, pageable even with `pin_memory`. They are a copy even of fp32 weights,
+      as `tensor.device == self.device` compares a device with a string (measured).
+    - Gradients: `grad_partitions_flat_buffer` in the weights' dtype, and if the optimizer is offloaded, the fp32
+      gradient of every sub-group; both are locked with `pin_memory`.
     """
     share, offloaded = run.share, run.offload_optimizer == "cpu"
     weights = -(-run.whole // run.world_size) * run.itemsize
@@ -295,12 +295,12 @@ def _in_memory(run: DeepSpeedRun) -> MemoryBreakdown:
 def _below_stage_3(run: DeepSpeedRun) -> MemoryBreakdown:
     """Stages 1 and 2: whole weights (`bit16_groups_flat`), a share of masters and states.
 
-    Where the optimizer is offloaded, these are on the host, and only the states are pageable with `pin_memory`:
+    If the optimizer is offloaded, these are on the host, and with `pin_memory` only the states are pageable:
 
     - masters (`single_partition_of_fp32_groups`) and their fp32 gradients,
     - new weights on their way back (`param_buffer_of_bit16_for_cpu_offload_groups`),
-    - `temp_grad_buffer_for_cpu_offload`, of the largest parameter's size, and one like it on the device,
-    - where micro-batches are accumulated, `accumulated_grads_in_cpu`: a buffer for each parameter.
+    - `temp_grad_buffer_for_cpu_offload`, with the size of the largest parameter, and one like it on the device,
+    - if micro-batches are accumulated, `accumulated_grads_in_cpu`: a buffer for each parameter.
     """
     weights = MemoryBreakdown.device({Category.PARAMETER: run.whole * run.itemsize})
     masters, states = run.share * _FP32, round(run.state_bytes * run.share)
@@ -319,10 +319,10 @@ def _below_stage_3(run: DeepSpeedRun) -> MemoryBreakdown:
 
 
 def _on_host(run: DeepSpeedRun, category: Category, sizes: Sequence[int], locked: bool) -> MemoryBreakdown:
-    """Buffers in host memory, in bytes each.
+    """Buffers in host memory, given by their sizes in bytes.
 
-    torch locks powers of two (`CachingHostAllocator`, `roundSize`): what a buffer doesn't use of its block is
-    fragmentation. Parameter groups are counted as one buffer; there usually are one large and one small.
+    torch locks powers of two (`CachingHostAllocator`, `roundSize`): the part of a block that its buffer doesn't use is
+    fragmentation. Parameter groups are counted as one buffer; usually there are a large and a small one.
     """
     if not locked or run.on_cpu:
         return MemoryBreakdown.on(Tier.HOST, {category: sum(sizes)})
@@ -331,10 +331,10 @@ def _on_host(run: DeepSpeedRun, category: Category, sizes: Sequence[int], locked
 
 
 def _with_disk(run: DeepSpeedRun) -> MemoryBreakdown:
-    """ZeRO-Infinity: what is swapped, what is too small for it, and the buffers between (`runtime/swap_tensor`).
+    """ZeRO-Infinity: tensors on disk, those too small to swap, and the buffers between (`runtime/swap_tensor`).
 
     Disk holds fp32 master weights, gradients and states of every sub-group, and the weights: 18 bytes per parameter
-    with AdamW in bf16, 20 in fp32. Swap buffers are locked by DeepSpeed's own allocator, to the byte.
+    with AdamW in bf16, 20 in fp32. DeepSpeed's own allocator locks the swap buffers without rounding their sizes.
     """
     assert run.sizes is not None
     pinned = run.sizes.optimizer_buffer_bytes * (run.offload_optimizer == "nvme")
@@ -344,7 +344,7 @@ def _with_disk(run: DeepSpeedRun) -> MemoryBreakdown:
 
 
 def _weights_with_disk(run: DeepSpeedRun) -> MemoryBreakdown:
-    """Weights by tier. A tied one was written before it was tied, and its file stays."""
+    """Weights by tier. A tied weight was written to disk before it was tied, and its file stays."""
     assert run.sizes is not None
     offloaded, sizes = run.offload_parameters == "nvme", run.sizes
     by_tier = dict.fromkeys(Tier, 0)
@@ -374,9 +374,9 @@ def _states_by_sub_group(run: DeepSpeedRun) -> MemoryBreakdown:
 
 
 def _gradients_with_disk(run: DeepSpeedRun) -> MemoryBreakdown:
-    """A buffer of the weights' dtype for all of them, and fp32 ones for the step: on disk where large enough.
+    """One buffer in the weights' dtype for all gradients, and fp32 gradients for the step, on disk if large enough.
 
-    What doesn't fill an aligned piece of a file is kept in memory. Where the step is on the device, so is the buffer.
+    The rest that doesn't fill an aligned piece of a file is kept in memory. The buffer is on the device if the step is.
     """
     assert run.sizes is not None
     host, disk = run.share * run.itemsize, 0
@@ -392,7 +392,7 @@ def _gradients_with_disk(run: DeepSpeedRun) -> MemoryBreakdown:
 
 
 def _residue(run: DeepSpeedRun) -> MemoryBreakdown:
-    """Of activations on the CPU: blocks too small to be mapped one by one leave holes in the heap."""
+    """Fragmentation by activations on the CPU: blocks too small to be mapped one by one leave holes in the heap."""
     left = run.activation_bytes // 3 if run.on_cpu else 0
     return MemoryBreakdown.on(Tier.HOST, {Category.FRAGMENTATION: left})
 
@@ -401,16 +401,16 @@ def _residue(run: DeepSpeedRun) -> MemoryBreakdown:
 
 
 def _build(run: DeepSpeedRun) -> MemoryBreakdown:
-    """Below stage 3 the whole model is built on the host in fp32, the largest parameter with a copy as it is made."""
+    """Below stage 3 the whole model is built on the host in fp32, with a copy of the parameter being made."""
     elements = run.largest + (run.whole if run.stage < 3 else 0)
     return MemoryBreakdown.on(Tier.HOST, {Category.PARAMETER: elements * _FP32})
 
 
 def _setup(run: DeepSpeedRun) -> MemoryBreakdown:
-    """Below stage 3, flat weights are made beside the weights, and masters by way of a copy in the weights' dtype.
+    """Below stage 3, flat weights are made in addition to the weights, and masters from a copy in the weights' dtype.
 
-    On an accelerator flat weights are made there only if they find room (`flatten_on_accelerator`). The copy of a
-    rank's share is made there in any case (`weights_partition`, cloned before it goes to the host and is widened).
+    Flat weights are made on an accelerator only if they fit there (`flatten_on_accelerator`). The copy of a rank's
+    share is always made there (`weights_partition`, cloned before it goes to the host and is widened).
     """
     own = {Category.BUFFER: run.buffer_bytes, Category.COMMUNICATION: _nccl(run)}
     if run.stage == 3:
@@ -424,7 +424,7 @@ def _setup(run: DeepSpeedRun) -> MemoryBreakdown:
 def _buckets(run: DeepSpeedRun) -> int:
     """Bytes of the two buckets (for `overlap_comm`) that stages 1 and 2 make for a backward pass.
 
-    The CPU backs only those of their pages that gradients touch.
+    On the CPU only the pages that gradients touch take memory.
     """
     elements = 2 * run.bucket_size * (run.stage < 3)
     return (min(elements, run.whole) if run.on_cpu else elements) * run.itemsize
@@ -433,7 +433,7 @@ def _buckets(run: DeepSpeedRun) -> int:
 def _reduced(run: DeepSpeedRun) -> int:
     """Bytes of gradients that stages 1 and 2 keep on the device until the step: `averaged_gradients`.
 
-    Stage 1 divides them when the last micro-batch is done, so that before they are whole.
+    Stage 1 partitions them after the last micro-batch; until then they are whole.
     """
     if run.stage == 3 or run.offload_optimizer != "none":
         return 0
@@ -441,13 +441,13 @@ def _reduced(run: DeepSpeedRun) -> int:
 
 
 def _gathered(run: DeepSpeedRun) -> int:
-    """Bytes of whole weights beside the shares, while the largest parameter is in use, in stage 3.
+    """Bytes of gathered weights in stage 3, in addition to the shares, while the largest parameter is in use.
 
-    One rank on the CPU uses its share as it is, unless that lies in a swap buffer. Never more elements than the largest
-    parameter's were available (`PartitionedParameterCoordinator.__n_available_params`, measured with one rank and two,
-    tied and untied, and with live parameters of 18 times that): under Lightning the coordinator's trace is invalid in
-    every step (`ZeRoTraceMode.INVALID`), so that nothing is fetched ahead or kept for reuse. Where the settings would
-    keep more than two of the largest, they are counted all the same, should the trace be complete one day.
+    A single rank on the CPU uses its share in place, unless that is in a swap buffer. Measurements never found more
+    elements available than the largest parameter has (`PartitionedParameterCoordinator.__n_available_params`, with one
+    rank and two, tied and untied, and with live parameters of 18 times that): under Lightning the coordinator's trace
+    is invalid in every step (`ZeRoTraceMode.INVALID`), so that nothing is fetched ahead or kept for reuse. If
+    the settings would keep more than two of the largest, they are counted anyway, in case the trace becomes valid.
     """
     if run.stage < 3:
         return 0
@@ -459,10 +459,10 @@ def _gathered(run: DeepSpeedRun) -> int:
 
 
 def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:
-    """Backward's start, when activations are there, or reducing the largest gradient at its end.
+    """The larger of two moments: the start of backward, with all activations, or reducing the largest gradient.
 
-    Both need that gradient; where the parameter is tied, which a partitioned module doesn't tell, two of them and their
-    sum. Gradients that go to the host have their norm taken first, in fp64 (`set_norm_for_param_grad_in_gpu`).
+    Both need that gradient, or two of them and their sum if the parameter is tied, which a partitioned module doesn't
+    show. The norm of gradients that go to the host is computed before, in fp64 (`set_norm_for_param_grad_in_gpu`).
     """
     gradient, offloaded = run.largest * run.itemsize, run.offload_optimizer != "none"
     if run.stage < 3:
@@ -481,8 +481,8 @@ def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:
 def _held(run: DeepSpeedRun, shares: Sequence[int]) -> MemoryBreakdown:
     """fp32 gradients that stay in host memory from the backward pass until their sub-group is stepped.
 
-    Those that don't fill an aligned piece of a file: what is left over is a view (`_adjust_for_misaligned_lengths`),
-    which keeps the whole.
+    These are gradients that don't fill an aligned piece of a file: the rest is a view
+    (`_adjust_for_misaligned_lengths`), which keeps the whole gradient alive.
     """
     if run.sizes is None or run.offload_optimizer != "nvme":
         return MemoryBreakdown()
@@ -492,12 +492,12 @@ def _held(run: DeepSpeedRun, shares: Sequence[int]) -> MemoryBreakdown:
 
 
 def _update(run: DeepSpeedRun) -> MemoryBreakdown:
-    """Of the first step or any other, whichever takes more.
+    """Peak of the first step or of any other, whichever takes more.
 
-    From disk, the optimizer makes the states of its first step in new memory, a sub-group at a time. On the device,
-    gradients are flattened and widened to fp32, and are gone when the optimizer takes its scratch memory; their norm is
-    taken in fp64. Only gloo needs room to gather the new weights of stages 1 and 2: `all_gather_into_tensor` of NCCL
-    writes where they belong.
+    With states on disk, the optimizer makes those of its first step in new memory, one sub-group at a time. On the
+    device, gradients are flattened and widened to fp32, and freed before the optimizer takes its scratch memory; their
+    norm is computed in fp64. Only gloo needs room to gather the new weights of stages 1 and 2: NCCL's
+    `all_gather_into_tensor` writes them in place.
     """
     if run.offload_optimizer == "nvme":
         states = {Category.OPTIMIZER_STATE: round(run.state_bytes * run.stepped)}

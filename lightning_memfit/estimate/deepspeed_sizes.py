@@ -1,9 +1,9 @@
 """The buffer sizes that our strategies set in DeepSpeed's configuration, from the shapes of a model.
 
 DeepSpeed's defaults suit models of a trillion parameters, and Lightning's one sub-group for everything defeats
-offloading. `zero_sizes` is for states in memory, `infinity_sizes` for states on disk. Written after DeepSpeed 0.19.8:
+offloading. `zero_sizes` is for states in memory, `infinity_sizes` for states on disk. Written for DeepSpeed 0.19.8:
 `runtime/zero/stage3.py` (sub-groups, `reserve_partitioned_swap_space`) and `runtime/swap_tensor` (buffers, alignment,
-what is too small to swap). Sizes are in elements unless the name says bytes.
+the smallest size that is swapped). Sizes are in elements unless the name says bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, parameters: Iterable[nn.Parameter]) -> ModelSizes:
-        """Count parameters, those that ZeRO-3 has partitioned already at their full size.
+        """Count parameters; those that ZeRO-3 has partitioned count at their full size.
 
         Raises:
             ValueError: If there are none.
@@ -59,12 +59,12 @@ class ModelSizes:
 
 
 def zero_sizes(zero: dict[str, Any], model: ModelSizes, world_size: int) -> dict[str, Any]:
-    """Return the `zero_optimization` section with sizes, in elements, where it names none.
+    """Return the `zero_optimization` section with sizes, in elements, added where it has none.
 
     - Buckets hold the largest parameter, so that none needs a bucket of its own, up to Lightning's 2e8.
-    - A stage-3 rank updates its parameters in sixteen sub-groups: each makes fp32 copies of its gradients, which
-      Lightning's 1e12 (one group) turns into a second model.
-    - Stage 3 keeps a quarter of the model gathered at most, where DeepSpeed's 1e9 keeps all of most models.
+    - A stage-3 rank updates its parameters in sixteen sub-groups. Each makes fp32 copies of its gradients: with
+      Lightning's 1e12 (one group) these are as large as a second model.
+    - Stage 3 keeps at most a quarter of the model gathered; DeepSpeed's 1e9 would keep all of most models.
 
     Args:
         zero: The section.
@@ -93,7 +93,7 @@ def _within(low: int, value: int, high: int) -> int:
 
 @dataclass(frozen=True)
 class AioSettings:
-    """DeepSpeed's `aio` section, as far as sizes depend on it. `tuning` finds the fastest for a folder."""
+    """The part of DeepSpeed's `aio` section that sizes depend on. `nvme.tuning` finds the fastest for a folder."""
 
     block_size: int = MIB
     """Bytes of one request. Tensors below it are never swapped."""
@@ -133,7 +133,7 @@ class InfinitySizes:
     sub_group_size: int
     """Elements from which a sub-group, which is stepped at once, is complete."""
     sub_groups: tuple[int, ...]
-    """Elements of every sub-group that follows from it."""
+    """Elements of every sub-group that results."""
     optimizer_buffer_count: int
     param_buffer_count: int
     param_buffer_size: int
@@ -141,8 +141,8 @@ class InfinitySizes:
     max_in_cpu: int
     """Elements of parameters that stay in host memory."""
     write_buffer_size: int
-    """Elements of the buffer through which a stepped sub-group's weights are written; whole ones, by an oversight in
-    `reserve_partitioned_swap_space`, though a rank writes its share."""
+    """Elements of the buffer through which a stepped sub-group's weights are written. By an oversight in
+    `reserve_partitioned_swap_space` it holds whole parameters, though a rank writes only its share."""
 
     @property
     def largest_sub_group(self) -> int:
@@ -163,8 +163,8 @@ class InfinitySizes:
     def config(self, nvme_path: str, optimizer: bool = True, parameters: bool = True) -> dict[str, Any]:
         """DeepSpeed's configuration: the sections `zero_optimization` and `aio`.
 
-        Parameters are neither prefetched nor kept for reuse where they are swapped: DeepSpeed 0.19.8 would queue one
-        twice, or run out of buffers, and stop.
+        Swapped parameters are neither prefetched nor kept for reuse: DeepSpeed 0.19.8 would queue one twice, or run
+        out of buffers, and stop.
 
         Args:
             nvme_path: The run's folder.
@@ -212,9 +212,9 @@ def infinity_sizes(
         world_size: Ranks that share every parameter.
         itemsize: Bytes per element of the weights.
         aio: Settings of asynchronous I/O; DeepSpeed's defaults if not given.
-        num_states: State tensors of the optimizer's, 2 for Adam.
+        num_states: State tensors of the optimizer, 2 for Adam.
         pipeline_read: Whether the next sub-group is read while one is stepped.
-        pipeline_write: Whether the last one is written meanwhile.
+        pipeline_write: Whether the previous sub-group is written while one is stepped.
         params_per_module: Large parameters that one module owns itself.
         max_in_cpu: Elements of parameters to keep in host memory instead.
 
@@ -244,7 +244,7 @@ def infinity_sizes(
 
 
 def _whole_of_fullest(groups: Sequence[Sequence[int]], partitions: Sequence[Sequence[int]], size: int) -> list[int]:
-    """Whole parameters' elements of the largest sub-group, the first of several."""
+    """Elements of the whole parameters in the largest sub-group, the first of several equal ones."""
     best: list[int] = []
     largest = 0
     for whole, shares in zip(groups, partitions, strict=True):
@@ -274,9 +274,9 @@ def sub_groups(partitions: Sequence[int], size: int) -> list[list[int]]:
 def choose_sub_group_size(groups: Sequence[Sequence[int]]) -> int:
     """The largest `sub_group_size` whose sub-groups all stay within the largest parameter, or 128 MiB of fp32.
 
-    Pinned memory and the step's scratch are multiples of the largest sub-group, and no setting makes that smaller than
-    the largest parameter; fewer, larger ones mean longer reads. The default of 1e12 makes one sub-group of each
-    parameter group, which brings the whole model into memory.
+    Pinned memory and the step's scratch memory are multiples of the largest sub-group, and no setting makes that
+    smaller than the largest parameter; fewer, larger sub-groups mean longer reads. The default of 1e12 makes one
+    sub-group of each parameter group, which brings the whole model into memory.
 
     Args:
         groups: Elements of this rank's partitions, by optimizer parameter group and in its order.
@@ -293,33 +293,33 @@ def optimizer_buffer_count(num_states: int = 2, pipeline_read: bool = False, pip
     """Buffers for optimizer states: master weights, gradient and each state, once per sub-group that is in flight.
 
     Args:
-        num_states: State tensors of the optimizer's, 2 for Adam.
-        pipeline_read: A second sub-group is being read.
-        pipeline_write: A further one is being written.
+        num_states: State tensors of the optimizer, 2 for Adam.
+        pipeline_read: Whether the next sub-group is read while one is stepped.
+        pipeline_write: Whether the previous sub-group is written while one is stepped.
     """
     return (2 + num_states) * (1 + pipeline_read + pipeline_write)
 
 
 def param_buffer_count(params_per_module: int) -> int:
-    """Buffers for parameters: those of a module that runs, as many for the next or a tied one, and one in reserve."""
+    """Buffers for parameters: those of the running module, as many for the next or a tied one, and one in reserve."""
     return 2 * params_per_module + 3
 
 
 def tiling_splits(shape: Sequence[int], max_numel: int) -> tuple[int, int] | None:
-    """Into how many tiles (rows, columns) a weight must be cut for a tile to have at most `max_numel` elements.
+    """Number of tiles (rows, columns) that cut a weight into tiles of at most `max_numel` elements.
 
     For `deepspeed.zero.TiledLinear(in_splits, out_splits)`, ZeRO-Infinity's memory-centric tiling (Rajbhandari et al.
     2021, section 5.1.3): tiles are fetched and released one after the other.
 
     Args:
-        shape: Of the weight, two dimensions.
-        max_numel: Elements of a buffer, or what the device has left for one.
+        shape: Shape of the weight, in two dimensions.
+        max_numel: Elements of a buffer, or elements that the device has room for.
 
     Returns:
-        None where it fits as it is.
+        The numbers, or None if the weight fits as it is.
 
     Raises:
-        ValueError: If `max_numel` is not positive or the weight has not two dimensions.
+        ValueError: If `max_numel` is not positive or the weight does not have two dimensions.
     """
     if max_numel < 1 or len(shape) != 2:
         raise ValueError(f"`max_numel={max_numel}`, `shape={tuple(shape)}`: a tile of a matrix has at least 1 element.")
@@ -346,9 +346,9 @@ def tiling_hints(shapes: Mapping[str, Sequence[int]], max_numel: int) -> list[st
 
 
 def params_in_host(available_bytes: int, itemsize: int) -> int:
-    """`max_in_cpu`: elements of parameters that fit in so much host memory, the partial offload of parameters.
+    """`max_in_cpu` for partial offload of parameters: elements of parameters that fit in this much host memory.
 
     They are read from memory instead of disk. DeepSpeed's `ratio` is no alternative: it steps a part of the sub-groups
-    on the accelerator, which it can't when their states lie on disk.
+    on the accelerator, which is impossible when their states are on disk.
     """
     return max(0, available_bytes) // itemsize

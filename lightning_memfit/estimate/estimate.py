@@ -46,15 +46,15 @@ class Estimate:
 
     micro_batch_size: int
     breakdown: MemoryBreakdown
-    """Bytes at the device's peak by category, with fragmentation, runtime context and what is kept on the host."""
+    """Bytes at the device's peak by category, with fragmentation, runtime context and host memory."""
     phase: str
-    """Where the peak lies: forward, backward or step."""
+    """Phase of the peak: forward, backward or step."""
     allocated_bytes: int
     """Peak of `torch.cuda.max_memory_allocated`; on the CPU, of live tensor bytes."""
     reserved_bytes: int
     """Peak of `torch.cuda.max_memory_reserved`; on the CPU the same as allocated."""
     total_bytes: int
-    """What the device must have: reserved, and the runtime context beside the allocator."""
+    """Memory that the device must have: reserved bytes and the runtime context, which is outside the allocator."""
     by_phase: dict[str, int] = field(default_factory=dict)
     """Peak of allocated bytes in every phase."""
     largest: tuple[LargeTensor, ...] = ()
@@ -89,7 +89,7 @@ def estimate_step(
     Args:
         profile: From `profile_module` or `measure_step`.
         micro_batch_size: Samples per micro-batch; the profiled size by default.
-        runtime: What lies outside the trace on a CUDA device; none for the CPU.
+        runtime: Memory outside the trace on a CUDA device; None for the CPU.
         num_largest: How many of the largest tensors at the peak to list.
 
     Raises:
@@ -128,14 +128,14 @@ def estimate_step(
 
 
 def predict_peak_bytes(profile: ModelProfile, micro_batch_size: int, runtime: RuntimeMemory | None = None) -> int:
-    """Allocated bytes at the peak alone: what a search over micro-batch sizes asks for thousands of times."""
+    """Allocated bytes at the peak alone, for searches over micro-batch sizes, which ask thousands of times."""
     events = profile.events_at(micro_batch_size)
     live = events.live_bytes(profile.device_kind.rounding_bytes)
     return int(live[_first_step(events) :].max()) + (runtime.allocated_bytes if runtime is not None else 0)
 
 
 def predict_total_bytes(profile: ModelProfile, micro_batch_size: int, runtime: RuntimeMemory | None = None) -> int:
-    """What the device must have: `Estimate.total_bytes` alone."""
+    """Memory that the device must have: `Estimate.total_bytes` alone."""
     if not profile.device_kind.has_caching_allocator:
         return predict_peak_bytes(profile, micro_batch_size, runtime) + (runtime.context_bytes if runtime else 0)
     events = profile.events_at(micro_batch_size)
@@ -144,12 +144,12 @@ def predict_total_bytes(profile: ModelProfile, micro_batch_size: int, runtime: R
 
 
 def _first_step(events: EventList) -> int:
-    """First event after setup: what building the module needs is not part of a step."""
+    """First event after setup, as building the module is not part of a step."""
     return min(events.phases[0][0] if events.phases else 0, max(len(events) - 1, 0))
 
 
 def _reserved(events: EventList, start: int, workspace_bytes: int) -> int:
-    """Replay the events through the allocator: what lives before the first step, then the steps as they came."""
+    """Replay the events through the allocator: storages alive before the first step, then the steps in order."""
     allocator = CachingAllocator()
     if workspace_bytes:
         allocator.malloc("workspace", workspace_bytes)

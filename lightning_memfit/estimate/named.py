@@ -1,6 +1,6 @@
-"""`profile_named`: the profile of a model that only a name or a configuration is known of.
+"""`profile_named`: the profile of a model that is given by a name or a configuration alone.
 
-What is in the disk cache comes back without torch; otherwise `named_model` builds the model without memory and traces
+A profile in the disk cache is read without torch; otherwise `named_model` builds the model without memory and traces
 it.
 """
 
@@ -28,10 +28,10 @@ _ENDINGS: dict[str, Kind] = {
 
 
 def architecture_of(model: str) -> Architecture:
-    """The architecture of a name, a folder or a file.
+    """Find the architecture that a name, a folder or a file gives.
 
     Raises:
-        ValueError: If there is none, or its class isn't one that a batch is known for.
+        ValueError: If there is none, or it is unknown what batch its class takes.
     """
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
@@ -69,7 +69,7 @@ def profile_named(
         run: What is trained, and how.
         cache: Where profiles are kept between runs; none by default.
         shorten: Trace five repeated blocks and unroll where they are proved alike.
-        overlap: Trace two sizes at a time, in a process that has done nothing else yet.
+        overlap: Trace two sizes at a time. For a process that has done nothing else yet.
         callbacks: Makes the callbacks of `run.techniques`; called only where a trace is needed.
 
     Raises:

@@ -1,4 +1,7 @@
-"""Build a named model on the meta device and trace its training step. Imports torch; the cache doesn't need it."""
+"""Build a named model on the meta device and trace its training step.
+
+This module imports torch; `named` imports it only if the profile is not in the cache.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def trace_named(
 
 
 def _as_lightning_module(model: Any, optimizer: str) -> Any:
-    """The model as the LightningModule that a Trainer and technique callbacks need."""
+    """Wrap the model in the LightningModule that a Trainer and technique callbacks need."""
     import lightning.pytorch as pl
 
     class NamedModule(pl.LightningModule):
@@ -89,7 +92,7 @@ def build_model(architecture: Architecture, attention: str) -> Any:
     with torch.device("meta"):
         model = model_class._from_config(config).train()
     if architecture.kind == "causal":
-        model.loss_type = "ForCausalLM"  # GPT-2's class is named otherwise, and transformers would warn
+        model.loss_type = "ForCausalLM"  # transformers would warn about the name of GPT-2's class
     return model
 
 
@@ -129,7 +132,7 @@ def _checkpoint(model: torch.nn.Module) -> None:
 
 
 def optimizer_factory(name: str) -> OptimizerFactory:
-    """What builds the optimizer of a record over a module's parameters.
+    """Return a function that builds the optimizer of a record over a module's parameters.
 
     Raises:
         ValueError: If there is no such record.

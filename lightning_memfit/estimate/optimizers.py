@@ -10,7 +10,7 @@ _MIN_QUANTIZED = 4096
 """Tensors with fewer elements keep 32-bit states in bitsandbytes and torchao."""
 
 _MAP_BYTES = 256 * 4
-"""Table of the 256 values that 8-bit codes stand for: one per state and optimizer, shared by all tensors."""
+"""Table of the 256 values that 8-bit codes represent: one per state and optimizer, shared by all tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +20,14 @@ class OptimizerFamily(StateLayout):
     name: str
 
     def tensor_bytes(self, parameter: ParameterInfo, keep_32bit: bool = False) -> list[int]:
-        """Bytes of every state tensor of one trained parameter. Step counts, which lie on the host, are left out.
+        """Bytes of every state tensor of one trained parameter. Step counts, which are on the host, are left out.
 
         Args:
             parameter: The parameter; factored states need its `shape`.
             keep_32bit: Whether it is exempt from quantization, as embeddings usually are.
 
         Raises:
-            ValueError: If factored states are asked of a parameter without a shape.
+            ValueError: If the states are factored and the parameter has no shape.
         """
         n, itemsize = parameter.numel, parameter.itemsize if self.follows_parameter else 4
         if self.factored:

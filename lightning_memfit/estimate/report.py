@@ -1,4 +1,7 @@
-"""`EstimateReport`: everything `memfit estimate` says about one run, as plain data."""
+"""`EstimateReport`: everything `memfit estimate` says about one run, as plain data.
+
+`judge` decides whether an estimate fits its target, and `largest_micro_batch` how large the micro-batch may be.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from lightning_memfit.estimate.estimate import Estimate, estimate_step, predict_
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.profile.record import ModelProfile
 
-# Does a step fit a device, and how large may its micro-batch be? Pure functions over a profile.
+# --- does a step fit, and how large may its micro-batch be ------------------------------------------------------------
 
 
 MAX_MICRO_BATCH = 1 << 16
-"""Where the search ends: nothing is gained beyond."""
+"""Upper end of the search: larger sizes bring nothing."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Verdict:
 
     @property
     def fits(self) -> bool | None:
-        """None where it can't be told."""
+        """Whether it fits; None if that is unknown."""
         return None if self.usable_bytes is None else self.needed_bytes <= self.usable_bytes
 
     @property
@@ -42,7 +45,7 @@ class Verdict:
 
 
 def judge(estimate: Estimate, target: Target) -> Verdict:
-    """Hold what a step needs (reserved memory and context) against what a target has to give."""
+    """Compare the memory that a step needs (reserved memory and context) with the usable memory of a target."""
     return Verdict(estimate.total_bytes, target.usable_bytes)
 
 
@@ -53,8 +56,8 @@ def largest_micro_batch(profile: ModelProfile, usable_bytes: int, runtime: Runti
 
     Args:
         profile: A profile that knows every size.
-        usable_bytes: What a step may need in all, context included.
-        runtime: What lies outside the trace on a CUDA device.
+        usable_bytes: Memory that a step may need in all, context included.
+        runtime: Memory outside the trace on a CUDA device.
 
     Raises:
         ValueError: If the profile knows one size only.
@@ -70,7 +73,7 @@ def largest_micro_batch(profile: ModelProfile, usable_bytes: int, runtime: Runti
     bound = 0 if not may_fit(1) else _bisect(may_fit, 1, MAX_MICRO_BATCH)
     if bound == 0 or fits(bound):
         return bound
-    # What is reserved is little more than what is allocated: search down from the bound.
+    # Reserved memory is little more than allocated memory: search down from the bound.
     too_large, step = bound, 1
     while (size := max(1, too_large - step)) < too_large and not fits(size):
         too_large, step = size, 2 * step
@@ -85,19 +88,19 @@ def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-# ===
+# --- the report -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class EstimateReport:
-    """An estimate, the target it was held against and what it rests on."""
+    """An estimate, its target, and what the figures rest on."""
 
     profile: ModelProfile
     estimate: Estimate
     target: Target
     verdict: Verdict
     largest_micro_batch: int | None
-    """None where it isn't known: no device, or a profile of one size."""
+    """None if it isn't known: without a device, or with a profile of one size."""
     notes: tuple[str, ...] = ()
     """What the figures leave out or rest on, one sentence each."""
 
@@ -143,9 +146,9 @@ def build_report(
 
     Args:
         profile: The step.
-        target: Where it shall run.
+        target: Device that it will run on.
         micro_batch_size: Samples per micro-batch; the profiled size by default.
-        notes: What else to say.
+        notes: Further notes for the report.
 
     Raises:
         ValueError: If that micro-batch size isn't known.

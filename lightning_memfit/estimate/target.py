@@ -1,4 +1,4 @@
-"""`Target`: the device an estimate is made for, and what may be used of it. Needs no torch unless a GPU is probed."""
+"""`Target`: the device an estimate is made for, and how much of it may be used. Needs torch only to probe a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
 
 DEFAULT_CAPABILITY = (8, 0)
-"""CUDA capability of a device that is not named; it decides the attention kernel."""
+"""CUDA capability that is assumed for a device without a name; it decides the attention kernel."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Target:
     name: str
     kind: DeviceType
     capacity_bytes: int | None
-    """What a run may take, context included; None where no device is known."""
+    """Memory that a run may take, context included; None if no device is known."""
     margin_bytes: int = 0
-    """Left free of it."""
+    """Part of the capacity to leave free."""
     capability: tuple[int, int] = DEFAULT_CAPABILITY
     runtime: RuntimeMemory | None = None
-    """What lies outside the tensors on a CUDA device."""
+    """Memory outside the tensors on a CUDA device."""
     source: str = ""
     """Where the capacity comes from."""
     counts_tensors: bool = False
@@ -34,7 +34,7 @@ class Target:
 
     @property
     def device_kind(self) -> DeviceKind:
-        """What the type of this device can do."""
+        """Capabilities of this device's type."""
         return DeviceKind.of(self.kind)
 
     @property
@@ -55,10 +55,10 @@ class Target:
 
 
 def named_target(name: str) -> Target:
-    """A device of the catalogue, a size such as `12GiB`, or `cpu` for this machine's memory.
+    """Make a target from the name of a device in the catalogue, a size such as `12GiB`, or `cpu` for this machine.
 
     Raises:
-        ValueError: If the name is unknown, or of a device whose runtime isn't CUDA.
+        ValueError: If the name is unknown, or the device's runtime isn't CUDA.
     """
     if name.strip().lower() == CPU:
         return host_target()
@@ -76,12 +76,12 @@ def named_target(name: str) -> Target:
 
 
 def unnamed_target() -> Target:
-    """Some CUDA device of unknown size: figures without a verdict."""
+    """A CUDA device of unknown size: the report has figures without a verdict."""
     return Target("a CUDA device", CUDA, None, runtime=runtime_memory(DEFAULT_CAPABILITY), source="none was named")
 
 
 def host_target(limit_bytes: int | None = None) -> Target:
-    """The CPU this runs on.
+    """The CPU of this machine.
 
     Args:
         limit_bytes: Limit of live tensor bytes that the run keeps (`MemoryLimit`), instead of the available RAM.
@@ -113,7 +113,7 @@ def live_target(index: int = 0) -> Target | None:
         return None
     state = probe_device(index)
     runtime = runtime_memory(state.compute_capability)
-    # Our own context, which the probe made, stands for that of the run.
+    # The context that the probe made here is counted as that of the run.
     capacity = min(state.total_bytes, state.free_bytes + runtime.context_bytes)
     return Target(
         name=state.name,

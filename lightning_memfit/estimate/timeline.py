@@ -10,7 +10,7 @@ from lightning_memfit.estimate.estimate import Timeline
 from lightning_memfit.estimate.report import EstimateReport
 from lightning_memfit.memory import GIB, MIB, Category, format_bytes
 
-# Okabe & Ito 2008: told apart by colour-blind readers. From the bottom up: what stays, then what comes and goes.
+# Okabe & Ito 2008: colour-blind readers can tell these apart. From the bottom up: lasting memory, then temporary.
 COLOURS: dict[Category, str] = {
     Category.PARAMETER: "#0072B2",
     Category.OPTIMIZER_STATE: "#009E73",
@@ -114,7 +114,7 @@ def _totals(timeline: Timeline) -> list[int]:
 
 @dataclass(frozen=True)
 class _Axes:
-    """Where events and bytes lie on the page."""
+    """Positions of events and bytes on the page."""
 
     first_event: int
     last_event: int
@@ -154,7 +154,7 @@ def _drawing(report: EstimateReport, timeline: Timeline) -> str:
 
 
 def _tensor_limit(report: EstimateReport) -> int | None:
-    """What live tensors may take: the target less margin, context, workspaces and what the allocator can't use."""
+    """Bytes that live tensors may take: the target less margin, context, workspaces and fragmentation."""
     usable, estimate = report.target.usable_bytes, report.estimate
     if usable is None or estimate.timeline is None:
         return None
@@ -211,7 +211,7 @@ def _bands(axes: _Axes, timeline: Timeline) -> str:
 
 
 def _fitting_text(text: str, left: float, right: float, y: float) -> str:
-    """Text centred between two places; its first letter where the room is small, nothing where there is none."""
+    """Text centred between two positions; only its first letter in a small space, nothing if even that doesn't fit."""
     room = right - left - 6
     shown = text if len(text) * _CHARACTER <= room else text[0].upper() if room >= _CHARACTER else ""
     if not shown:
