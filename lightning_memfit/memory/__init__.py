@@ -1,4 +1,4 @@
-"""Vocabulary of memory: categories, tiers, byte formatting and the ledger of live tensor storages."""
+"""Memory in words and numbers: categories, tiers, byte formatting and the ledger of live tensor storages."""
 
 from lightning_memfit.memory.breakdown import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.units import GIB, MIB, format_bytes, format_percent, parse_bytes

@@ -1,4 +1,7 @@
-"""`TrainerAttachment`: a ledger that is active for the device work of a Lightning Trainer and for nothing else."""
+"""`TrainerAttachment`: a ledger that is active only while a Lightning Trainer works on the device.
+
+`hide_idle_hooks` keeps callbacks that use one from costing time in every batch.
+"""
 
 import functools
 from collections.abc import Callable
@@ -20,13 +23,13 @@ _DEVICE_WORK = ("training_step", "validation_step", "test_step", "predict_step",
 class TrainerAttachment:
     """Activate a ledger inside the strategy's steps, and count batches as `input` once they are moved to the device.
 
-    Trainer hooks are called first in, first out, dispatch modes must be left last in, first out: entering a mode in
+    Trainer hooks are called first in, first out, but dispatch modes must be left last in, first out: entering a mode in
     one hook and leaving it in another breaks as soon as two callbacks do so. Here every step enters and leaves on its
-    own, so that exceptions, other modes and other attachments are no concern. What callbacks and module hooks allocate
-    between the steps is not seen.
+    own, so that exceptions, other modes and other attachments do no harm. Allocations of callbacks and module hooks
+    between the steps are not seen.
 
-    On the CPU moving a batch copies nothing and the loader's tensors stand for host memory: the batch is copied, and
-    the copy is what counts as lying on the device.
+    On the CPU moving a batch copies nothing, and the loader's tensors represent host memory. The batch is copied
+    there, and the copy counts as device memory.
     """
 
     def __init__(self, ledger: StorageLedger, strategy: "Strategy") -> None:
@@ -40,7 +43,7 @@ class TrainerAttachment:
         self._replace("batch_to_device", self._counting_batches)
 
     def detach(self) -> None:
-        """Give the strategy its own methods back. Where somebody wrapped ours since, ours stays and does nothing."""
+        """Give the strategy its own methods back. If somebody has wrapped ours since, ours stays and does nothing."""
         self._attached = False
         for name, (ours, before) in self._originals.items():
             if self._strategy.__dict__.get(name) is not ours:
@@ -109,8 +112,8 @@ def hide_idle_hooks(callback: Callback) -> None:
     """Hide the per-batch hooks that a callback does not define.
 
     Lightning opens a profiler's context for every callable hook of every callback, empty ones included: six times two
-    microseconds in each batch. What is not callable it skips. Only the instance is touched, so that subclasses can
-    define the hooks and call `super()`.
+    microseconds in each batch. It skips hooks that are not callable. Only the instance is changed, so that subclasses
+    can define the hooks and call `super()`.
 
     Args:
         callback: A callback, best in its constructor.

@@ -27,7 +27,7 @@ class Category(str, Enum):
 
 
 class Tier(str, Enum):
-    """Where a byte lies."""
+    """Where a byte is stored."""
 
     DEVICE = "device"
     PINNED_HOST = "pinned_host"

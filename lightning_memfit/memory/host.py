@@ -1,10 +1,10 @@
-"""Tensors that stand for host memory: masters, parked weights. Ledgers of a device leave them out.
+"""Mark tensors that represent host memory, such as master weights, so that a device's ledger leaves them out.
 
-Where a run's device is a GPU they lie elsewhere anyway. On the CPU, and in a trace on fake CPU tensors, only who made
-them knows what they stand for.
+If a run's device is a GPU, such tensors are on another device anyway. On the CPU, and in a trace on fake CPU tensors,
+only the code that makes them knows that they represent host memory.
 
-`_disable_current_modes` is private torch API (there since 2.0): a simulated device is a dispatch mode, and a copy that
-lies on "the host" must not count there, not even while it is made.
+`_disable_current_modes` is private torch API (since torch 2.0). It is needed because a simulated device is a dispatch
+mode, and a copy in "host memory" must not count there, not even while it is made.
 """
 
 import weakref
@@ -19,12 +19,12 @@ _storages: dict[int, Any] = {}
 
 
 def keep_on_host(tensor: torch.Tensor, category: Category, serves: torch.Tensor | None = None) -> None:
-    """Say that a tensor's storage stands for host memory, for as long as it lives.
+    """Mark a tensor's storage as host memory, for as long as it lives.
 
     Args:
-        tensor: On the CPU, or fake.
-        category: What the bytes are for.
-        serves: Tensor on the device that it belongs to, by which traces know its block.
+        tensor: A tensor on the CPU, or a fake one.
+        category: What the bytes are used for.
+        serves: Tensor on the device that it belongs to, from which traces know its block.
     """
     storage = tensor.untyped_storage()
     key = storage._cdata
@@ -36,11 +36,11 @@ def keep_on_host(tensor: torch.Tensor, category: Category, serves: torch.Tensor 
 
 
 def copy_to_host(tensor: torch.Tensor, category: Category) -> torch.Tensor:
-    """A copy of a tensor in host memory, not pinned. Of one on the CPU it stands for host memory.
+    """Copy a tensor to host memory that is not pinned. The copy is marked as host memory.
 
     Args:
-        tensor: Dense and real.
-        category: What the bytes are for.
+        tensor: A dense, real tensor.
+        category: What the bytes are used for.
     """
     with _disable_current_modes(), torch.no_grad():
         host = tensor.detach().to("cpu", copy=True)
@@ -49,16 +49,16 @@ def copy_to_host(tensor: torch.Tensor, category: Category) -> torch.Tensor:
 
 
 def return_to_device(tensor: torch.Tensor) -> None:
-    """Say that a tensor stands for host memory no longer."""
+    """Remove the mark of a tensor's storage: it no longer represents host memory."""
     _storages.pop(tensor.untyped_storage()._cdata, None)
 
 
 def reserve_pinned(size_bytes: int, category: Category, serves: torch.Tensor) -> None:
-    """Say that a run on CUDA keeps pinned host memory, which no tensor stands for here.
+    """Tell traces that a run on CUDA keeps pinned host memory for which no tensor exists here.
 
     Args:
-        size_bytes: How much.
-        category: What it is for.
+        size_bytes: Size in bytes.
+        category: What the bytes are used for.
         serves: Tensor on the device that it belongs to.
     """
     for mode in _get_current_dispatch_mode_stack():
@@ -67,10 +67,10 @@ def reserve_pinned(size_bytes: int, category: Category, serves: torch.Tensor) ->
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether `keep_on_host` was told of the tensor's storage."""
+    """Whether `keep_on_host` has marked the tensor's storage."""
     return tensor.untyped_storage()._cdata in _storages
 
 
 def stands_for_host(storage: torch.UntypedStorage) -> bool:
-    """Whether `keep_on_host` was told of a storage."""
+    """Whether `keep_on_host` has marked a storage."""
     return storage._cdata in _storages

@@ -1,7 +1,8 @@
-"""What a type of device can do: the one module that compares torch's names of device types.
+"""`DeviceKind`: the capabilities of a type of device.
 
-Everybody else asks a `DeviceKind` a question, so that a further type of device is one row of the table here. A type
-that is not in the table ("mps", "xpu") answers no to every question: none of its memory is measured or predicted.
+Only this module compares torch's names of device types. Other code asks a `DeviceKind`, so that a further type of
+device is one row of the table here. A type that is not in the table ("mps", "xpu") answers no to every question: none
+of its memory is measured or predicted.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ DeviceType = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """Facts about a type of device that hold for every device of that type."""
+    """Facts that hold for every device of a type."""
 
     type: str
     """Torch's name, `torch.device.type`."""
     accelerator: str
-    """What Lightning's `Trainer(accelerator=...)` calls it."""
+    """Its name for Lightning's `Trainer(accelerator=...)`."""
     is_modelled: bool = False
     """Whether its memory can be predicted and limited."""
     is_host: bool = False
@@ -33,13 +34,13 @@ class DeviceKind:
     has_own_memory: bool = False
     """Whether host memory is a second tier, to which tensors can be offloaded and which can be page-locked."""
     has_caching_allocator: bool = False
-    """Whether torch's caching allocator serves it: counts peaks, reserves segments, records its history."""
+    """Whether torch's caching allocator serves it, which counts peaks, reserves segments and records its history."""
     rounding_bytes: int = 1
-    """Its allocator rounds sizes up to a multiple of this."""
+    """Bytes to a multiple of which its allocator rounds sizes up."""
     is_asynchronous: bool = False
     """Whether kernels are queued on streams, so that a clock must wait for them."""
     has_own_generator: bool = False
-    """Whether its random numbers come from a generator apart from the host's."""
+    """Whether its random numbers come from a generator other than the host's."""
     has_compute_capability: bool = False
     """Whether a compute capability says which number formats and kernels it has."""
     emulated_dispatch: bool = False
@@ -114,7 +115,7 @@ def hardware_name(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was queued."""
+    """Wait until the device has finished all queued work."""
     import torch
 
     if DeviceKind.of(device).is_asynchronous:

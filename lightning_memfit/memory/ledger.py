@@ -1,4 +1,4 @@
-"""`StorageLedger`: which tensor storages are alive, how large they are and what they are for.
+"""`StorageLedger`: the tensor storages that are alive, their sizes and their categories.
 
 One mechanism serves three users: tracing on fake tensors (`profile`), the simulated device (`device`) and the memory
 monitor on the CPU (`measure`). A storage is entered when an operator returns it and leaves when its last tensor dies.
@@ -17,10 +17,12 @@ from typing_extensions import override
 from lightning_memfit.memory.breakdown import Category
 from lightning_memfit.memory.host import is_on_host, keep_on_host, stands_for_host
 
-# Operators on the CPU that are Python programs of their own, whose tensors a dispatch mode doesn't see by itself.
-# Written for bitsandbytes 0.49-0.50, whose CPU optimizers dequantize, step and quantize with torch operators inside
-# one custom operator; its fake kernel shows none of that. On CUDA the operator is one kernel without scratch memory.
-# A test in `tests/unit/memory` fails when the names move.
+# --- operators on the CPU that are written in Python ------------------------------------------------------------------
+
+# A dispatch mode doesn't see the tensors inside such an operator. Written for bitsandbytes 0.49-0.50, whose CPU
+# optimizers dequantize, step and quantize with torch operators inside one custom operator; its fake kernel shows none
+# of that. On CUDA the operator is one kernel without scratch memory. A test in `tests/unit/memory` fails when the names
+# move.
 
 
 _MODULE = "bitsandbytes.backends.cpu.ops"
@@ -59,16 +61,16 @@ class StorageLedger(TorchDispatchMode):
     """Follow every storage that operators create while the mode is active.
 
     New storages are classified by where they are made: inside `optimizer.step` (gradient mode off) and during backward
-    they are `temporary`, elsewhere `activation`. Gradients are re-labelled when they are accumulated, optimizer states
-    when the step ends, and where they were alive at the peak, in the peak's figures as well. What a step makes of
-    tensors that stand for host memory lies on the host, too, and is left out. In-kernel scratch memory is invisible to
-    this mode, but for kernels on the CPU that are Python programs (`memory.ledger`).
+    they are `temporary`, elsewhere `activation`. Gradients are re-labelled when they are accumulated, and optimizer
+    states when the step ends; if they were alive at the peak, its figures change, too. Results that a step computes
+    from tensors in host memory (`memory.host`) are also on the host, and are left out. This mode doesn't see scratch
+    memory inside kernels, except in CPU kernels that are written in Python.
 
     Args:
         rounding_bytes: Sizes are rounded up to a multiple of this (512 for the CUDA caching allocator).
-        device_type: Storages elsewhere are left out, so that the host's tensors are not counted on a GPU. None follows
-            every device.
-        python_kernels: Look inside operators on CPU tensors that are Python programs of their own.
+        device_type: Storages on other types of device are left out, so that the host's tensors are not counted on a
+            GPU. None follows every device.
+        python_kernels: Look inside operators on CPU tensors that are written in Python.
     """
 
     def __init__(self, rounding_bytes: int = 1, device_type: str | None = None, python_kernels: bool = True) -> None:
@@ -106,9 +108,9 @@ class StorageLedger(TorchDispatchMode):
     # --- entering what exists already -------------------------------------------------------------------------------
 
     def track(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
-        """Enter a tensor's storage, or re-label it where it is known already.
+        """Enter a tensor's storage, or re-label it if it is entered already.
 
-        Of a tensor without memory of its own (sparse, a DTensor, quantized) the tensors inside are entered.
+        For a tensor without memory of its own (sparse, a DTensor, quantized) the tensors inside are entered.
         """
         if tensor.layout in _SPARSE:
             for inner in sparse_parts(tensor):
@@ -125,14 +127,14 @@ class StorageLedger(TorchDispatchMode):
             self._enter(storage, category, name)
 
     def move_to_host(self, tensor: torch.Tensor, category: Category, serves: torch.Tensor | None) -> None:
-        """Leave a storage out from now on: it stands for host memory (`memory.host`)."""
+        """Leave a storage out from now on, as it represents host memory (`memory.host`)."""
         key = tensor.untyped_storage()._cdata
         entry = self._entries.get(key)
         if entry is not None:
             self._leave(key, entry)
 
     def is_tracked(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is entered; of a sparse tensor, those of the tensors inside."""
+        """Whether the tensor's storage is entered, or for a sparse tensor, the storages of the tensors inside."""
         if tensor.layout in _SPARSE:
             return all(map(self.is_tracked, sparse_parts(tensor)))
         return tensor.untyped_storage()._cdata in self._entries
@@ -150,9 +152,9 @@ class StorageLedger(TorchDispatchMode):
             self.track(buffer, Category.BUFFER, name)
 
     def track_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Enter the optimizer's states, and label what its later steps make.
+        """Enter the optimizer's states, and label those that later steps make.
 
-        Of an optimizer that wraps the one that steps, as DeepSpeed's do, the inner one is followed.
+        If an optimizer wraps the one that steps, as DeepSpeed's do, the inner one is followed.
         """
         while not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer.optimizer
@@ -218,7 +220,7 @@ class StorageLedger(TorchDispatchMode):
         return Category.ACTIVATION
 
     def _made_on_host(self, args: Any) -> bool:
-        """Whether an operator of an optimizer's step works on host memory, as its first tensor tells."""
+        """Whether an operator of an optimizer's step works on host memory, judged by its first tensor."""
         if not self._step_open or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return False
         first = next(_tensors(args), None)
@@ -313,7 +315,7 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def held_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The strided tensors that hold a tensor's memory: itself, or the parts of a sparse one or of a wrapper."""
+    """The strided tensors that hold a tensor's memory: itself, or the parts of a sparse tensor or a wrapper."""
     if tensor.layout in _SPARSE:
         yield from sparse_parts(tensor)
     elif is_traceable_wrapper_subclass(tensor):

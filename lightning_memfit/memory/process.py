@@ -1,4 +1,4 @@
-"""What the operating system and the driver say that this process uses, and having freed memory given back."""
+"""Memory that this process uses, according to the operating system and the driver, and returning what it has freed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def peak_rss_bytes() -> int:
 
 
 def swapped_out_bytes() -> int | None:
-    """Bytes of this process that the system moved to its swap space, now; None where it does not tell (not Linux)."""
+    """Bytes of this process that are in swap space now; None where the system does not tell (not Linux)."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
             found = next((line for line in lines if line.startswith("VmSwap:")), None)
@@ -41,7 +41,7 @@ def swapped_out_bytes() -> int | None:
 
 
 def pinned_bytes() -> int | None:
-    """Page-locked host memory that torch's allocator holds for CUDA, its cache included; None without CUDA."""
+    """Bytes of page-locked host memory that torch's allocator holds for CUDA, cache included; None without CUDA."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
     current = torch.cuda.host_memory_stats().get("allocated_bytes.current")
@@ -52,19 +52,19 @@ class NvmlUsage(NamedTuple):
     """Bytes in use according to the driver."""
 
     card_bytes: int
-    """By every process on the card."""
+    """Used by every process on the card."""
     process_bytes: int | None
-    """By this process: tensors, cache, CUDA context and libraries. None where the driver does not tell, as in a
-    container with process ids of its own."""
+    """Used by this process: tensors, cache, CUDA context and libraries. None where the driver does not tell, as in a
+    container with its own process ids."""
 
 
 def nvml_usage(device: torch.device) -> NvmlUsage | None:
-    """Ask NVML what is in use on a CUDA device, found by its UUID so that `CUDA_VISIBLE_DEVICES` is no trap.
+    """Ask NVML for the memory in use on a CUDA device, which is found by its UUID whatever `CUDA_VISIBLE_DEVICES` says.
 
     Under MIG the figures are those of the instance when the driver grants them.
 
     Returns:
-        None where NVML is absent or refuses: callers say so, they do not fail.
+        The usage, or None where NVML is absent or refuses: callers report that and go on.
     """
     import pynvml
 
@@ -97,15 +97,15 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def return_freed_memory() -> bool:
-    """Have blocks of 256 KiB and more given back to the system when they are freed, from here on, in the whole process.
+    """From now on, return blocks of 256 KiB and more to the system when they are freed, in the whole process.
 
-    Left alone, glibc raises its limit to the largest block freed so far, up to 32 MiB, and cuts smaller blocks out of
-    heaps that only shrink from their ends: after the weights are built, gathered and reduced, hundreds of MiB stay
-    with the process that no tensor uses. `mallopt` also ends that adaptation, so that a peak follows from the tensors.
+    By default glibc raises its limit to the largest block freed so far, up to 32 MiB, and cuts smaller blocks out of
+    heaps that only shrink from their ends: after the weights are built, gathered and reduced, the process keeps
+    hundreds of MiB that no tensor uses. `mallopt` also ends that adaptation, so that a peak follows from the tensors.
     New blocks then come as untouched pages, which costs about a millisecond for 4 MiB.
 
     Returns:
-        Whether the C library is glibc and took it; others are left as they are.
+        Whether it worked; False without glibc, where nothing changes.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -1,4 +1,4 @@
-"""Bytes as people write and read them. Integers inside, GiB only at the edges."""
+"""Parse and format bytes as people write and read them. The package computes in integers, and prints GiB."""
 
 import re
 from decimal import Decimal
@@ -44,7 +44,7 @@ def parse_bytes(value: int | float | str, argument: str = "size") -> int:
 
 
 def format_percent(share: float) -> str:
-    """A share with its sign, in percent to two digits, no minus before a zero: `+0.25 %`."""
+    """Format a share with its sign, in percent with two decimals, without a minus before zero: `+0.25 %`."""
     return f"{round(100 * share, 2) + 0.0:+.2f} %"
 
 
