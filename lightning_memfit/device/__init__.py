@@ -1,1 +1,1 @@
-"""What a device can hold: catalogue, live probe, caching-allocator model and a simulated device."""
+"""The memory of devices: catalogue, live probe, caching-allocator model, simulated device, checks of the machine."""

@@ -1,9 +1,9 @@
-"""`CachingAllocator`: what torch's CUDA caching allocator would hold and reserve, without a GPU.
+"""`CachingAllocator`: simulate the bytes that torch's CUDA caching allocator would hold and reserve, without a GPU.
 
 The rules are those of torch's native backend, one stream (`c10/cuda/CUDACachingAllocator.cpp` and
-`c10/core/AllocatorConfig.h`, torch 2.9 to 2.13). Addresses are made up: new segments get higher ones than
-older segments, where a driver may place them otherwise. That decides between free blocks of equal size and nothing
-else. `Block`, `Pool` and `ExpandableSegment` are what `CachingAllocator` is made of.
+`c10/core/AllocatorConfig.h`, torch 2.9 to 2.13). Addresses are made up: new segments get higher addresses than older
+ones, though a driver may place them differently. That only matters for the choice between free blocks of equal size.
+`Block`, `Pool` and `ExpandableSegment` are the parts of `CachingAllocator`.
 """
 
 from bisect import bisect_left, insort
@@ -15,7 +15,7 @@ from lightning_memfit.memory import MIB
 class Block:
     """A piece of a segment; `previous` and `next` are its neighbours there.
 
-    `mapped` is False for addresses of an expandable segment without memory behind them.
+    `mapped` is False for addresses of an expandable segment that have no memory.
     """
 
     __slots__ = ("address", "free", "mapped", "next", "pool", "previous", "size_bytes")
@@ -40,7 +40,7 @@ class Block:
         return rest
 
     def absorb_next(self) -> None:
-        """Become one with the next block."""
+        """Merge with the next block."""
         following = self.next
         assert following is not None
         self.size_bytes += following.size_bytes
@@ -49,7 +49,7 @@ class Block:
             following.next.previous = self
 
     def could_grow_to(self) -> int:
-        """Size with the unmapped addresses behind it."""
+        """Size including the unmapped addresses after it."""
         following = self.next
         return self.size_bytes + (following.size_bytes if following is not None and not following.mapped else 0)
 
@@ -64,7 +64,7 @@ class Pool:
         self.blocks: list[tuple[int, int, Block]] = []
 
     def index_of_fit(self, size_bytes: int) -> int:
-        """Place of the smallest block that is large enough, the lowest of several; the length if there is none."""
+        """Index of the smallest block that is large enough, the lowest of several; the length if there is none."""
         return bisect_left(self.blocks, (size_bytes,))
 
     def add(self, block: Block) -> None:
@@ -77,7 +77,7 @@ class Pool:
         del self.blocks[bisect_left(self.blocks, (block.size_bytes, block.address))]
 
     def merge(self, block: Block) -> Block:
-        """Cache a block, one with its free neighbours; returns what it became."""
+        """Cache a block, merged with its free neighbours, and return the merged block."""
         following = block.next
         if following is not None and following.free and following.mapped:
             self.discard(following)
@@ -91,15 +91,15 @@ class Pool:
         return block
 
 
-# `ExpandableSegment`: one range of addresses per pool that gets memory page by page (`expandable_segments:True`).
+# --- expandable segments ----------------------------------------------------------------------------------------------
 
 
 ADDRESSES = 1 << 50
-"""Size of the range; more than any device."""
+"""Size of the range in bytes; larger than any device."""
 
 
 class ExpandableSegment:
-    """The growing segment of one pool.
+    """The growing segment of one pool: a range of addresses that gets memory page by page (`expandable_segments:True`).
 
     Args:
         pool: Where its free blocks are cached.
@@ -114,7 +114,7 @@ class ExpandableSegment:
         self._first = Block(address, ADDRESSES, pool, mapped=False)
 
     def grow(self, size_bytes: int) -> tuple[Block, int]:
-        """Map pages at the lowest place where `size_bytes` fit.
+        """Map pages at the lowest address where `size_bytes` fit.
 
         Returns:
             The block, no longer cached, and the bytes that were mapped for it.
@@ -132,7 +132,7 @@ class ExpandableSegment:
         return block, total
 
     def unmap(self, block: Block) -> int:
-        """Give the whole pages inside a cached block back; returns their bytes."""
+        """Unmap the whole pages inside a cached block, and return their bytes."""
         page, base = self._page_bytes, self._address
         start = base + -(-(block.address - base) // page) * page
         end = base + (block.address + block.size_bytes - base) // page * page
@@ -187,22 +187,22 @@ class CachingAllocator:
     """Simulate the caching allocator of one device and one stream.
 
     Args:
-        limit_bytes: What may be reserved. None never runs out.
+        limit_bytes: Most bytes that may be reserved. None never runs out.
         max_split_size_bytes: Blocks of this size and more are not split (`max_split_size_mb`). None splits all.
         large_segment_bytes: Segment for requests between 1 and 10 MiB (`large_segment_size_mb`).
-        roundup_power2_divisions: Round requests up to one of that many steps between powers of two; 0 does not.
-        expandable_segments: One growing segment per pool, mapped in pages of 2 MiB and `large_segment_bytes`.
+        roundup_power2_divisions: Round requests up to one of that many steps between powers of two; not with 0.
+        expandable_segments: Use one growing segment per pool, mapped in pages of 2 MiB and `large_segment_bytes`.
 
     Attributes:
         allocated_bytes: Bytes of blocks in use, as `torch.cuda.memory_allocated`.
         reserved_bytes: Bytes taken from the driver, as `torch.cuda.memory_reserved`.
         peak_allocated_bytes: Largest `allocated_bytes` so far.
         peak_reserved_bytes: Largest `reserved_bytes` so far.
-        num_alloc_retries: Requests that made the allocator give its cached blocks back.
+        num_alloc_retries: Requests for which the allocator returned its cached blocks to the driver.
         num_ooms: Requests that were refused.
 
     Raises:
-        ValueError: If `roundup_power2_divisions` is no power of two, or a size is not positive.
+        ValueError: If `roundup_power2_divisions` is not a power of two, or a size is not positive.
     """
 
     def __init__(
@@ -243,13 +243,13 @@ class CachingAllocator:
                 self._expandable[pool] = ExpandableSegment(pool, self._take_addresses(ADDRESSES), page)
         self._owners: dict[Hashable, Block | None] = {}
 
-    # --- what a program asks for ------------------------------------------------------------------------------------
+    # --- requests of a program --------------------------------------------------------------------------------------
 
     def malloc(self, identity: Hashable, size_bytes: int) -> bool:
         """Allocate under a name of the caller's choice.
 
         Returns:
-            False where the limit does not allow it: then nothing is held for `identity`, and `free` must not be called.
+            False if the limit does not allow it: then nothing is held for `identity`, and `free` must not be called.
 
         Raises:
             ValueError: If `identity` is allocated already.
@@ -275,7 +275,7 @@ class CachingAllocator:
         return True
 
     def free(self, identity: Hashable) -> None:
-        """Give an allocation back to the cache; free neighbours become one block.
+        """Return an allocation to the cache, where free neighbours become one block.
 
         Raises:
             ValueError: If `identity` is not allocated.
@@ -290,7 +290,7 @@ class CachingAllocator:
         block.pool.merge(block)
 
     def empty_cache(self) -> None:
-        """Give unused segments (pages of expandable ones) back to the driver, as `torch.cuda.empty_cache`."""
+        """Return unused segments (pages of expandable ones) to the driver, as `torch.cuda.empty_cache` does."""
         for pool in (self._large, self._small):
             for _, _, block in list(pool.blocks):
                 if pool in self._expandable:
@@ -348,7 +348,7 @@ class CachingAllocator:
         if index == len(blocks):
             return None
         if self.expandable_segments:
-            # a block that can still grow counts as large as it could become, so that others go first
+            # a block that can still grow counts with the size it could reach, so that others are used first
             while index + 1 < len(blocks) and blocks[index + 1][2].could_grow_to() < blocks[index][2].could_grow_to():
                 index += 1
         found = blocks[index][0]
@@ -395,7 +395,7 @@ class CachingAllocator:
         self.reserved_bytes -= block.size_bytes
 
     def _release_oversize(self, size: int) -> bool:
-        """With a split limit: give back one oversize block that suffices, otherwise the largest ones until they do."""
+        """With a split limit, release one oversize block that suffices, or else the largest ones until they do."""
         limit = self.max_split_size_bytes
         if limit is None:
             return False

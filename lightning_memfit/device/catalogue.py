@@ -1,9 +1,9 @@
-"""Catalogue of common GPUs: what they hold, how fast they move and multiply.
+"""Catalogue of common GPUs: their memory, bandwidths and arithmetic rates.
 
-`memory_bytes` is what torch reports as `total_memory` on Linux, which is less than the marketing figure: the driver
-keeps a part, ECC another one. It follows torch's own out-of-memory messages ("GPU 0 has a total capacity of 79.10
-GiB"), the lower figure where drivers differ, so it may be 1 to 2 % low. Entries whose source says "memory estimated"
-take the figure of a card of the same size and generation. `probe_device` tells the true one of a card at hand.
+`memory_bytes` is torch's `total_memory` on Linux, which is less than the marketing figure: the driver keeps a part, and
+so does ECC. It is taken from torch's own out-of-memory messages ("GPU 0 has a total capacity of 79.10 GiB"), the lower
+figure where drivers differ, so it may be 1 to 2 % low. Entries whose source says "memory estimated" take the figure of
+a card of the same size and generation. `probe_device` reads the true figure of the card in this machine.
 
 Arithmetic rates are dense (no sparsity) and accumulate in fp32, which GeForce cards do at half rate. Bandwidths are
 theoretical maxima; the host link counts one direction of PCIe x16 unless said otherwise.
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 _PCIE3, _PCIE4, _PCIE5 = 15.75e9, 31.5e9, 63.0e9
 _NOISE = {"nvidia", "geforce", "amd", "instinct", "tesla", "quadro", "gpu", "rtx", "gtx", "radeon", "generation"}
-_VARIANTS = {"ti", "super"}  # never assumed: an unqualified name is not theirs
+_VARIANTS = {"ti", "super"}  # never assumed: a name without these words means the plain card
 _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One device. What is unknown (a bare size) is None or absent from `flops`."""
+    """One device. Unknown figures (for a bare size) are None or absent from `flops`."""
 
     name: str
     memory_bytes: int
@@ -50,14 +50,14 @@ class DeviceSpec:
 
     @property
     def peer_bytes_per_s(self) -> float | None:
-        """To the other devices of its machine over NVLink, one direction; None where they talk over the host link."""
+        """Bandwidth to the other devices of its machine over NVLink, one direction; None if they use the host link."""
         return _NVLINK.get(self.name)
 
     def flops_for(self, dtype: torch.dtype | str) -> float:
         """FLOP/s of matrix products in one dtype.
 
         Raises:
-            ValueError: If the catalogue knows none for this device.
+            ValueError: If the catalogue has no rate for this device.
         """
         name = str(dtype).removeprefix("torch.")
         name = "float8" if name.startswith("float8") else name
@@ -100,7 +100,7 @@ def _split(name: str) -> tuple[frozenset[str], frozenset[int]]:
 
 
 def _fits(spec: DeviceSpec, words: frozenset[str], sizes: frozenset[int]) -> bool:
-    """Words occur in one of its names; sizes are in that name, or the marketing figure (up to a tenth more)."""
+    """Whether one of its names has the words, and that name or the marketing figure (up to a tenth more) the sizes."""
     for known in spec.names:
         known_words, known_sizes = _split(known)
         if not words <= known_words or (known_words - words) & _VARIANTS:

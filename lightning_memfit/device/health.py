@@ -1,6 +1,6 @@
-"""What of a machine would hinder training: its software, its memory, its disk.
+"""Find problems of a machine that hinder training: in its software, its memory, its disk.
 
-Each check takes plain facts and gives a `Finding` with a fix; `examine` gathers the facts of this machine.
+Each check takes plain facts and returns a `Finding` with a fix; `examine` gathers the facts of this machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_memfit.device.storage import measure_storage
 from lightning_memfit.memory import GIB, MIB, format_bytes
 
 Level = Literal["ok", "note", "problem"]
-"""`note`: absent, but only some features need it. `problem`: hinders training on what is here."""
+"""`note`: absent, but only some features need it. `problem`: hinders training on the hardware that is here."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Finding:
     name: str
     level: Level
     found: str
-    """What is there."""
+    """What was found."""
     fix: str = ""
-    """What to do, empty where nothing is wrong."""
+    """What to do; empty if nothing is wrong."""
 
     def __post_init__(self) -> None:
         if (self.level == "ok") == bool(self.fix):
@@ -44,7 +44,7 @@ def hinders(findings: list[Finding]) -> bool:
 
 
 def check_driver(driver: str | None, num_cards: int) -> Finding:
-    """A card without a driver is a problem, a machine without a card is not.
+    """Check the NVIDIA driver: a card without a driver is a problem, a machine without a card is not.
 
     Args:
         driver: Version of the NVIDIA kernel driver.
@@ -64,10 +64,10 @@ def check_driver(driver: str | None, num_cards: int) -> Finding:
 
 
 def check_nvml(error: str | None, driver: str | None) -> Finding:
-    """NVML tells memory use by process.
+    """Check NVML, which reports memory use by process.
 
     Args:
-        error: What its initialisation said; None where it worked.
+        error: Error message of its initialisation; None if it worked.
         driver: Version of the kernel driver.
     """
     if error is None:
@@ -80,7 +80,7 @@ def check_nvml(error: str | None, driver: str | None) -> Finding:
 
 
 def check_cuda(build: str | None, available: bool, driver: str | None) -> Finding:
-    """Torch must be built for the card that is here, and see it.
+    """Check that torch is built for the card that is here, and sees it.
 
     Args:
         build: CUDA version torch was built for; None for a CPU build.
@@ -108,11 +108,11 @@ def check_cuda(build: str | None, available: bool, driver: str | None) -> Findin
 
 
 def check_bitsandbytes(error: str | None, backend: str, cuda: bool) -> Finding:
-    """8-bit optimizers need its native library for the device.
+    """Check bitsandbytes: 8-bit optimizers need its native library for the device.
 
     Args:
-        error: Why it can't be imported; None where it can.
-        backend: Name of the native library, empty where it runs without.
+        error: Why it can't be imported; None if it can.
+        backend: Name of the native library; empty if it runs without one.
         cuda: Whether a CUDA device is usable.
     """
     if error is not None:
@@ -130,12 +130,12 @@ def check_bitsandbytes(error: str | None, backend: str, cuda: bool) -> Finding:
 
 
 def check_tool(name: str, path: str | None, needed_for: str, fix: str) -> Finding:
-    """A program or library that only some features need.
+    """Check for a program or library that only some features need.
 
     Args:
-        name: Of the tool.
-        path: Where it is; None where it isn't.
-        needed_for: Which features.
+        name: Name of the tool.
+        path: Where it is; None if it is missing.
+        needed_for: Features that need it.
         fix: How to get it.
     """
     if path:
@@ -144,13 +144,13 @@ def check_tool(name: str, path: str | None, needed_for: str, fix: str) -> Findin
 
 
 def check_version(name: str, installed: str | None, wanted: str, accepted: bool) -> Finding:
-    """A library within the range that this package was tested with.
+    """Check that the version of a library is in the range that this package was tested with.
 
     Args:
-        name: Of the distribution.
-        installed: Its version; None where it is missing.
+        name: Name of the distribution.
+        installed: Its version; None if it is missing.
         wanted: The range.
-        accepted: Whether the version lies in it.
+        accepted: Whether the version is in the range.
     """
     if installed is not None and accepted:
         return Finding(name, "ok", installed)
@@ -161,8 +161,8 @@ def check_versions(installed: Mapping[str, str | None], requirements: list[str])
     """Check every required distribution.
 
     Args:
-        installed: Version by distribution; None where it is missing.
-        requirements: As package metadata states them; those of extras are left out.
+        installed: Version by distribution; None if it is missing.
+        requirements: Requirements as in package metadata; those of extras are left out.
     """
     from packaging.requirements import Requirement
 
@@ -180,25 +180,25 @@ def check_versions(installed: Mapping[str, str | None], requirements: list[str])
 
 
 MIN_HOST_BYTES = 4 * GIB
-"""Below this, importing the libraries and building a small model is a squeeze."""
+"""With less than this, importing the libraries and building a small model hardly works."""
 
 MIN_SHARED_BYTES = 1 * GIB
-"""Loader workers hand batches over in /dev/shm; Docker's default of 64 MiB ends them with a bus error."""
+"""Loader workers pass batches on in /dev/shm; with Docker's default of 64 MiB they end with a bus error."""
 
 MIN_DISK_BYTES = 10 * GIB
 MIN_DISK_BYTES_PER_S = 500e6
-"""A SATA drive's rate; below it an optimizer step from disk takes minutes per billion parameters."""
+"""A SATA drive's rate; with less, an optimizer step from disk takes minutes per billion parameters."""
 
 MIN_LOCKED_BYTES = 64 * MIB
 """Two buffers of a gigabyte are common, but with less than this not even asynchronous I/O's queues can be set up."""
 
 
 def check_host_memory(total_bytes: int, available_bytes: int, cgroup_bytes: int | None) -> Finding:
-    """RAM, as far as this process may use it.
+    """Check the RAM that this process may use.
 
     Args:
-        total_bytes: Of the machine.
-        available_bytes: Without swapping, cgroup limits considered.
+        total_bytes: RAM of the machine.
+        available_bytes: RAM that can be taken without swapping, cgroup limits considered.
         cgroup_bytes: Limit of the control group; None without one.
     """
     found = f"{format_bytes(available_bytes)} free of {format_bytes(total_bytes)}"
@@ -211,10 +211,12 @@ def check_host_memory(total_bytes: int, available_bytes: int, cgroup_bytes: int 
 
 
 def check_locked_memory(limit_bytes: int | None) -> Finding:
-    """Locked memory (`ulimit -l`), which asynchronous disk I/O and mlock are bound by; CUDA's pinned memory is not.
+    """Check the limit of locked memory (`ulimit -l`), which binds asynchronous disk I/O and mlock.
+
+    CUDA's pinned memory is not bound by it.
 
     Args:
-        limit_bytes: None where there is no limit.
+        limit_bytes: The limit; None if there is none.
     """
     if limit_bytes is None:
         return Finding("locked memory", "ok", "unlimited")
@@ -226,11 +228,11 @@ def check_locked_memory(limit_bytes: int | None) -> Finding:
 
 
 def check_shared_memory(total_bytes: int | None, free_bytes: int) -> Finding:
-    """Shared memory for loader workers.
+    """Check the shared memory that loader workers need.
 
     Args:
-        total_bytes: Size of /dev/shm; None where there is none.
-        free_bytes: Free of it.
+        total_bytes: Size of /dev/shm; None if it doesn't exist.
+        free_bytes: Free bytes of it.
     """
     if total_bytes is None:
         return Finding(
@@ -244,7 +246,7 @@ def check_shared_memory(total_bytes: int | None, free_bytes: int) -> Finding:
 
 
 def check_disk_space(folder: str, free_bytes: int) -> Finding:
-    """Room for checkpoints and offloaded states."""
+    """Check that there is room for checkpoints and offloaded states."""
     found = f"{format_bytes(free_bytes)} free at {folder}"
     if free_bytes >= MIN_DISK_BYTES:
         return Finding("disk space", "ok", found)
@@ -254,11 +256,11 @@ def check_disk_space(folder: str, free_bytes: int) -> Finding:
 
 
 def check_direct_io(folder: str, error: str | None) -> Finding:
-    """Whether files can be opened with O_DIRECT, past the page cache, as offloading to disk does.
+    """Check whether files can be opened with O_DIRECT, which bypasses the page cache, as offloading to disk does.
 
     Args:
         folder: Where it was tried.
-        error: What the system said; None where it worked.
+        error: The system's error message; None if it worked.
     """
     if error is None:
         return Finding("O_DIRECT", "ok", f"works in {folder}")
@@ -269,14 +271,14 @@ def check_direct_io(folder: str, error: str | None) -> Finding:
 
 
 def check_disk_speed(write_bytes_per_s: float, read_bytes_per_s: float) -> Finding:
-    """Sequential speed, which offloading to disk is bound by."""
+    """Check the sequential speed of a drive, which bounds offloading to disk."""
     found = f"writes {write_bytes_per_s / 1e9:.2f} GB/s, reads {read_bytes_per_s / 1e9:.2f} GB/s"
     if min(write_bytes_per_s, read_bytes_per_s) >= MIN_DISK_BYTES_PER_S:
         return Finding("disk speed", "ok", found)
     return Finding("disk speed", "note", found, "fine for checkpoints; for offloading name a folder on an NVMe drive")
 
 
-# `examine`: read this machine and check everything that would hinder training or offloading.
+# --- this machine -----------------------------------------------------------------------------------------------------
 
 
 _NVIDIA = "0x10de"
@@ -285,10 +287,10 @@ _OWN_HEADERS = Path(sys.prefix) / "include"  # of conda environments
 
 
 def examine(folder: str = ".") -> dict[str, list[Finding]]:
-    """Check this machine.
+    """Read this machine and check everything that could hinder training or offloading.
 
     Args:
-        folder: Where checkpoints and offloaded states would lie; a file of 256 MiB is written and removed.
+        folder: Where checkpoints and offloaded states would be stored; a file of 256 MiB is written and removed.
 
     Returns:
         Findings by subject.
@@ -340,7 +342,7 @@ def _nvml_error() -> str | None:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception as error:  # whatever it is, it is the finding
+    except Exception as error:  # any error is the finding
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -356,7 +358,7 @@ def _bitsandbytes() -> tuple[str | None, str]:
 
 
 def build_tools() -> list[Finding]:
-    """What DeepSpeed's kernels are compiled with when they are first used."""
+    """Check the tools that compile DeepSpeed's kernels when they are first used."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     jit = "DeepSpeed's and torch.compile's kernels"
     headers = [folder / "libaio.h" for folder in (Path("/usr/include"), Path("/usr/local/include"), _OWN_HEADERS)]
@@ -387,7 +389,7 @@ def _disk(folder: str) -> list[Finding]:
     free = shutil.disk_usage(folder).free if Path(folder).is_dir() else 0
     space = check_disk_space(folder, free)
     if free < 2 * 256 * 2**20:
-        return [space]  # no room to try anything
+        return [space]  # no room for the test file
     speed = measure_storage(folder)
     return [
         space,

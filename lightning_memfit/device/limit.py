@@ -1,6 +1,6 @@
 """`MemoryLimit`: train as if the device had less memory than it has.
 
-On the CPU it is made of a `SimulatedDevice`: real tensors and real compute, held against a limit.
+On the CPU it uses a `SimulatedDevice`, which runs real operators on real tensors and enforces a limit on their bytes.
 """
 
 import functools
@@ -22,17 +22,17 @@ from lightning_memfit.memory.ledger import StorageLedger
 class SimulatedDevice(StorageLedger):
     """Follow live storages and raise `torch.OutOfMemoryError` when they would exceed a limit.
 
-    The error is the class that CUDA raises, its message has the same form. The refused output is released before the
-    error is raised, and neither `live_bytes` nor `peak_bytes` ever include it.
+    The error has the class and the form of message that CUDA's has. The refused output is released before the error is
+    raised, and neither `live_bytes` nor `peak_bytes` ever include it.
 
-    One thing differs from a real device: the operator has run by the time its output is refused. An operator that also
-    changes an input in place (running statistics of a batch norm) or draws random numbers has done so.
+    One thing differs from a real device: the operator has run by the time its output is refused. If it also changes an
+    input in place (running statistics of a batch norm) or draws random numbers, that has happened.
 
     Args:
         limit_bytes: Capacity, `"12GiB"` or an integer.
-        rounding_bytes: Sizes are rounded up to a multiple of this, 512 like the CUDA caching allocator.
-        caching: Hold `reserved` bytes, as simulated by `CachingAllocator`, against the limit instead of live bytes, so
-            that fragmentation counts, too.
+        rounding_bytes: Sizes are rounded up to a multiple of this; 512 as in the CUDA caching allocator.
+        caching: Limit the `reserved` bytes that `CachingAllocator` simulates instead of live bytes, so that
+            fragmentation counts, too.
 
     Attributes:
         num_ooms: Errors raised so far.
@@ -49,12 +49,12 @@ class SimulatedDevice(StorageLedger):
 
     @property
     def used_bytes(self) -> int:
-        """What is held against the limit: reserved bytes with `caching`, live bytes without."""
+        """Bytes that are compared with the limit: reserved bytes with `caching`, live bytes without."""
         return self.live_bytes if self.allocator is None else self.allocator.reserved_bytes
 
     @override
     def on_allocate(self, identity: int, size_bytes: int, category: Category, name: str) -> None:
-        """Hold a new storage against the limit."""
+        """Check a new storage against the limit."""
         self._allocated_bytes += size_bytes
         if self.allocator is None:
             self._refused |= self.live_bytes > self.limit_bytes
@@ -63,8 +63,8 @@ class SimulatedDevice(StorageLedger):
 
     @override
     def on_free(self, identity: int, size_bytes: int, category: Category) -> None:
-        """Give a storage back."""
-        if self.allocator is not None and identity in self.allocator:  # a refused storage never was
+        """Free a storage."""
+        if self.allocator is not None and identity in self.allocator:  # a refused storage is not in it
             self.allocator.free(identity)
 
     @override
@@ -121,23 +121,22 @@ class SimulatedDevice(StorageLedger):
 
 
 class MemoryLimit(Callback):
-    """Give the device of a run a memory limit, of each process where there are several.
+    """Limit the memory of a run's device; with several processes the limit holds for each.
 
-    On CUDA it is torch's per-process memory fraction, restored afterwards; it limits what the caching allocator
-    reserves and leaves the CUDA context out. On the CPU a `SimulatedDevice` is active during every step: weights,
-    buffers, gradients, optimizer states, batches and whatever the steps compute count, the loader's own tensors and
-    what hooks allocate between steps don't. Following every operator costs time there, microseconds each.
+    On CUDA it sets torch's per-process memory fraction, which is restored afterwards; that limits the bytes reserved by
+    the caching allocator and leaves the CUDA context out. On the CPU a `SimulatedDevice` is active during every step:
+    weights, buffers, gradients, optimizer states, batches and the tensors that the steps compute count; the loader's
+    own tensors and allocations of hooks between steps don't. Following operators there costs microseconds for each.
 
     Args:
         limit: `12GiB`, `500MiB` or a number of bytes.
-        caching: On the CPU, hold the caching allocator's simulated `reserved` bytes against the limit instead of the
-            live bytes.
+        caching: On the CPU, limit the caching allocator's simulated `reserved` bytes instead of the live bytes.
 
     Attributes:
         ledger: On the CPU the `SimulatedDevice` of the current or last run, for reading; otherwise None.
 
     Raises:
-        ValueError: If the limit is no size, or larger than the CUDA device.
+        ValueError: If the limit is not a size, or larger than the CUDA device.
         MisconfigurationException: If the limit is smaller than the module's own weights, or the accelerator is neither
             CUDA nor CPU.
     """

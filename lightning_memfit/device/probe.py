@@ -1,4 +1,4 @@
-"""What the machine at hand has free: the CUDA device, host memory under cgroup limits, disk."""
+"""Read what is free on this machine: on the CUDA device, in host memory under cgroup limits, on disk."""
 
 import os
 import shutil
@@ -18,33 +18,33 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 
 @dataclass(frozen=True)
 class DeviceState:
-    """A CUDA device now."""
+    """State of a CUDA device now."""
 
     index: int
     name: str
     compute_capability: tuple[int, int]
     total_bytes: int
-    """As torch reports it; of the instance under MIG."""
+    """Total memory as torch reports it; the instance's under MIG."""
     free_bytes: int
-    """For a new allocation by any process (`cudaMemGetInfo`)."""
+    """Free for a new allocation by any process (`cudaMemGetInfo`)."""
     allocated_bytes: int
-    """By this process's tensors."""
+    """Allocated by this process's tensors."""
     reserved_bytes: int
-    """By this process's caching allocator; free to its own tensors, not to other processes."""
+    """Reserved by this process's caching allocator; free to its own tensors, not to other processes."""
     card_used_bytes: int | None
-    """By everyone on the whole card, according to NVML; None where NVML doesn't tell."""
+    """Used by all processes on the whole card, according to NVML; None where NVML doesn't tell."""
     process_used_bytes: int | None
-    """By this process, context included, according to NVML; None where NVML doesn't tell."""
+    """Used by this process, context included, according to NVML; None where NVML doesn't tell."""
 
     @property
     def available_bytes(self) -> int:
-        """What tensors of this process can still take: free memory and its own unused cache."""
+        """Bytes that tensors of this process can still take: free memory and its own unused cache."""
         return self.free_bytes + self.reserved_bytes - self.allocated_bytes
 
 
 @dataclass(frozen=True)
 class HostState:
-    """Host memory and disk now, as far as this process may use them."""
+    """Host memory and disk that this process may use now."""
 
     total_bytes: int
     """RAM, or the cgroup's limit where that is lower."""
@@ -52,10 +52,10 @@ class HostState:
     """RAM that can be taken without swapping, cgroup limits considered; reclaimable page cache counts."""
     swap_free_bytes: int
     memlock_limit_bytes: int | None
-    """Limit of locked memory (`ulimit -l`); None is unlimited. CUDA's pinned memory is not bound by it, io_uring and
-    `mlock` are."""
+    """Limit of locked memory (`ulimit -l`); None is unlimited. It binds io_uring and `mlock`, but not CUDA's pinned
+    memory."""
     disk_free_bytes: int
-    """On the file system of `disk_path`, for this user."""
+    """Free for this user on the file system of `disk_path`."""
     disk_path: str
 
 
@@ -124,7 +124,7 @@ def _memlock_limit() -> int | None:
 
 
 def _may_lock_all(status: Path = Path("/proc/self/status")) -> bool:
-    """Whether the process has CAP_IPC_LOCK, which the limit doesn't bind. Root has it, in containers often not."""
+    """Whether the process has CAP_IPC_LOCK, which lifts the limit. Root has it, but in containers often not."""
     try:
         lines = status.read_text().splitlines()
     except OSError:
@@ -155,7 +155,7 @@ def _cgroup_limits(root: Path, proc_cgroup: Path) -> list[tuple[int, int]]:
 
 
 def _upwards(base: Path, inside: str) -> list[Path]:
-    """The cgroup's folder and its parents. In a container the inner path may be missing and only the base be there."""
+    """The cgroup's folder and its parents. In a container the inner path may be missing; then only the base exists."""
     folder = Path(os.path.normpath(base / inside.lstrip("/")))
     if not folder.is_relative_to(base):  # a namespace's "/../.."
         return [base]
@@ -164,7 +164,7 @@ def _upwards(base: Path, inside: str) -> list[Path]:
 
 def _limit_of(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> tuple[int, int] | None:
     try:
-        limit = int((folder / limit_name).read_text())  # "max" is no number
+        limit = int((folder / limit_name).read_text())  # "max" is not a number
         used = int((folder / usage_name).read_text())
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""What a run needs on a device that no trace of tensors sees: context, library workspaces, and a margin.
+"""Memory of a run that no trace of tensors sees: the CUDA context, library workspaces, and a safety margin.
 
-Workspaces lie inside the caching allocator, so they count as `allocated`; the context lies outside and only
+Workspaces are inside the caching allocator, so they count as `allocated`; the context is outside it, and only
 `nvidia-smi` and `mem_get_info` show it. Figures with a stated rule come from torch; the context is an observation and
-differs by driver, card and the kernels that get loaded: `measure_runtime` replaces it on a card at hand.
+differs by driver, card and the kernels that get loaded: `measure_runtime` replaces it where there is a card.
 """
 
 import os
@@ -28,18 +28,18 @@ class RuntimeMemory:
 
     @property
     def allocated_bytes(self) -> int:
-        """What the workspaces add to `torch.cuda.memory_allocated`."""
+        """Bytes that the workspaces add to `torch.cuda.memory_allocated`."""
         return self.workspace_bytes * self.num_workspaces
 
 
 def runtime_memory(compute_capability: tuple[int, int] | None, *, training: bool = True) -> RuntimeMemory:
     """Expected runtime memory of one process on a CUDA device.
 
-    cuDNN's convolution workspaces are not in it: they depend on the chosen algorithm and are freed after each call.
+    cuDNN's convolution workspaces are left out: they depend on the chosen algorithm and are freed after each call.
 
     Args:
-        compute_capability: Of the device. None (a bare size) takes the larger figures.
-        training: Whether a backward pass runs, in a thread with a cuBLAS handle of its own.
+        compute_capability: Capability of the device. None (for a bare size) takes the larger figures.
+        training: Whether a backward pass runs, in a thread with its own cuBLAS handle.
 
     Raises:
         ValueError: If the environment variable `CUBLAS_WORKSPACE_CONFIG` is malformed.
@@ -57,17 +57,17 @@ def runtime_memory(compute_capability: tuple[int, int] | None, *, training: bool
 
 
 def safety_margin_bytes(memory_bytes: int) -> int:
-    """What to leave free on a device: 2 % of it, at least 128 MiB.
+    """Bytes to leave free on a device: 2 % of it, at least 128 MiB.
 
-    It covers kernel scratch memory, driver differences in the context, and fragmentation beyond the simulated one.
+    They cover kernel scratch memory, driver differences in the context, and fragmentation beyond the simulated one.
     """
     return max(128 * MIB, memory_bytes // 50)
 
 
 def measure_runtime(index: int = 0) -> RuntimeMemory:
-    """Measure on a CUDA device, by running a small matrix product forward and backward.
+    """Measure the runtime memory on a CUDA device, by running a small matrix product forward and backward.
 
-    The context is read as everything in use on the device that torch did not reserve, so nothing else should run there.
+    All memory in use on the device that torch did not reserve counts as the context, so nothing else should run there.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Trying a folder out: direct I/O and sequential speed, with one small file that is removed again."""
+"""Test direct I/O and sequential speed in a folder, with one small file that is removed again."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from pathlib import Path
 from lightning_memfit.memory import MIB
 
 _CHUNK_BYTES = 8 * MIB
-"""Aligned, and large enough for a drive's full rate."""
+"""Bytes of a request: aligned, and large enough for a drive's full rate."""
 
 
 @dataclass(frozen=True)
 class StorageSpeed:
-    """What a folder's drive does."""
+    """Sequential speed of a folder's drive."""
 
     write_bytes_per_s: float
     read_bytes_per_s: float
     direct_error: str | None
-    """Why O_DIRECT can't be used; None where it was."""
+    """Why O_DIRECT can't be used; None if it was used."""
 
 
 def measure_storage(folder: str | Path, size_bytes: int = 256 * MIB) -> StorageSpeed:
-    """Write a file to the drive and read it back, past the page cache where the file system can.
+    """Write a file to the drive and read it back, bypassing the page cache if the file system can.
 
     Without O_DIRECT the file is synchronised after writing and dropped from the cache before reading.
 
     Args:
-        folder: Where; must exist and be writable.
-        size_bytes: Of the file, in whole chunks of 8 MiB.
+        folder: Folder to test; must exist and be writable.
+        size_bytes: Size of the file, in whole chunks of 8 MiB.
 
     Raises:
         ValueError: If the folder can't be written to.
@@ -77,7 +77,7 @@ def _direct_error(name: str) -> str | None:
 
 def _write(name: str, flag: int, size_bytes: int) -> float:
     with mmap.mmap(-1, _CHUNK_BYTES) as chunk:  # page-aligned, as O_DIRECT asks for
-        chunk.write(os.urandom(MIB) * (_CHUNK_BYTES // MIB))  # drives that compress would flatter themselves
+        chunk.write(os.urandom(MIB) * (_CHUNK_BYTES // MIB))  # random, as some drives compress
         descriptor = os.open(name, os.O_WRONLY | flag)
         started = time.perf_counter()
         try:

@@ -97,7 +97,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def return_freed_memory() -> bool:
-    """From now on, return blocks of 256 KiB and more to the system when they are freed, in the whole process.
+    """Make the C library return freed blocks of 256 KiB and more to the system, from now on in the whole process.
 
     By default glibc raises its limit to the largest block freed so far, up to 32 MiB, and cuts smaller blocks out of
     heaps that only shrink from their ends: after the weights are built, gathered and reduced, the process keeps
