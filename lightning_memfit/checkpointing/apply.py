@@ -25,11 +25,11 @@ _BatchStatistics = (nn.modules.batchnorm._NormBase,)
 
 
 class CheckpointedForward(ReplacedForward):
-    """Stands in for the `forward` of one block that is recomputed.
+    """Replaces the `forward` of one block that is recomputed.
 
     Attributes:
-        choice: What is kept.
-        inputs_on_host: Where the block's inputs wait in host memory; None keeps them on the device.
+        choice: The activations that are kept.
+        inputs_on_host: Pool that keeps the block's inputs in host memory; None keeps them on the device.
     """
 
     def __init__(self, block: nn.Module, choice: Choice) -> None:
@@ -40,7 +40,7 @@ class CheckpointedForward(ReplacedForward):
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block; with gradients on, without keeping what the choice does not keep."""
+        """Run the block; with gradients on, keep only the activations that the choice keeps."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         _refuse_caches(self.block, (*args, *kwargs.values()))
@@ -56,12 +56,12 @@ class CheckpointedForward(ReplacedForward):
             return checkpoint(positional, *args, *kwargs.values(), use_reentrant=False, **self.options())
 
     def options(self) -> dict[str, Any]:
-        """Options of `torch.utils.checkpoint`: contexts of the forward pass and the recomputation, where needed."""
+        """Options of `torch.utils.checkpoint`: contexts of the forward pass and the recomputation, if needed."""
         kept = kept_operators(self.choice)
         if self.has_statistics:
             if torch.compiler.is_compiling():
-                # Compiled checkpointing counts a batch twice in running statistics. Raised while tracing, this makes
-                # the compiler leave the block to eager execution; with fullgraph=True it reaches the user.
+                # Compiled checkpointing counts a batch twice in running statistics. Raising this while tracing makes
+                # the compiler leave the block to eager execution; with fullgraph=True the error reaches the user.
                 raise NotImplementedError(f"{type(self.block).__name__} has running statistics: not compiled.")
             return {"context_fn": partial(_with_frozen_statistics, kept, self.block)}
         return {"context_fn": selective_contexts(kept)} if kept else {}
@@ -97,7 +97,7 @@ def apply_checkpointing(blocks: Sequence[nn.Module], choices: Sequence[Choice]) 
     """Checkpoint blocks, each by its own choice. Gradients and random numbers are those of the plain run.
 
     Args:
-        blocks: For example the modules of `find_blocks`.
+        blocks: Modules, for example those of `find_blocks`.
         choices: One per block: `none`, `full`, `keep_attention`, `keep_matmul`, `keep_matmul_attention` or `offload`.
 
     Raises:
@@ -152,9 +152,12 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 
 def disable_caches(module: nn.Module) -> Callable[[], None]:
-    """Set `use_cache=False` in every Hugging Face config of a module, with one warning, and return what sets it back.
+    """Set `use_cache=False` in every Hugging Face config of a module, with one warning.
 
     A block that appends to a key/value cache would do so again when it is recomputed.
+
+    Returns:
+        A function that restores the settings.
     """
     configs = {id(config): config for config in _configs(module) if getattr(config, "use_cache", False)}
     if configs:
@@ -193,7 +196,7 @@ def _refuse_caches(block: nn.Module, values: tuple[Any, ...]) -> None:
 
 
 def _with_keywords(function: Callable[..., Any], names: tuple[str, ...], *values: Any) -> Any:
-    """Call a function whose last values have names."""
+    """Call a function with the last values as keyword arguments."""
     first = len(values) - len(names)
     return function(*values[:first], **dict(zip(names, values[first:], strict=True)))
 
@@ -225,13 +228,15 @@ def _frozen_statistics(block: nn.Module) -> Iterator[None]:
             norm.num_batches_tracked = num_batches
 
 
-# Checkpoint segments of about sqrt(n) blocks of an nn.Sequential (Chen et al., 2016, arXiv 1604.06174). With blocks
-# whose inputs are small beside what they keep inside, as in transformers, checkpointing each block by itself needs
-# less memory. Segments pay where blocks are thin.
+# --- segments of an nn.Sequential -------------------------------------------------------------------------------------
+
+# Segments of about sqrt(n) blocks (Chen et al., 2016, arXiv 1604.06174) save memory where blocks are thin. Blocks of
+# transformers have inputs that are small compared with their inner activations: checkpointing each block by itself
+# needs less memory there.
 
 
 class SegmentedForward(CheckpointedForward):
-    """Stands in for the `forward` of an nn.Sequential and keeps only the inputs of its segments."""
+    """Replaces the `forward` of an nn.Sequential and keeps only the inputs of its segments."""
 
     def __init__(self, container: nn.Sequential) -> None:
         super().__init__(container, "full")
@@ -252,8 +257,7 @@ def apply_segments(module: nn.Module, groups: Sequence[BlockGroup]) -> AppliedCh
     """Checkpoint the containers of some groups in segments of ceil(sqrt(n)) of their n children.
 
     Raises:
-        ValueError: If a container is no plain nn.Sequential, since then its blocks are called by code that cannot be
-            cut.
+        ValueError: If a container is not a plain nn.Sequential: other code that calls the blocks can't be cut.
     """
     containers = [_container(module, group) for group in groups]
     for container in containers:

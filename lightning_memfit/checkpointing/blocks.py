@@ -12,10 +12,10 @@ _SMALL_SHARE = 0.05
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Blocks of one class that stand side by side, in the order of the container."""
+    """Neighbouring blocks of one class, in the order of their container."""
 
     container: str
-    """Dotted name of what holds them, empty for the module itself."""
+    """Dotted name of the module that holds them; empty for the outermost."""
     names: tuple[str, ...]
     """Dotted names of the blocks."""
     modules: tuple[nn.Module, ...]
@@ -34,8 +34,8 @@ class BlockGroup:
 def find_blocks(module: nn.Module) -> list[BlockGroup]:
     """Find groups of two or more blocks of one class inside a ModuleList or Sequential.
 
-    The outermost groups are taken, except that groups of stages which differ from each other and consist of blocks
-    themselves (ResNet, Swin) are opened. Blocks are modules with sub-modules and parameters; a class that holds under
+    The outermost groups are taken, with one exception: for stages that differ from each other and consist of blocks
+    (ResNet, Swin), their inner groups are taken. Blocks are modules with sub-modules and parameters; a class with under
     5 % of the parameters of all groups (a pair of heads, say) is left out. Only shapes are read, so that this works on
     fake and meta tensors.
 
@@ -51,10 +51,10 @@ def find_blocks(module: nn.Module) -> list[BlockGroup]:
 
 
 def select_blocks(module: nn.Module, blocks: str | Sequence[str]) -> list[BlockGroup]:
-    """Blocks that a user named: class names, dotted names of blocks, or dotted names of their containers.
+    """Select blocks by class names, dotted names of blocks, or dotted names of their containers.
 
     Raises:
-        ValueError: If a name is neither, with the closest names there are, or if one block lies within another.
+        ValueError: If a name is none of these (lists the closest names), or if one block is inside another.
     """
     wanted = [blocks] if isinstance(blocks, str) else list(blocks)
     named = {name: child for name, child in module.named_modules() if name}
@@ -106,7 +106,7 @@ def _groups_below(module: nn.Module, name: str) -> list[BlockGroup]:
 
 def _own_groups(container: nn.Module, name: str) -> Iterator[BlockGroup]:
     by_class: dict[type, dict[str, nn.Module]] = {}
-    for key, child in container.named_children():  # each module once, also where it is listed twice
+    for key, child in container.named_children():  # each module once, even if it is listed twice
         if any(True for _ in child.children()) and any(True for _ in child.parameters()):
             by_class.setdefault(type(child), {})[f"{name}.{key}" if name else key] = child
     for found in by_class.values():
@@ -117,7 +117,7 @@ def _own_groups(container: nn.Module, name: str) -> Iterator[BlockGroup]:
 
 
 def _are_stages(group: BlockGroup, inner: list[BlockGroup]) -> bool:
-    """Whether no two members have the same parameters, and groups of real blocks inside them hold most of these."""
+    """Whether all members differ in parameter shapes, and groups of real blocks inside them hold most parameters."""
     shapes = {tuple(sorted(tuple(p.shape) for p in block.parameters())) for block in group.modules}
     differ = len(shapes) == len(group.modules)
     holds_most = 2 * sum(found.num_parameters for found in inner) > group.num_parameters
@@ -125,5 +125,5 @@ def _are_stages(group: BlockGroup, inner: list[BlockGroup]) -> bool:
 
 
 def _is_deep(group: BlockGroup) -> bool:
-    """Whether some block has grandchildren, as opposed to a convolution with its norm and activation."""
+    """Whether some block has grandchildren, unlike a convolution with its norm and activation."""
     return any(True for block in group.modules for child in block.children() for _ in child.children())

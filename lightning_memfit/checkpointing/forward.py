@@ -1,4 +1,4 @@
-"""`ReplacedForward`: what stands in for the `forward` of one block."""
+"""`ReplacedForward`: a reversible replacement of the `forward` of one block."""
 
 from abc import abstractmethod
 from typing import Any
@@ -7,9 +7,9 @@ from torch import nn
 
 
 class ReplacedForward:
-    """Stands in for the `forward` of one block, which subclasses run in their way.
+    """Replaces the `forward` of one block, which subclasses run in their own way.
 
-    An object and not a closure, so that a deep copy of the block calls the copy.
+    It is an object and not a closure, so that a deep copy of the block calls the copy.
     """
 
     def __init__(self, block: nn.Module) -> None:

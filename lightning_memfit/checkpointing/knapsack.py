@@ -1,12 +1,12 @@
 """Choose for each block what to keep, so that the step's peak stays within a budget at the least extra time.
 
-While block `i` runs, forward or backward, what the blocks before it keep is alive, and nothing of those after it. With
-`peak[i]` the highest level meanwhile less what the blocks before it keep, the step's peak is the maximum over all `i`
-of `kept[0] + ... + kept[i - 1] + peak[i]`, where the part after the last block (head and loss) counts as one more. Seen
-from the end this is a recursion in one number: what blocks `i, i + 1, ...` need on top of what came before is
-`max(peak[i], kept[i] + need[i + 1])`. A dynamic program over it finds every plan for which no other needs less memory
-*and* less time. A budget picks from that list. The list does not depend on the budget, therefore a larger budget never
-gives a slower plan.
+While block `i` runs, forward or backward, the tensors kept by the blocks before it are alive, and none of the blocks
+after it. Let `peak[i]` be the highest level during that time, less the bytes kept by the blocks before it. The step's
+peak is the maximum over all `i` of `kept[0] + ... + kept[i - 1] + peak[i]`, where the part after the last block (head
+and loss) counts as one more block. From the end this is a recursion in one number: blocks `i, i + 1, ...` need
+`need[i] = max(peak[i], kept[i] + need[i + 1])` on top of the blocks before them. A dynamic program over it finds every
+plan for which no other needs less memory *and* less time. A budget picks from that list. The list does not depend on
+the budget, therefore a larger budget never gives a slower plan.
 """
 
 from collections.abc import Sequence
@@ -21,31 +21,31 @@ _Integers = npt.NDArray[np.int64]
 
 _PICOSECONDS = 1e12
 _MAX_EXACT = 4096
-"""Plans that are followed exactly; beyond, those of nearly the same cost are merged."""
+"""Number of plans that are followed exactly; with more, plans of nearly the same cost are merged."""
 
 
 @dataclass(frozen=True)
 class BlockOption:
-    """What one choice means for one block."""
+    """Memory and time of one choice for one block."""
 
     choice: Choice
     kept_bytes: int
-    """Alive from the end of the block's forward pass until its backward pass."""
+    """Bytes alive from the end of the block's forward pass until its backward pass."""
     peak_bytes: int
-    """Highest level of live bytes while the block runs, less what the blocks before it keep."""
+    """Highest level of live bytes while the block runs, less the bytes that the blocks before it keep."""
     seconds: float
     """Extra time, for recomputation or transfers."""
 
 
 @dataclass(frozen=True)
 class CheckpointingProblem:
-    """Options of every block in forward order, and the parts of the step that lie outside of the blocks."""
+    """Options of every block in forward order, and the parts of the step outside the blocks."""
 
     blocks: tuple[tuple[BlockOption, ...], ...]
     head_bytes: int = 0
-    """Highest level between the last block's forward and backward, less what the blocks keep."""
+    """Highest level between the last block's forward and backward, less the bytes that the blocks keep."""
     floor_bytes: int = 0
-    """Highest level elsewhere, the optimizer step for instance, which no choice changes."""
+    """Highest level elsewhere, for instance in the optimizer step, which no choice changes."""
 
     def __post_init__(self) -> None:
         if not self.blocks or not all(self.blocks):
@@ -74,7 +74,7 @@ class CheckpointingProblem:
 
 @dataclass(frozen=True)
 class CheckpointingPlan:
-    """One choice per block, with the peak and the extra time that the options promise."""
+    """One choice per block, with the peak and the extra time that follow from the options."""
 
     choices: tuple[Choice, ...]
     peak_bytes: int
@@ -84,12 +84,12 @@ class CheckpointingPlan:
 class PlanFrontier:
     """Every plan of a problem that no other beats in both memory and time.
 
-    Exact while there are at most a few thousand of them, as with equal blocks; with more, every plan's time is within
-    `tolerance` of the least for its memory. Deterministic.
+    The list is exact with at most a few thousand plans, as for equal blocks; with more, every plan's time is within
+    `tolerance` of the least for its memory. The result is deterministic.
 
     Args:
         problem: Options of the blocks.
-        tolerance: Relative, in time.
+        tolerance: Relative tolerance of the time.
     """
 
     def __init__(self, problem: CheckpointingProblem, tolerance: float = 0.01) -> None:
@@ -108,7 +108,7 @@ class PlanFrontier:
 
     @property
     def maximum_bytes(self) -> int:
-        """Peak of the fastest plan; more memory is of no use."""
+        """Peak of the fastest plan; more memory brings nothing."""
         return int(self._needs[-1])
 
     def plan_for(self, budget_bytes: int) -> CheckpointingPlan:
@@ -131,7 +131,7 @@ class PlanFrontier:
     def _extend(
         self, options: tuple[BlockOption, ...], needs: _Integers, costs: _Integers
     ) -> tuple[_Integers, _Integers]:
-        """Put one block before the plans so far; both arrays come sorted, needs ascending and costs descending."""
+        """Put one block before the plans so far; both arrays are sorted, needs ascending and costs descending."""
         extended_needs = np.concatenate([np.maximum(o.peak_bytes, o.kept_bytes + needs) for o in options])
         # Whole picoseconds: sums don't depend on their order.
         extended_costs = np.concatenate([costs + round(o.seconds * _PICOSECONDS) for o in options])

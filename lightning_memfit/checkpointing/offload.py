@@ -1,11 +1,11 @@
 """Keep a block's saved tensors in host memory between its forward and backward pass.
 
-On CUDA copies run on a stream of their own. Leaving: a tensor's copy begins when autograd saves it, and its device
-memory is given up when the next offloaded block has run its forward pass; the last one's stay, as their backward comes
-next. Coming back: when the backward pass reaches an offloaded block, the tensors of the one before it are asked for. So
-little more than one block's tensors are on their way at a time. On the CPU the same code makes plain copies, which
-stand for host memory (`memory.host`). On fake tensors, which a trace runs on, the host side takes no memory, as it
-takes none of a device's.
+On CUDA, copies run on their own stream. Out: a tensor's copy begins when autograd saves it, and its device memory is
+released after the forward pass of the next offloaded block; the last block's tensors stay, as their backward comes
+next. Back: when the backward pass reaches an offloaded block, copying the tensors of the block before it begins. So
+little more than one block's tensors are being copied at a time. On the CPU the same code makes plain copies, which
+represent host memory (`memory.host`). In a trace on fake tensors the host side takes no memory, as it takes none of a
+device's.
 """
 
 import weakref
@@ -23,11 +23,11 @@ from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import copy_to_host
 
 MIN_OFFLOAD_BYTES = 1 << 16
-"""Smaller storages stay: a copy's latency would cost more than their memory is worth."""
+"""Smaller storages stay on the device: a copy's latency would cost more than their memory is worth."""
 
 
 class OffloadPool:
-    """What the offloaded blocks of a module share: the order in which they ran, what they copied, and the streams."""
+    """State that the offloaded blocks of a module share: the order in which they ran, their copies, and the streams."""
 
     def __init__(self, min_bytes: int = MIN_OFFLOAD_BYTES) -> None:
         self.min_bytes = min_bytes
@@ -46,12 +46,12 @@ class OffloadPool:
 
     @contextmanager
     def saving(self, block: nn.Module) -> Iterator[None]:
-        """Have what autograd saves in a forward pass of a block go to the host.
+        """Send the tensors that autograd saves in a forward pass of a block to the host.
 
-        Hooks that are set up inside go before: of a block that is recomputed these are all but its inputs.
+        Hooks that are set up inside take precedence: in a block that is recomputed they handle all but its inputs.
         """
         if torch.compiler.is_compiling():
-            # The compiler leaves the block to eager execution; with fullgraph=True this reaches the user.
+            # The compiler leaves the block to eager execution; with fullgraph=True the error reaches the user.
             raise NotImplementedError(f"{type(block).__name__} is offloaded: not compiled.")
         previous = None if self._latest is None else self._latest()
         run = _BlockRun(self, block, previous)
@@ -71,7 +71,7 @@ class OffloadPool:
 
 
 class OffloadedForward(ReplacedForward):
-    """Stands in for the `forward` of one block whose saved tensors go to the host."""
+    """Replaces the `forward` of one block whose saved tensors go to the host."""
 
     def __init__(self, block: nn.Module, pool: OffloadPool) -> None:
         super().__init__(block)
@@ -79,7 +79,7 @@ class OffloadedForward(ReplacedForward):
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block; with gradients on, through hooks that move what autograd saves."""
+        """Run the block; with gradients on, with hooks that move the tensors that autograd saves."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         with self.pool.saving(self.block):
@@ -87,7 +87,7 @@ class OffloadedForward(ReplacedForward):
 
 
 class _BlockRun:
-    """One forward pass of an offloaded block. Lives as long as autograd holds something of it."""
+    """One forward pass of an offloaded block. It lives as long as autograd holds one of its tensors."""
 
     def __init__(self, pool: OffloadPool, block: nn.Module, previous: "_BlockRun | None") -> None:
         self._pool = pool
@@ -98,7 +98,7 @@ class _BlockRun:
         self._reached = False
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd keeps in place of a tensor."""
+        """Return the object that autograd keeps in place of a tensor."""
         if not self._is_worth_moving(tensor):
             return tensor
         copy = self._pool.copy_of(tensor)
@@ -106,13 +106,13 @@ class _BlockRun:
         return _Saved(self, copy, tensor)
 
     def end_forward(self) -> None:
-        """The block before this one has had a whole block's time to leave the device."""
+        """Release the device memory of the block before this one, whose copies had a whole block's time to finish."""
         if self._before is not None:
             for copy in self._before._copies.values():
                 copy.leave()
 
     def reach(self) -> None:
-        """The backward pass is here: have this block's tensors on the device, and ask for those of the one before."""
+        """Backward reaches this block: bring its tensors to the device, and request those of the block before it."""
         if not self._reached:
             self._reached = True
             self._request()
@@ -121,7 +121,7 @@ class _BlockRun:
 
     @property
     def _before(self) -> "_BlockRun | None":
-        """The offloaded block that ran before, while anything of it is alive."""
+        """The offloaded block that ran before this one, while any of its tensors is alive."""
         return None if self._previous is None else self._previous()
 
     def _request(self) -> None:
@@ -183,13 +183,13 @@ class _HostCopy:
         self._num_unused += 1
 
     def leave(self) -> None:
-        """Let go of the original; its memory may be given out again once the copy is done."""
+        """Release the original; its memory may be reused once the copy is done."""
         if self._is_original:
             self._part_from_original()
             self._on_device = None
 
     def request(self) -> None:
-        """Begin to bring the storage back, unless it is on the device."""
+        """Begin to copy the storage back, unless it is on the device."""
         if self._on_device is not None:
             return
         self._on_device = torch.empty(self._num_elements, dtype=self._dtype, device=self._device)
@@ -204,7 +204,7 @@ class _HostCopy:
             self._copied = self._stream.record_event()
 
     def use(self) -> torch.Tensor:
-        """The storage on the device, given up with its last view, which autograd then holds alone.
+        """Return the storage on the device, and release it with its last view: then only autograd holds it.
 
         Raises:
             RuntimeError: If the original was changed in place after it was saved.
@@ -243,7 +243,7 @@ class _HostCopy:
         return host
 
     def _wait(self) -> None:
-        """Have the current stream wait for the last copy."""
+        """Make the current stream wait for the last copy."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None

@@ -1,4 +1,4 @@
-"""What to keep of each block: modes for people, one choice per block for machines."""
+"""Policies of activation checkpointing: the modes that people name, and the choice per block that each means."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +17,8 @@ Mode = Literal["none", "full", "every", "sqrt", "selective", "offload"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 _aten = torch.ops.aten
-# Products with weights. `bmm` is left out: in attention without a fused kernel it makes the scores, which are what
-# checkpointing is to get rid of.
+# Products with weights. `bmm` is left out: in attention without a fused kernel it makes the scores, which checkpointing
+# is meant to save.
 MATMULS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default})
 ATTENTION = frozenset(
     {
@@ -44,11 +44,11 @@ _CHOICE_OF_KEEP: dict[frozenset[str], Choice] = {
 def choices_for(
     mode: Mode, num_blocks: int, every: int | None = None, keep: tuple[Keep, ...] = ()
 ) -> tuple[Choice, ...]:
-    """Spell a mode out as one choice per block. `sqrt` works on segments of blocks and is none of these.
+    """Translate a mode to one choice per block. `sqrt` works on segments of blocks and is not one of these modes.
 
     Args:
         mode: `none`, `full`, `offload`, `every` (one block in `every`, beginning with the first) or `selective`.
-        num_blocks: How many blocks there are.
+        num_blocks: Number of blocks.
         every: Needed by `every`, at least 1.
         keep: Needed by `selective`: `attention`, `matmul` or both.
 
@@ -88,7 +88,7 @@ def kept_operators(choice: Choice) -> frozenset[Any]:
 
 
 def selective_contexts(kept: frozenset[Any]) -> Callable[[], tuple[Any, Any]]:
-    """Make the `context_fn` of `torch.utils.checkpoint` that keeps these operators' outputs."""
+    """Make the `context_fn` of `torch.utils.checkpoint` that keeps the outputs of these operators."""
     return partial(create_selective_checkpoint_contexts, partial(_policy, kept))
 
 
