@@ -1,1 +1,1 @@
-"""Plain torch: adapters beside frozen weights, and frozen weights in 4 or 8 bits."""
+"""Adapters on frozen weights, and frozen weights in 4 or 8 bits, in plain torch."""

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters alone: what they hold, which frozen weights they belong to, and peft folders of them."""
+"""Checkpoints of adapters alone: their contents, a checksum of the frozen weights they belong to, and peft folders."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from lightning_memfit.adapters.lora import NAME, layer_records
 
 KEY = "memfit_adapters"
-"""Entry of a checkpoint that holds no frozen weights."""
+"""Entry that marks a checkpoint without frozen weights."""
 
 
 def describe(module: nn.Module, rank: int, alpha: float) -> dict[str, Any]:
-    """What a checkpoint says of a module's adapters, in plain data."""
+    """Describe a module's adapters in plain data for a checkpoint."""
     return {"rank": rank, "alpha": alpha, "layers": layer_records(module), "base": base_checksum(module)}
 
 
 def without_frozen(module: nn.Module, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Entries of a module's state dictionary but for frozen parameters and the scales of quantized ones."""
+    """Entries of a module's state dictionary without frozen parameters and the scales of quantized ones."""
     frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     for name, child in module.named_modules():
         if getattr(child, "is_quantized_linear", False):
@@ -30,7 +30,7 @@ def without_frozen(module: nn.Module, entries: Mapping[str, Tensor]) -> dict[str
 
 
 def base_checksum(module: nn.Module) -> int:
-    """A number of the frozen weights' bits and order; other weights give another one."""
+    """Checksum of the bits and order of the frozen weights."""
     checksum = 0
     for parameter in module.parameters():
         if not parameter.requires_grad:
@@ -49,9 +49,9 @@ def write_peft_folder(folder: Path, checkpoint: Mapping[str, Any], prefix: str, 
     """Write adapters as `peft.PeftModel.from_pretrained(model, folder)` reads them.
 
     Args:
-        folder: New or empty.
-        checkpoint: With the entry `KEY`.
-        prefix: What stands before the names of the model's own modules, such as `model.`.
+        folder: A new or empty folder.
+        checkpoint: A checkpoint with the entry `KEY`.
+        prefix: Prefix of the names of the model's own modules, such as `model.`.
         base_model: Name or folder of the frozen model, noted in the configuration.
     """
     from peft import LoraConfig

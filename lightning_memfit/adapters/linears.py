@@ -1,4 +1,4 @@
-"""Find the linear layers of a module that adapters and quantization are for, and exchange them."""
+"""Find the linear layers of a module that can get adapters or be quantized, and exchange them."""
 
 import difflib
 from collections.abc import Collection
@@ -15,7 +15,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer, and no subclass of one that may compute something else."""
+    """Whether a module is a linear layer; a subclass is not, as it may compute something else."""
     return type(module) is nn.Linear or is_conv1d(module) or bool(getattr(module, "is_quantized_linear", False))
 
 
@@ -27,7 +27,7 @@ def linear_layers(module: nn.Module, names: str | Collection[str] = AUTO) -> dic
         names: `auto` for all but output heads; else last parts of dotted names such as `c_attn` or `self_attn.q_proj`.
 
     Raises:
-        ValueError: If there are none, or a name fits none.
+        ValueError: If the module has no such layer, or a name fits none.
     """
     heads = output_heads(module)
     found = {name: child for name, child in module.named_modules() if name and is_linear(child)}
@@ -55,7 +55,7 @@ def _fits(full: str, name: str) -> bool:
 def output_heads(module: nn.Module) -> set[int]:
     """Ids of the layers that make a model's outputs: those named by Hugging Face models, and those tied to embeddings.
 
-    A linear layer after the last repeated block is no head by itself: adapters there are as good as elsewhere.
+    A linear layer after the last repeated block is not a head for that reason alone: adapters work there, too.
     """
     embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     heads = {id(child) for child in module.modules() if is_linear(child) and id(child.weight) in embeddings}
@@ -75,7 +75,7 @@ def tied_weights(module: nn.Module, layers: Collection[Any]) -> list[str]:
 
 
 def exchange(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put one module in the place of another, wherever in `module` it is found."""
+    """Replace a module by another at every place in `module` where it occurs."""
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):
             if child is old:

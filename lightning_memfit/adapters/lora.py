@@ -1,4 +1,4 @@
-"""Low-rank adapters of peft (Hu et al., 2021, arXiv 2106.09685) injected into any module, and taken out of it again."""
+"""Inject low-rank adapters of peft (Hu et al., 2021, arXiv 2106.09685) into any module, and merge or remove them."""
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_memfit.adapters.linears import exchange, is_conv1d
 
 NAME = "default"
-"""Of the adapter, as peft calls its only one."""
+"""Name of the adapter; peft's default."""
 
 
 def inject(
@@ -22,17 +22,17 @@ def inject(
     dropout: float,
     fake_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Freeze a module and put trainable adapters beside its linear layers, in place.
+    """Freeze a module and add trainable adapters to its linear layers, in place.
 
     Adapters are made in float32 on the device of the layers.
 
     Args:
         module: Any module without adapters.
         targets: Dotted names of the layers.
-        rank: Inner width.
-        alpha: Adapters' outputs count `alpha / rank` times.
-        dropout: Of the adapters' inputs.
-        fake_dtype: Of adapters in a module of fake tensors, which no precision plugin converts later.
+        rank: Inner width of the adapters.
+        alpha: Scale: the adapters' outputs are multiplied by `alpha / rank`.
+        dropout: Dropout probability of the adapters' inputs.
+        fake_dtype: Dtype of adapters in a module of fake tensors, which no precision plugin converts later.
     """
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
@@ -45,10 +45,10 @@ def inject(
     )
     fake = is_fake(module)
     with warnings.catch_warnings(), _never_moved() if fake else nullcontext():
-        # It corrects `fan_in_fan_out` for each layer by itself.
+        # peft corrects `fan_in_fan_out` for each layer by itself.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         LoraModel(module, config, NAME)
-    del module.peft_config  # refers to one way of loading adapters; ours are in checkpoints
+    del module.peft_config  # it is for peft's way of loading adapters; ours are in checkpoints
     for layer in adapted_layers(module).values() if fake else ():
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
             part.weight = nn.Parameter(torch.empty_like(part.weight, dtype=fake_dtype))
@@ -56,7 +56,7 @@ def inject(
 
 @contextmanager
 def _never_moved() -> Iterator[None]:
-    """Leave modules of fake tensors where they are: `nn.Module.to` can't exchange their parameters."""
+    """Make `nn.Module.to` do nothing, as it can't exchange the parameters of modules of fake tensors."""
     before = nn.Module.to
     nn.Module.to = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     try:
@@ -78,7 +78,7 @@ def is_fake_tensor(tensor: Tensor) -> bool:
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """Layers with an adapter, by dotted name."""
+    """The layers that have an adapter, by dotted name."""
     from peft.tuners.lora import LoraLayer
 
     return {name: child for name, child in module.named_modules() if isinstance(child, LoraLayer)}
@@ -93,7 +93,7 @@ def adapter_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 @torch.no_grad()
 def remove(module: nn.Module) -> None:
-    """Give a module its own layers back, with what adapters have learned added to their weights."""
+    """Restore a module's own layers, with the trained adapters added to their weights."""
     for layer in adapted_layers(module).values():
         base = layer.get_base_layer()
         first, second = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
@@ -109,8 +109,8 @@ def add_product(weight: Tensor, first: Tensor, second: Tensor, scale: float, tra
     Args:
         weight: `(out, in)`, or `(in, out)` where `transposed`.
         first: The adapter's inner weight, `(rank, in)`.
-        second: Its outer weight, `(out, rank)`.
-        scale: Of the adapter.
+        second: The adapter's outer weight, `(out, rank)`.
+        scale: Scale of the adapter.
         transposed: Whether the weight is that of a `Conv1D`.
     """
     if is_fake_tensor(second) or not bool(second.any()):
@@ -124,9 +124,9 @@ def merge_into(weights: dict[str, Tensor], adapters: Mapping[str, Tensor], layer
     """Merge adapters into a plain state dictionary, in place.
 
     Args:
-        weights: By name, as without adapters.
-        adapters: By name, as a module with adapters has them.
-        layers: What `layer_records` said of the module with adapters.
+        weights: Weights by their names in a module without adapters.
+        adapters: Adapter weights by their names in a module with adapters.
+        layers: Result of `layer_records` for the module with adapters.
     """
     for name, record in layers.items():
         first, second = (adapters[f"{name}.lora_{part}.{NAME}.weight"] for part in "AB")
@@ -134,7 +134,7 @@ def merge_into(weights: dict[str, Tensor], adapters: Mapping[str, Tensor], layer
 
 
 class LayerRecord(TypedDict):
-    """What a checkpoint says of one adapter."""
+    """Description of one adapter in a checkpoint."""
 
     scale: float
     transposed: bool

@@ -1,10 +1,10 @@
 """`QuantizedLinear`: a frozen linear layer whose weight is stored in 4 or 8 bits.
 
-4 bits are bitsandbytes' NF4 with double quantization (Dettmers et al., 2023, arXiv 2305.14314): blocks of 64 weights
-share a scale, 256 scales are stored in 8 bits with a scale of their own. 8 bits are its row-wise format (Dettmers et
-al., 2022, arXiv 2208.07339), without quantizing activations. `Linear4bit` and `Linear8bitLt` themselves keep weights in
-subclasses of Parameter, which can't be traced on fake tensors and which their CPU forward repacks in evaluation mode;
-therefore this layer holds plain tensors and calls the same operators.
+The 4-bit format is bitsandbytes' NF4 with double quantization (Dettmers et al., 2023, arXiv 2305.14314): blocks of 64
+weights share a scale, and blocks of 256 scales are stored in 8 bits with a common scale. The 8-bit format is its
+row-wise one (Dettmers et al., 2022, arXiv 2208.07339), without quantized activations. `Linear4bit` and `Linear8bitLt`
+keep weights in subclasses of Parameter, which can't be traced on fake tensors and which their CPU forward repacks in
+evaluation mode; therefore this layer holds plain tensors and calls the same operators.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ class QuantizedLinear(nn.Linear):
         codes, scales = _quantize4(weight) if bits == 4 else _quantize8(weight)
         self.weight = nn.Parameter(codes, requires_grad=False)
         for name, scale in scales.items():
-            # As bits of integers, which conversions of a module to half precision leave alone.
+            # Stored as integers with the same bits, so that converting the module to half precision leaves them alone.
             self.register_buffer(name, scale.view(torch.int32) if scale.dtype is torch.float32 else scale)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -71,7 +71,7 @@ class QuantizedLinear(nn.Linear):
 
     @override
     def extra_repr(self) -> str:
-        """What `print` shows."""
+        """Return the text that `print` shows."""
         return f"{super().extra_repr()}, bits={self.bits}"
 
     def _float32(self, name: str) -> Tensor:
@@ -80,7 +80,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _QuantizedProduct(torch.autograd.Function):
-    """A linear layer of which backward needs no input, only the layer."""
+    """A linear layer whose backward needs only the layer, not its input."""
 
     @staticmethod
     @override
