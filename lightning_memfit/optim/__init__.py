@@ -1,1 +1,1 @@
-"""Optimizers in plain torch: parameter groups and 8-bit conversion."""
+"""Optimizers in plain torch: records of known ones, conversion, bfloat16 steps, gradient release, host masters."""

@@ -1,7 +1,8 @@
-"""`to_bitsandbytes`: an optimizer a user built becomes its 8-bit or paged form, with everything it was told kept.
+"""`to_bitsandbytes`: convert an optimizer that a user built to its 8-bit or paged form, with all its settings.
 
-bitsandbytes' formulas are those of torch for AdamW, Lion, SGD with momentum and RMSprop without momentum. Where a flag
-of the original has no counterpart there, bitsandbytes would silently ignore it; here it is refused.
+bitsandbytes' formulas are those of torch for AdamW, Lion, SGD with momentum and RMSprop without momentum. It would
+silently ignore flags of the original that it doesn't have; here they are refused. `StateWidths` and `check_states` make
+sure that states have the promised width.
 """
 
 import weakref
@@ -17,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memfit.optim.optimizers import TORCH_SWITCHES, EightBitForm, optimizer_classes
 
-# --- states: what they must look like ---------------------------------------------------------------------------------
+# --- states -----------------------------------------------------------------------------------------------------------
 
 # Written for bitsandbytes 0.49 and 0.50: `Optimizer8bit.get_config`, `get_state_buffer`, `name2qmap`, `args` and the
 # state keys `state1`, `state2`, `absmax1`, `absmax2`;
@@ -27,7 +28,7 @@ _BLOCK_SIZE = 256  # elements that share one scale, fixed in bitsandbytes' kerne
 
 
 class StateWidths:
-    """Decides per parameter whether its states have 8 or 32 bits, and keeps to it.
+    """Decides for each parameter whether its states have 8 or 32 bits.
 
     bitsandbytes asks a process-wide `GlobalOptimManager`, whose `register_parameters` stores overrides by (group,
     index), so that they leak into every other optimizer. This table belongs to one optimizer and is keyed by the
@@ -35,7 +36,7 @@ class StateWidths:
 
     Args:
         optimizer: A bitsandbytes optimizer that has not stepped yet.
-        keep_32bit: Parameters whose states stay 32-bit; held weakly, they need not be in the optimizer.
+        keep_32bit: Parameters whose states stay 32-bit. They are held weakly and need not be in the optimizer.
     """
 
     def __init__(self, optimizer: Any, keep_32bit: Iterable[torch.Tensor] = ()) -> None:
@@ -67,13 +68,13 @@ class StateWidths:
 
 
 def check_states(optimizer: Any) -> None:
-    """Make sure that existing states have the promised width, shape and number of scales. Reads no values.
+    """Check that existing states have the promised width, shape and number of scales, without reading values.
 
     Args:
-        optimizer: Made by `to_bitsandbytes`, after a step.
+        optimizer: An optimizer made by `to_bitsandbytes`, after a step.
 
     Raises:
-        RuntimeError: If a state differs; the message names the parameter's shape, what was found and what was promised.
+        RuntimeError: If a state differs; the message names the parameter's shape, the state found and that promised.
     """
     for parameter, state in optimizer.state.items():
         bits = optimizer.state_widths.bits_of(parameter)
@@ -100,7 +101,7 @@ def _complaint(optimizer: Any, parameter: torch.Tensor, key: str, found: torch.T
 
 
 def repage_states(optimizer: Any) -> int:
-    """Put the states of a paged optimizer back into paged memory after `load_state_dict`, which makes ordinary tensors.
+    """Move the states of a paged optimizer back to paged memory after `load_state_dict`, which makes ordinary tensors.
 
     Returns:
         Number of state tensors moved (0 on the CPU, where nothing is paged).
@@ -130,7 +131,7 @@ def _unpaged(optimizer: Any) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]
 
 
 def make_maps_fake(optimizer: Any) -> None:
-    """Give an optimizer over fake parameters fake quantization maps, so that it steps under `FakeTensorMode`."""
+    """Give an optimizer of fake parameters fake quantization maps, so that it can step under `FakeTensorMode`."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             fake = parameter.data
@@ -155,7 +156,7 @@ def embedding_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class _Form:
-    """The form that an optimizer gets."""
+    """The bitsandbytes class that an optimizer is converted to."""
 
     stem: str
     """Class name in `bitsandbytes.optim` without `Paged` and `8bit`."""
@@ -187,7 +188,7 @@ class _Form:
         return kept
 
 
-# Classes called Lion have a flag of this or that name for variants that bitsandbytes does not compute.
+# Classes called Lion have flags under various names for variants that bitsandbytes does not compute.
 _ANY_LION = _Form(
     "Lion", EightBitForm({**TORCH_SWITCHES, "caution": False, "cautious": False, "decoupled_weight_decay": False})
 )
@@ -216,13 +217,12 @@ def to_bitsandbytes(
 ) -> Any:
     """Build the bitsandbytes form of an optimizer over the same parameters.
 
-    Accepted are `torch.optim` AdamW, Adam, SGD and RMSprop, any class called Lion, and the 32-bit optimizers of
-    bitsandbytes. Groups keep their order, hyper-parameters (a learning rate that a schedule has changed already, too)
-    and extra keys. `foreach` and `fused` choose a kernel, not a formula, and are dropped. The original is left as it
-    is.
+    It accepts AdamW, Adam, SGD and RMSprop of `torch.optim`, any class called Lion, and the 32-bit optimizers of
+    bitsandbytes. Groups keep their order, hyper-parameters (including a learning rate that a schedule has changed) and
+    extra keys. `foreach` and `fused` choose a kernel, not a formula, and are dropped. The original is not changed.
 
     Args:
-        optimizer: Must not have stepped.
+        optimizer: An optimizer that has not stepped.
         bits: 8, or 32 for 32-bit states (worth it only with `paged`).
         paged: States in CUDA unified memory, which moves to the host under pressure. bitsandbytes warns on the CPU,
             where this does nothing.
@@ -245,7 +245,7 @@ def to_bitsandbytes(
         )
     groups = [form.translate(group) for group in optimizer.param_groups]
     defaults = form.translate({**optimizer.param_groups[0], **optimizer.defaults, "params": None})
-    # The quantization maps, and what bitsandbytes makes when it is imported, are real tensors with values.
+    # The quantization maps, and the tensors that importing bitsandbytes makes, must be real ones with values.
     with _disable_current_modes():
         import bitsandbytes
 
@@ -258,7 +258,7 @@ def to_bitsandbytes(
 
 
 def _constructor_arguments(form: _Form, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the constructor insists on; the groups carry the real values."""
+    """Arguments that the constructor requires; the groups carry the real values."""
     if form.stem == "SGD":
         group = optimizer.param_groups[0]
         return {"lr": float(group["lr"]), "momentum": group.get("momentum") or group["betas"][0]}
@@ -266,7 +266,7 @@ def _constructor_arguments(form: _Form, optimizer: torch.optim.Optimizer) -> dic
 
 
 def convertible(paged: bool = False) -> tuple[str, ...]:
-    """Names of the classes that have an 8-bit form, or a paged one."""
+    """Names of the classes that have an 8-bit form, or with `paged` a paged one."""
     forms = {cls.class_name: cls.eight_bit for cls in optimizer_classes().values() if cls.eight_bit is not None}
     return tuple(name for name, form in forms.items() if form.paged or not paged)
 
@@ -295,7 +295,7 @@ def _form_of_bitsandbytes(optimizer: Any) -> _Form:
         raise ValueError(f"`{name}` has 8-bit states already; nothing is to be converted. Remove the conversion.")
     if stem not in convertible() or optimizer.args.max_unorm or optimizer.args.skip_zeros:
         raise ValueError(f"`{name}` has no 8-bit form with the same formula. Choose from {', '.join(convertible())}.")
-    # Its own Adam decouples weight decay as well, so that nothing changes.
+    # bitsandbytes' own Adam also decouples weight decay, so that nothing changes.
     return _Form("AdamW" if stem == "Adam" else stem, EightBitForm(paged=stem in convertible(paged=True)))
 
 

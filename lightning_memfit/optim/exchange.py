@@ -1,7 +1,8 @@
-"""`exchange`: another kind of optimizer over the same groups. Hyper-parameters are carried over, given or refused.
+"""`exchange`: build an optimizer of another class over the same groups, with hyper-parameters carried over or given.
 
-torchao's optimizers compile their step, which torch refuses within a dispatch mode: `outside_modes` makes a class of
-them that steps outside of the modes that follow memory.
+A hyper-parameter that can't be carried over is refused unless it is dropped explicitly. torchao's optimizers compile
+their step, which torch refuses within a dispatch mode: `outside_modes` makes subclasses that step outside the modes
+that follow memory.
 """
 
 import functools
@@ -18,23 +19,23 @@ from typing_extensions import override
 
 from lightning_memfit.optim.optimizers import KERNELS, OptimizerClass, class_named, class_of
 
-# --- torchao's optimizers beside dispatch modes -----------------------------------------------------------------------
+# --- torchao's optimizers under dispatch modes ------------------------------------------------------------------------
 
 # Written for torchao 0.18, whose `step` compiles one function per parameter shape with `fullgraph=True`;
 # `tests/techniques/test_contract.py` fails when the names move.
 _STATES = {"exp_avg": True, "exp_avg_sq": False}
-"""Moments, and whether they have a sign."""
+"""Whether each moment has a sign."""
 
 
 @functools.cache
 def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
-    """A class of the same name whose step runs outside of dispatch modes; its closure runs within.
+    """Make a class of the same name whose step runs outside dispatch modes; its closure runs inside.
 
-    Ledgers see the states after the step that made them, and nothing of what a compiled step holds for a moment. On
-    fake tensors nothing is compiled: the states are made, and no more.
+    Ledgers see the states after the step that made them, but not the temporary tensors of a compiled step. On fake
+    tensors nothing is compiled: the step only makes the states.
 
     Args:
-        cls: One of torchao's, with states from `_new_buffer`.
+        cls: An optimizer class of torchao, which makes its states in `_new_buffer`.
     """
 
     class Outside(cls):  # type: ignore[misc, valid-type]
@@ -55,14 +56,14 @@ def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
 
         @override
         def state_dict(self) -> dict[str, Any]:
-            """States in plain tensors: Lightning's loading can't restore wrappers of tensors."""
+            """Return states in plain tensors, as Lightning's loading can't restore tensor subclasses."""
             saved: dict[str, Any] = super().state_dict()
             states = saved["state"].items()
             return {**saved, "state": {index: {k: _apart(v) for k, v in state.items()} for index, state in states}}
 
         @override
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Take states in plain tensors, or torchao's own."""
+            """Load states in plain tensors, or torchao's own."""
             states = state_dict["state"].items()
             made = {index: {k: _together(v, cls.__module__) for k, v in state.items()} for index, state in states}
             super().load_state_dict({**state_dict, "state": made})
@@ -94,7 +95,7 @@ def _together(value: Any, module: str) -> Any:
 
 
 def _without_hooks(step: Any) -> Any:
-    """A class's step; torch wraps it with hooks once an optimizer of that class is made, and those run for ours."""
+    """A class's step without the hooks that torch adds when an optimizer of it is made: our step runs them already."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
@@ -108,16 +109,16 @@ def exchange(
 ) -> Optimizer:
     """Build an optimizer of another class over the same parameters and groups.
 
-    Groups keep their order, learning rates and extra keys. A hyper-parameter carries over where it means the same in
-    both classes. One that means something else there (Lion's `betas`, Adafactor's `eps`) must be given in `options`.
-    One that the new class does not know, and that differs from its default, must be listed in `drop`.
-    What only the new class knows has its default.
+    Groups keep their order, learning rates and extra keys. A hyper-parameter carries over if it means the same in both
+    classes. If it means something else in the new class (Lion's `betas`, Adafactor's `eps`), it must be given in
+    `options`. If the new class does not know it, and it differs from its default, it must be listed in `drop`.
+    Hyper-parameters that only the new class knows get their defaults.
 
     Args:
-        optimizer: Must not have stepped.
-        name: As `optimizer_classes` has it, such as `torch.Adafactor`.
+        optimizer: An optimizer that has not stepped.
+        name: Name of the new class in `optimizer_classes`, such as `torch.Adafactor`.
         options: Hyper-parameters and kernel choices of the new optimizer, for every group.
-        drop: Hyper-parameters of the old one to give up.
+        drop: Hyper-parameters of the old optimizer to give up.
 
     Returns:
         The new optimizer, without states.

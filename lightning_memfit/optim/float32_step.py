@@ -1,4 +1,6 @@
-"""`Float32Step`: any optimizer steps bfloat16 weights in float32, a bounded number of elements at a time.
+"""`Float32Step`: let any optimizer step bfloat16 weights in float32, a bounded number of elements at a time.
+
+`Piece` is a weight, or a part of one that an elementwise optimizer can step by itself.
 
 Written for torch 2.9-2.13 (`step.__wrapped__` below the hooks, `__setstate__`, `_optimizer_step_pre_hooks`) and
 bitsandbytes 0.49-0.50 (`init_state`); `tests/unit/optim/test_float32_step.py` fails when these move.
@@ -17,7 +19,7 @@ from typing_extensions import override
 from lightning_memfit.optim.gradient_release import refuse_coupled
 from lightning_memfit.optim.rounding import Rounding, generator_for
 
-# Parts of a weight and of its optimizer states, which an elementwise optimizer can step one after the other.
+# --- pieces of weights ------------------------------------------------------------------------------------------------
 
 
 _BLOCK_SIZE = 256  # elements that share one scale in bitsandbytes' 8-bit states
@@ -29,7 +31,7 @@ _ELEMENTWISE = {
 
 
 def can_be_cut(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Whether an optimizer's update of an element depends on that element's gradient and state alone."""
+    """Whether an optimizer's update of an element depends only on that element's gradient and state."""
     cls = type(optimizer)
     stem = cls.__name__.removeprefix("Paged").removesuffix("8bit").removesuffix("32bit")
     return parameter.is_contiguous() and any(
@@ -43,7 +45,7 @@ def pieces_of(parameter: Tensor, group: int, state: dict[str, Any], limit: int) 
     Args:
         parameter: Weight with a gradient; contiguous if it is larger than `limit`.
         group: Index of its parameter group.
-        state: Its optimizer state as it is before the step.
+        state: Its optimizer state before the step.
         limit: Elements per piece.
     """
     total = parameter.numel()
@@ -83,12 +85,12 @@ class Piece:
         return gradient if self._span is None else gradient.reshape(-1)[self._span]
 
     def state(self) -> dict[str, Any]:
-        """The optimizer state before the step: views where there is a value per element or per block, else copies."""
+        """The optimizer state before the step: views of tensors with a value per element or per block, else copies."""
         self._views = {key: self._part(key, value) for key, value in self._before.items()}
         return dict(self._views)
 
     def keep(self, state: dict[str, Any], whole: MutableMapping[str, Any]) -> None:
-        """Write what the step made of `state()` into the weight's own state."""
+        """Write the state after the step, which began as `state()`, into the weight's own state."""
         for key, value in state.items():
             if not self._is_part(key, value):
                 whole[key] = value
@@ -115,34 +117,34 @@ class Piece:
         return value.shape == (self.num_elements,) or key.startswith(_PER_BLOCK)
 
 
-# ===
+# --- the optimizer ----------------------------------------------------------------------------------------------------
 
 
 _KEY = "float32_step"
 
 
 class Float32Step(Optimizer):
-    """Stands for an optimizer and steps its bfloat16 weights through float32 stand-ins.
+    """Wraps an optimizer and steps its bfloat16 weights through float32 copies, a chunk at a time.
 
-    A step takes some of the weights, or a part of a large one, makes float32 stand-ins of weights and gradients, has
-    the optimizer step these, and rounds the result into the weights. A float32 copy of the weights never exists as a
-    whole: a step needs 9 bytes for each of `chunk_elements`, or 8 and the optimizer's own scratch memory where that is
-    more (none for fused kernels and, on CUDA, for bitsandbytes; 8 bytes for batched ones). States are float32, or 8
-    bits wide, as they would be for float32 weights.
+    A step takes some of the weights, or a part of a large one, makes float32 copies of weights and gradients, lets the
+    optimizer step these, and rounds the result into the weights. A float32 copy of all weights never exists: a step
+    needs 9 bytes for each of `chunk_elements`, or 8 plus the optimizer's own scratch memory if that is more (none for
+    fused kernels and, on CUDA, for bitsandbytes; 8 bytes for batched kernels). States are float32, or 8 bits wide, as
+    they would be for float32 weights.
 
-    Elementwise optimizers (`pieces.can_be_cut`) step parts of a weight; others step a weight as a whole, so that the
-    largest weight counts where it exceeds `chunk_elements`. Weights of other dtypes are stepped as they are.
-    Groups, states, defaults and hooks are the wrapped optimizer's own.
+    Elementwise optimizers (`can_be_cut`) step parts of a weight; others step each weight as a whole, so that the
+    largest weight counts if it exceeds `chunk_elements`. Weights of other dtypes are stepped directly. Groups, states,
+    defaults and hooks are the wrapped optimizer's own.
 
     Args:
         optimizer: Must step each parameter independently of the others and not have stepped yet.
         rounding: `Stochastic()` or `Kahan()`.
-        chunk_elements: Most elements that have stand-ins at a time.
-        seed: Of the random bits, the same on all ranks, whose replicas would drift apart otherwise. The global random
+        chunk_elements: Most elements that have float32 copies at a time.
+        seed: Seed of the random bits, the same on all ranks, as replicas would drift apart otherwise. The global random
             state is neither used nor changed.
 
     Raises:
-        ValueError: If there is no bfloat16 weight, or the optimizer cannot step stand-ins.
+        ValueError: If there is no bfloat16 weight, or the optimizer cannot step the copies.
     """
 
     def __init__(self, optimizer: Optimizer, rounding: Rounding, chunk_elements: int = 1 << 24, seed: int = 0) -> None:
@@ -201,7 +203,7 @@ class Float32Step(Optimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """States of the wrapped optimizer and where the random bits go on."""
+        """Return the states of the wrapped optimizer and the position of the random bits."""
         own = {"rounding": self.rounding.name, "seed": self.seed, "num_steps": self.num_steps}
         return {**self.wrapped.state_dict(), _KEY: own}
 
@@ -224,7 +226,7 @@ class Float32Step(Optimizer):
         self.seed, self.num_steps = own["seed"], own["num_steps"]
 
     def _undo_casts(self, state_dict: dict[str, Any]) -> None:
-        """Torch casts loaded states to the dtype of the weight; these have their own."""
+        """Restore the dtypes of loaded states, which torch casts to the dtype of the weight."""
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, parameter in zip(numbers, parameters, strict=True):
@@ -234,7 +236,7 @@ class Float32Step(Optimizer):
                     self.state[parameter][key] = saved.detach().to(device, copy=True)
 
     def _chunks(self) -> Iterator[list[Piece]]:
-        """Pieces of the bfloat16 weights, as many at a time as fit, all of a chunk on one device."""
+        """Yield chunks of pieces of the bfloat16 weights: as many as fit, all on one device."""
         chunk: list[Piece] = []
         for index, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group["params"]):
@@ -256,7 +258,7 @@ class Float32Step(Optimizer):
         return same_device and filled + piece.num_elements <= self.chunk_elements
 
     def _make_states(self, group: dict[str, Any], parameter: Tensor, index: int, place: int) -> None:
-        """Let bitsandbytes choose the width of states by the weight itself, which a stand-in would not tell."""
+        """Let bitsandbytes choose the width of states by the weight itself, as it could not by a float32 copy."""
         if hasattr(self.wrapped, "init_state") and not self.state[parameter]:
             self.wrapped.init_state(group, parameter, index, place)
 

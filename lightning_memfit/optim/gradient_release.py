@@ -1,8 +1,8 @@
 """Step each parameter during the backward pass and free its gradient at once (LOMO, Lv et al., 2023, arXiv 2306.09782).
 
-The whole set of gradients, as large as the weights, never exists. A parameter's gradient is complete when autograd
-accumulates it, after every use of the parameter in the graph; from then on nothing in the graph reads the parameter,
-so that it may change.
+All gradients together, which are as large as the weights, never exist at once. A parameter's gradient is complete when
+autograd accumulates it, after every use of the parameter in the graph; from then on nothing in the graph reads the
+parameter, so that it may change.
 """
 
 from functools import partial
@@ -17,14 +17,14 @@ _KNOWN_ELSEWHERE = ("Lion", "Adafactor")
 
 
 class GradientRelease:
-    """Let backward passes step an optimizer; its states, groups, hooks and checkpoints stay its own.
+    """Let backward passes step an optimizer, which keeps its states, groups, hooks and checkpoints.
 
     One backward pass is one step: gradients cannot be accumulated over several. The optimizer's `step`, called
     afterwards, finds no gradients and does nothing, so that training loops stay as they are.
 
     Args:
-        optimizer: Must step each parameter independently of the others: any of torch (but LBFGS) and bitsandbytes, and
-            classes called Lion or Adafactor. `foreach` and `fused` forms work.
+        optimizer: Must step each parameter independently of the others: any of torch (except LBFGS) and bitsandbytes,
+            and classes called Lion or Adafactor. `foreach` and `fused` work.
         clip_value: Clip each gradient element to this magnitude before the step.
 
     Raises:
@@ -84,7 +84,7 @@ class GradientRelease:
 
 def refuse_coupled(optimizer: Optimizer) -> None:
     """Raise a `ValueError` unless it is known that the optimizer steps each parameter independently of the others."""
-    cls = type(getattr(optimizer, "wrapped", optimizer))  # below `Float32Step`, which steps whatever has a gradient
+    cls = type(getattr(optimizer, "wrapped", optimizer))  # inside `Float32Step`, which steps weights with a gradient
     known = cls.__module__.startswith(_SINGLE_PARAMETER) or cls.__name__ in _KNOWN_ELSEWHERE
     if not known or cls.__name__ in _WHOLE_MODEL:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Float32 master weights on the host, which an optimizer steps, for half-precision weights on a device.
 
 The device holds weights and activations; a gradient leaves it as soon as backward has completed it (ZeRO-Offload, Ren
-et al., 2021, arXiv 2101.06840). On CUDA copies run on a stream of their own and are added up by a thread, beside the
-backward pass; on the CPU they are plain copies.
+et al., 2021, arXiv 2101.06840). On CUDA, copies run on their own stream during the backward pass, and a thread adds
+them up; on the CPU they are plain copies.
 """
 
 from collections.abc import Mapping
@@ -20,18 +20,19 @@ from lightning_memfit.memory.kind import DeviceKind
 
 
 class HostMaster:
-    """Moves an optimizer, which must not have stepped, from half-precision weights to float32 masters on the host.
+    """Make an optimizer step float32 masters on the host instead of half-precision weights on a device.
 
     Afterwards a backward pass adds gradients, in float32, to `.grad` of the masters and leaves none on the weights;
     call `wait` before reading them. `optimizer.step()` steps the masters and copies them, rounded to nearest, to the
-    weights. Groups, schedulers and hooks of the optimizer stay; Adam and AdamW take their fused kernel unless
-    `foreach` or `fused` was chosen.
+    weights. Groups, schedulers and hooks of the optimizer stay; Adam and AdamW use their fused kernel unless `foreach`
+    or `fused` was chosen.
 
-    Host memory per weight: 8 bytes for master and gradient, the optimizer's states, and on CUDA 2 pinned ones.
+    Host memory per weight: 8 bytes for master and gradient, the optimizer's states, and on CUDA 2 pinned bytes.
 
     Args:
-        optimizer: Over weights of float16 or bfloat16; others are left to be stepped where they are.
-        values: Exact values of weights by weight, on the host in float32; taken over as masters where there are any.
+        optimizer: Optimizer of float16 or bfloat16 weights that has not stepped. Weights of other dtypes are stepped
+            where they are.
+        values: Exact values by weight, on the host in float32; those given become the masters.
 
     Raises:
         ValueError: If the optimizer has states already or no half-precision weight.
@@ -70,15 +71,15 @@ class HostMaster:
         return None if slot is None else slot.master.detach()
 
     def wait(self, *_: Any) -> None:
-        """Return when all gradients have arrived."""
+        """Wait until all gradients have arrived."""
         for slot in self._slots.values():
             slot.wait()
 
     def remove(self, keep_masters: bool = False) -> None:
-        """Give the optimizer its weights back, with the states it has. Safe to call twice.
+        """Let the optimizer step its weights again, with the states it has. Safe to call twice.
 
         Args:
-            keep_masters: Let the weights be their masters, in float32 and on the host, from now on.
+            keep_masters: Replace the weights by their masters, in float32 and on the host.
         """
         if not self._handles:
             return
@@ -104,7 +105,7 @@ class HostMaster:
 
 
 class _Slot:
-    """One weight with what the host keeps for it."""
+    """One weight, with its master, gradient and buffers on the host."""
 
     def __init__(self, weight: Tensor, value: Tensor | None) -> None:
         value = weight.detach() if value is None else value
@@ -117,7 +118,7 @@ class _Slot:
         self._arrival: Future[None] | None = None
 
     def expect(self) -> bool:
-        """Give the master a gradient; return whether it is a new one, to be overwritten."""
+        """Give the master a gradient, and return whether it is new, so that it must be overwritten."""
         if self.master.grad is not None:
             return False
         if self._gradient is None:
@@ -154,13 +155,13 @@ class _Transfer:
             self._thread.shutdown()
 
     def to_host(self, slot: _Slot, weight: Tensor) -> None:
-        """Take a gradient off the device."""
+        """Move a gradient from the device to the host."""
         gradient, weight.grad = weight.grad, None
         assert gradient is not None
         if self._thread is None:
             slot.add(gradient, slot.expect())
             return
-        slot.wait()  # the last micro-batch's gradient may lie in the staging memory still
+        slot.wait()  # the staging memory may still hold the last micro-batch's gradient
         is_new = slot.expect()
         self._stream.wait_stream(torch.cuda.current_stream(weight.device))
         with torch.cuda.stream(self._stream):
@@ -171,7 +172,7 @@ class _Transfer:
         slot.add_later(self._thread.submit(_add_when, copied, slot, is_new))
 
     def to_device(self, slots: list[_Slot]) -> None:
-        """Copy masters to the weights, rounding each while the one before is on its way."""
+        """Copy masters to the weights, rounding each while the one before it is copied."""
         if self._stream is None:
             for slot in slots:
                 slot.weight.copy_(slot.master)
@@ -194,7 +195,7 @@ def _add_when(copied: Any, slot: _Slot, is_new: bool) -> None:
 
 
 def _take_fused_kernel(optimizer: Optimizer) -> None:
-    """Choose the fused kernel of Adam and AdamW, about seven times as fast on a CPU, where nothing was chosen."""
+    """Choose the fused kernel of Adam and AdamW, about seven times as fast on a CPU, unless the user chose a kernel."""
     if type(optimizer) not in (Adam, AdamW):
         return
     for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
-"""`OPTIMIZERS`: every optimizer that is known by name, one record each. Everything else about it is derived from that.
+"""`OPTIMIZERS`: one record for every optimizer that is known by name, from which everything else about it is derived.
 
-A record says which class it is, what that class' hyper-parameters mean, how large its states are, how long it steps on
-a CPU, and which technique puts it in the place of a module's own. From it follow the names that `memfit estimate
+A record gives its class, the meaning of that class's hyper-parameters, the size of its states, the time of its step on
+a CPU, and the technique that replaces a module's own optimizer by it. These determine the names that `memfit estimate
 --optimizer` takes, the bytes of `estimate.optimizers`, the times of `techniques.core.cost`, the exchanges of
 `ReplaceOptimizer`, the classes that `Optimizer8bit` converts, and the techniques of `techniques.optimizer`.
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What an optimizer keeps per trained parameter."""
+    """States that an optimizer keeps per trained parameter."""
 
     num_states: int
     """State tensors of the parameter's shape."""
@@ -26,47 +26,47 @@ class StateLayout:
     scale_block: int = 0
     """Elements per fp32 scale; 0 without scales."""
     follows_parameter: bool = False
-    """States have the parameter's dtype, as torch's own optimizers have; otherwise fp32."""
+    """Whether states have the parameter's dtype, as in torch's own optimizers; otherwise they are fp32."""
     factored: bool = False
-    """Second moment kept as row and column means (Adafactor, Shazeer & Stern 2018; torch's form)."""
+    """Whether the second moment is kept as row and column means (Adafactor, Shazeer & Stern 2018; torch's form)."""
     paged: bool = False
-    """States lie in unified memory that the driver moves between host and device."""
+    """Whether states are in unified memory, which the driver moves between host and device."""
     scratch_copies: int | None = 0
-    """Copies of all trained weights that a step on CUDA needs beside the states (`_foreach_` kernels); None where only
-    a trace tells."""
+    """Copies of all trained weights that a step on CUDA needs in addition to the states (`_foreach_` kernels); None if
+    only a trace can tell."""
 
 
 @dataclass(frozen=True)
 class EightBitForm:
-    """How a class is told to bitsandbytes, whose `<Class>8bit` has 8-bit states."""
+    """How a class is converted to bitsandbytes' `<Class>8bit`, which has 8-bit states."""
 
     required: Mapping[str, Any] = field(default_factory=dict)
     """Hyper-parameters that must have this value, because bitsandbytes knows no other."""
     betas: tuple[str, ...] = ()
     """Hyper-parameters that bitsandbytes stores together as `betas`."""
     paged: bool = True
-    """Whether there is a paged form, too."""
+    """Whether there is also a paged form."""
 
 
 @dataclass(frozen=True)
 class OptimizerClass:
     """A class of optimizers, and the meaning of its hyper-parameters.
 
-    A hyper-parameter carries over to another class where it has the same meaning there, whatever it is called here.
+    A hyper-parameter carries over to another class if it has the same meaning there, whatever its name.
     """
 
     path: str
-    """Module and class."""
+    """Dotted path of the class."""
     meanings: Mapping[str, str]
     """Meaning of every hyper-parameter but `lr`."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments with which the class keeps the learning rate of the groups."""
+    """Arguments that make the class keep the learning rate of the groups."""
     settings: frozenset[str] = frozenset()
-    """Arguments of the constructor that are no hyper-parameters of groups: kernels, block sizes."""
+    """Arguments of the constructor that are not hyper-parameters of groups: kernels, block sizes."""
     note: str = ""
-    """What else changes."""
+    """Other changes that the class brings."""
     eight_bit: EightBitForm | None = None
-    """None where bitsandbytes has no form of it with the same formula."""
+    """Form in bitsandbytes with the same formula; None if there is none."""
 
     @property
     def package(self) -> str:
@@ -80,7 +80,7 @@ class OptimizerClass:
 
     @property
     def name(self) -> str:
-        """As `ReplaceOptimizer` takes it: `torch.AdamW`."""
+        """Name for `ReplaceOptimizer`, such as `torch.AdamW`."""
         return f"{self.package}.{self.class_name}"
 
     def load(self) -> type:
@@ -93,12 +93,12 @@ class Replacement:
     """The technique that exchanges a module's AdamW for an optimizer."""
 
     technique: str
-    """Its name, and its fragment's."""
+    """Name of the technique and of its recipe fragment."""
     summary: str
     numerics: frozenset[Literal["exact", "optimizer", "8bit", "4bit"]]
-    """What must be allowed for it, as `Technique.numerics`."""
+    """Changes of the numbers that must be allowed for it, as in `Technique.numerics`."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Hyper-parameters that AdamW has no counterpart of."""
+    """Hyper-parameters without a counterpart in AdamW."""
     drop: tuple[str, ...] = ()
     """Hyper-parameters of AdamW that are given up."""
     then_8bit: bool = False
@@ -110,16 +110,16 @@ class OptimizerRecord:
     """An optimizer that is known by name."""
 
     name: str
-    """Short, as `memfit estimate --optimizer` takes it."""
+    """Short name, for `memfit estimate --optimizer`."""
     cls: OptimizerClass
     """The class that a module's own optimizer is exchanged for."""
     states: StateLayout
     path: str = ""
-    """Module and class that keep such states where that isn't `cls`: bitsandbytes' 8-bit and paged forms."""
+    """Dotted path of the class that keeps such states if it isn't `cls`: bitsandbytes' 8-bit and paged forms."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the constructor beside `lr`: what makes it this optimizer and not another of its class."""
+    """Arguments of the constructor, other than `lr`, that distinguish it from other optimizers of its class."""
     cpu_seconds: float | None = None
-    """Seconds per parameter of one step on one core with AVX-512, for those that a plan may choose
+    """Seconds per parameter of one step on one core with AVX-512, for optimizers that a plan may choose
     (`benchmarks/optimizer_step`)."""
     replacement: Replacement | None = None
 
@@ -130,7 +130,7 @@ class OptimizerRecord:
 
     @property
     def can_be_traced(self) -> bool:
-        """Whether a step of it can be traced: torchao compiles its steps, which a trace can't follow."""
+        """Whether its step can be traced; torchao compiles steps, which a trace can't follow."""
         return self.cls.package in ("torch", "bitsandbytes")
 
     def make(self, parameters: Any, lr: float) -> Any:
@@ -149,7 +149,7 @@ class OptimizerRecord:
 
 
 def _load(path: str) -> type:
-    # What bitsandbytes makes when it is imported would be fake within a trace.
+    # Within a trace, the tensors that importing bitsandbytes makes would be fake.
     from torch.utils._python_dispatch import _disable_current_modes
 
     module, _, name = path.rpartition(".")
@@ -218,7 +218,7 @@ _TRANSFORMERS_ADAFACTOR = OptimizerClass(
         "beta1": "Adafactor's first moment",
         "scale_parameter": "relative learning rate",
     },
-    # With its own default it would follow a schedule of its own instead of the groups' learning rates.
+    # By default it would follow its own schedule instead of the groups' learning rates.
     fixed={"relative_step": False, "warmup_init": False},
     note=f"{_RELATIVE} unless scale_parameter=False",
 )
@@ -256,7 +256,7 @@ def _eight_bit(num_states: int, paged: bool = False) -> StateLayout:
     return StateLayout(num_states, 8, 256, paged=paged)
 
 
-_4BIT = StateLayout(2, 4, 128, scratch_copies=None)  # torchao shares a scale among 128
+_4BIT = StateLayout(2, 4, 128, scratch_copies=None)  # in torchao 128 elements share a scale
 _BNB = "bitsandbytes.optim"
 
 _RECORDS = (
@@ -327,7 +327,7 @@ _RECORDS = (
     OptimizerRecord("sgd_8bit", _TORCH_SGD, _eight_bit(1), f"{_BNB}.SGD8bit", {"momentum": 0.9}),
     OptimizerRecord("rmsprop_8bit", _TORCH_RMSPROP, _eight_bit(1), f"{_BNB}.RMSprop8bit"),
     OptimizerRecord("paged_adamw_8bit", _TORCH_ADAMW, _eight_bit(2, paged=True), f"{_BNB}.PagedAdamW8bit"),
-    # torchao's times are of a single run by hand, with 50 million parameters, of which no record is kept.
+    # torchao's times come from a single run by hand with 50 million parameters; no record of it is kept.
     OptimizerRecord(
         "torchao_adamw_8bit",
         _torchao_class("AdamW8bit"),
@@ -356,7 +356,7 @@ _RECORDS = (
 )
 
 OPTIMIZERS: dict[str, OptimizerRecord] = {record.name: record for record in _RECORDS}
-"""By name, those of `register_optimizer` last."""
+"""Records by name; those added by `register_optimizer` are last."""
 
 
 # --- looking up -------------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def find_optimizer(name: str) -> OptimizerRecord:
     """Look an optimizer up.
 
     Raises:
-        ValueError: If there is none of that name; lists those there are.
+        ValueError: If there is none of that name; lists the known names.
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"`optimizer={name!r}` is unknown. Choose from: {', '.join(OPTIMIZERS)}.")
@@ -374,10 +374,10 @@ def find_optimizer(name: str) -> OptimizerRecord:
 
 
 def register_optimizer(record: OptimizerRecord) -> Callable[[], None]:
-    """Make an optimizer of one's own known in this process; `registry.register_optimizer` adds its technique, too.
+    """Register an optimizer of one's own in this process; `registry.register_optimizer` also adds its technique.
 
     Returns:
-        A function that takes it off again.
+        A function that removes it again.
 
     Raises:
         ValueError: If there is one of that name already.
@@ -413,7 +413,7 @@ def class_of(optimizer: Any) -> OptimizerClass:
     """Return the class record of an optimizer. A subclass may compute something else and has none.
 
     Raises:
-        ValueError: If its class is not known.
+        ValueError: If its class has no record.
     """
     cls = type(optimizer)
     for known in optimizer_classes().values():

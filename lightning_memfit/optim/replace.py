@@ -1,4 +1,4 @@
-"""Put another optimizer in the place of one that schedulers and user code already know."""
+"""Replace an optimizer that schedulers and user code already refer to."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -13,9 +13,9 @@ Convert = Callable[[Optimizer], Optimizer]
 def replace_optimizers(configured: Any, convert: Convert) -> Any:
     """Convert every optimizer in what `configure_optimizers` returned and re-attach the schedulers.
 
-    All forms that Lightning accepts come back in the same form. Schedulers (SequentialLR, ChainedScheduler and others
-    that hold schedulers included) go on from the learning rates and counters they have. A replaced optimizer refuses
-    to step, so that a reference kept elsewhere cannot go on unnoticed.
+    The result has the form of the input, which may be any that Lightning accepts. Schedulers (including SequentialLR,
+    ChainedScheduler and others that hold schedulers) continue with their learning rates and counters. A replaced
+    optimizer refuses to step, so that a reference kept elsewhere cannot be used unnoticed.
 
     Args:
         configured: An optimizer, a scheduler, or lists, tuples and dicts of them; anything else is passed through.
@@ -52,7 +52,7 @@ def _find(value: Any, kind: type) -> Iterator[Any]:
 
 
 def _schedulers(configured: Any) -> Iterator[Any]:
-    """Whatever has an attribute `optimizer`, and the schedulers it is composed of."""
+    """Objects that have an attribute `optimizer`, and the schedulers they are composed of."""
     for value in _leaves(configured):
         if isinstance(getattr(value, "optimizer", None), Optimizer):
             yield value
@@ -88,7 +88,7 @@ def _reattach(scheduler: Any, replaced: dict[int, tuple[Optimizer, Optimizer]]) 
 
 
 class _KeepLearningRate(LRScheduler):
-    """Changes nothing; constructing a scheduler is torch's public way of having it watch an optimizer's steps."""
+    """Changes no learning rate; constructing a scheduler is torch's public way to watch an optimizer's steps."""
 
     @override
     def get_lr(self) -> list[Any]:
@@ -101,7 +101,7 @@ def _watch_steps(optimizer: Optimizer) -> None:
 
 
 def _retire(old: Optimizer, new: Optimizer) -> None:
-    names = type(old).__name__, type(new).__name__  # and not the optimizers, which this would keep alive
+    names = type(old).__name__, type(new).__name__  # names only: the closure would keep the optimizers alive
 
     def step(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(

@@ -1,6 +1,7 @@
-"""Two ways to put float32 values into bfloat16 weights without losing updates smaller than half a unit in last place.
+"""Two ways to round float32 values to bfloat16 weights without losing updates below half a unit in the last place.
 
-Rounding to nearest drops such updates every time, so that training stands still once the learning rate is small.
+Rounding to nearest drops such updates every time, so that training stops making progress once the learning rate is
+small.
 """
 
 from collections.abc import MutableMapping
@@ -28,7 +29,7 @@ class Rounding(Protocol):
 
 
 class Stochastic:
-    """Round up or down at random, so that the expectation is the float32 value. Nothing is stored beside the weight."""
+    """Round up or down at random, so that the expectation is the float32 value. Nothing but the weight is stored."""
 
     name = "stochastic"
 
@@ -42,7 +43,7 @@ class Stochastic:
 
 
 class Kahan:
-    """Keep what rounding to nearest drops, in bfloat16 as well: 2 more bytes per weight, 16 bits of precision together.
+    """Keep the part that rounding to nearest drops, also in bfloat16: 2 more bytes per weight, 16 bits of precision.
 
     This is the compensation of Kahan's summation (Zamirai et al., 2020, arXiv 2010.06192).
     """
@@ -50,13 +51,13 @@ class Kahan:
     name = "kahan"
 
     def load(self, weight: Tensor, state: State) -> Tensor:
-        """Return the weight and what was dropped last time, in float32."""
+        """Return the sum of the weight and the part dropped last time, in float32."""
         values = weight.float()
         compensation = state.get(COMPENSATION)
         return values if compensation is None else values.add_(compensation)
 
     def store(self, values: Tensor, weight: Tensor, state: State, generator: torch.Generator) -> None:
-        """Write the nearest weight, and what it lacks into the state."""
+        """Write the nearest weight, and the part it drops into the state."""
         weight.copy_(values)
         dropped = values.sub_(weight)
         if COMPENSATION in state:
@@ -66,28 +67,28 @@ class Kahan:
 
 
 def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round float32 values, in place, up or down to ones that bfloat16 holds, with expectations equal to the values.
+    """Round float32 values, in place, up or down to bfloat16 values whose expectations are the given ones.
 
-    Random bits are added to the 16 that bfloat16 lacks, and these are cut off. Needs 5 bytes of scratch memory per
+    Random bits are added to the 16 that bfloat16 lacks, and these are cut off. It needs 5 bytes of scratch memory per
     element. Infinities and NaN stay; a value beyond bfloat16's largest may become infinite, as in rounding to nearest.
 
     Args:
-        values: Contiguous, float32.
-        generator: Lies on the device of `values`.
+        values: Contiguous float32 values.
+        generator: Generator on the device of `values`.
 
     Returns:
-        `values`.
+        The same tensor, `values`.
     """
     noise = torch.empty_like(values, dtype=torch.int32).random_(0, 1 << _DISCARDED_BITS, generator=generator)
-    noise.masked_fill_(values.isnan(), 0)  # or CUDA's NaN, all ones, would overflow into minus zero
+    noise.masked_fill_(values.isnan(), 0)  # otherwise CUDA's NaN, all ones, would overflow to minus zero
     values.view(torch.int32).add_(noise).bitwise_and_(-1 << _DISCARDED_BITS)
     return values
 
 
 def generator_for(device: torch.device, seed: int, num_steps: int) -> torch.Generator:
-    """Make the generator of one step, so that a step's random bits depend on the seed and the number of steps alone.
+    """Make the generator of one step, so that a step's random bits depend only on the seed and the number of steps.
 
-    The two are mixed by SplitMix64 (Steele et al., 2014), since neighbouring seeds are no guarantee of unrelated bits.
+    SplitMix64 (Steele et al., 2014) mixes the two, since neighbouring seeds don't guarantee unrelated bits.
     """
     mixed = (seed + 0x9E3779B97F4A7C15 * (num_steps + 1)) & _WORD
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
