@@ -1,4 +1,4 @@
-"""Memory that this process uses, according to the operating system and the driver, and returning what it has freed."""
+"""Read how much memory this process uses from the system and the driver, and make it return freed memory."""
 
 from __future__ import annotations
 
