@@ -56,7 +56,7 @@ class RandomState:
 class _Generator:
     """A global generator whose state is expensive to ask for, and which training rarely draws from.
 
-    A Mersenne twister moves its position with every draw and makes all words anew each 624. So the position and a few
+    A Mersenne twister moves its position with every draw and renews all words every 624. So the position and a few
     words next to it tell whether anything was drawn since the state was last read; if not, that state is still valid.
     While it keeps the second of a pair of normal numbers, which it returns without moving, it is read every time.
 
