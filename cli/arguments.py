@@ -1,4 +1,4 @@
-"""What several commands read from the command line alike."""
+"""Parsing that several commands share: our options apart from the recipe's."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ NAMED_OPTIONS = (
     "accumulate_grad_batches",
     "technique",
 )
-"""Options that a recipe states itself."""
+"""Options that a recipe sets itself."""
 
 
 def split_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate our options from those of the recipe, each in order. `--config` is both's.
+    """Separate our options from those of the recipe, keeping the order of each.
 
-    Behind a `--config`, `--model` is the recipe's.
+    `--config` belongs to both. After a `--config`, `--model` belongs to the recipe.
     """
     takes_value = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
     from_recipe = any(argument.partition("=")[0] in ("--config", "-c") for argument in argv)
@@ -49,7 +49,7 @@ def split_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tup
 
 
 def positive(text: str) -> int:
-    """A number of at least one, as an argument's type."""
+    """Parse a number of at least 1, as the type of an argument."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")

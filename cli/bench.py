@@ -1,4 +1,4 @@
-"""`memfit bench`: measure the rows of an experiment, each in a process of its own, beside their predictions."""
+"""`memfit bench`: measure the rows of an experiment, each in a process of its own, against their predictions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INTERRUPTED = 130
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Options of the command."""
+    """Make the parser for the command's options."""
     parser = argparse.ArgumentParser(
         "memfit bench", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="default: runs/bench")
     parser.add_argument("--only", action="append", default=[], metavar="ROW", help="this row; may be repeated")
-    parser.add_argument("--repeat", action="store_true", help="measure finished rows anew")
+    parser.add_argument("--repeat", action="store_true", help="measure finished rows again")
     parser.add_argument(
         "--note", default="", help="goes into every record, for example what else the machine was doing"
     )
@@ -76,10 +76,10 @@ def main(argv: list[str]) -> int:
 
 
 def check_device(device: str) -> None:
-    """Refuse a GPU where there is none, before every row fails.
+    """Refuse a GPU if there is none, before every row fails.
 
     Raises:
-        ValueError: If CUDA is asked for and not there.
+        ValueError: If CUDA is asked for but not available.
     """
     if not DeviceKind.of(device).is_host:
         import torch
@@ -92,7 +92,7 @@ def check_device(device: str) -> None:
 
 
 def show_progress(result: Result, measured_now: bool) -> None:
-    """One line on stderr per row."""
+    """Print one line per row on stderr."""
     verb = f"{result.seconds:.0f} s" if measured_now else "kept"
     why = f": {result.error.message}" if result.error is not None and result.status == "failed" else ""
     print(f"{result.row}: {result.status.replace('_', ' ')} ({verb}){why}", file=sys.stderr, flush=True)
@@ -118,18 +118,18 @@ def _show(experiment: Experiment, runner: Runner, results: list[Result], as_json
     print(f"Records: {runner.folder}")
 
 
-# The experiments of a checkout, by name, and the recipes that their rows name.
+# --- experiments of a checkout by name, and the recipes that their rows name ------------------------------------------
 
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "experiments"
-"""Only a checkout has it; an installed package takes files."""
+"""Folder of the experiments. Only a checkout has it; with an installed package, give files."""
 
 
 def experiment_file(name: str) -> Path:
-    """The YAML file of an experiment given by name or path.
+    """Return the YAML file of an experiment given by name or path.
 
     Raises:
-        ValueError: If there is neither.
+        ValueError: If there is no such file and no such experiment.
     """
     path = Path(name).expanduser()
     if path.is_file():
@@ -142,10 +142,10 @@ def experiment_file(name: str) -> Path:
 
 
 def read_recipe(name: str) -> Mapping[str, Any]:
-    """The configuration of a recipe, fragment or file.
+    """Return the configuration of a recipe, fragment or file.
 
     Raises:
-        ValueError: If there is none of that name.
+        ValueError: If there is none with that name.
     """
     import yaml
 
@@ -158,7 +158,7 @@ def read_recipe(name: str) -> Mapping[str, Any]:
 
 
 def worker_command() -> tuple[str, ...]:
-    """How to start a measured run in a process of its own."""
+    """Return the command that starts a measured run in a process of its own."""
     import sys
 
     return (sys.executable, "-m", f"{__package__}.bench_worker")

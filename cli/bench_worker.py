@@ -1,6 +1,7 @@
 """One measured run: `python -m lightning_memfit.cli.bench_worker FOLDER`, started by `memfit bench` and `memfit scale`.
 
-The folder holds `settings.yaml` (a configuration as of `memfit fit`) and `job.json`; `outcome.json` is written there.
+The folder holds `settings.yaml` (a configuration as for `memfit fit`) and `job.json`; the worker writes `outcome.json`
+there.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from lightning_memfit.memory.replicas import num_replicas
 
 from .lightning_cli import MemFitCLI
 
-_NEVER = 1_000_000_000  # steps between two samples of the monitor: nothing but the step is timed
+_NEVER = 1_000_000_000  # steps between two samples of the monitor, so that only the step is timed
 
 
 class _Buckets(Callback):
-    """Bytes that DDP keeps in its buckets, read while they exist."""
+    """Reads the bytes that DDP keeps in its buckets while the buckets exist."""
 
     size_bytes = 0
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Ask DDP."""
+        """Read the size from DDP."""
         self.size_bytes = bucket_bytes(trainer.strategy.model)
 
 
 class _Run:
-    """A trainer with everything that watches it."""
+    """A Trainer with everything that observes it."""
 
     def __init__(self, folder: Path) -> None:
         job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
@@ -61,7 +62,7 @@ class _Run:
         self._job = job
 
     def fit(self) -> None:
-        """Build everything by the command line's own classes, and train."""
+        """Build everything with the command line's own classes, and train."""
         cli = MemFitCLI([f"--config={self._folder / 'settings.yaml'}"], run=False, save_config_callback=None)
         self.trainer = cli.trainer
         watching = (self.prediction, self.host, self.monitor, self.times, self.buckets)
@@ -70,7 +71,7 @@ class _Run:
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
 
     def _track(self) -> None:
-        """Begin a Weights & Biases run in the first process, if one is asked for."""
+        """Start a Weights & Biases run in the first process, if one is asked for."""
         if self._job.get("tracking") is None or _rank() > 0:
             return
         settings = yaml.safe_load((self._folder / "settings.yaml").read_text(encoding="utf-8"))
@@ -78,14 +79,14 @@ class _Run:
         self.tracker = Tracker(Tracking(**self._job["tracking"]), self._job["row"], config)
 
     def finish_tracking(self, outcome: dict[str, Any]) -> None:
-        """Give everything that was found out to the Weights & Biases run."""
+        """Pass everything that was measured to the Weights & Biases run."""
         if self.tracker is None:
             return
         steps = [{"step_seconds": step.seconds, "data_wait_seconds": step.waited} for step in self.times.clock.steps]
         self.tracker.finish(steps, {**outcome, "prediction_error": _prediction_error(outcome)})
 
     def outcome(self) -> dict[str, Any]:
-        """Everything that was found out, as plain data."""
+        """Return everything that was measured, as plain data."""
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
         speed = self.times.clock.speed(num_replicas(self.trainer) if self.trainer else 1)
         first, last = self.times.clock.losses
@@ -123,7 +124,7 @@ def main(argv: list[str]) -> int:
     """Measure one run; an error is part of the outcome.
 
     Returns:
-        0, or 1 where the run failed in a way that is no result, or in another process than the first.
+        0, or 1 if the run failed in a way that is not a result, or in a process other than the first.
     """
     folder = Path(argv[0])
     peer = json.loads((folder / "job.json").read_text(encoding="utf-8")).get("peer")
@@ -141,7 +142,7 @@ def main(argv: list[str]) -> int:
         return 0
     _write(folder, outcome)
     run.finish_tracking(outcome)
-    # Another process that ends in peace would leave the first one waiting for it.
+    # If another process ended successfully, the first one would wait for it forever.
     return int(status["status"] == "failed" or _rank() > 0)
 
 

@@ -1,4 +1,4 @@
-"""`memfit doctor`: what this machine has, and what would hinder training, each with its fix."""
+"""`memfit doctor`: what this machine has, and what would hinder training, with a fix for each problem."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def main(argv: list[str]) -> int:
         description="Say what this machine has and what would hinder training or offloading, each with its fix.",
         epilog=_EPILOG,
     )
-    parser.add_argument(
-        "--folder", default=".", help="where checkpoints and offloaded states would lie (default: here)"
-    )
+    parser.add_argument("--folder", default=".", help="folder for checkpoints and offloaded states (default: here)")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     arguments = parser.parse_args(argv)
 
@@ -42,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def print_findings(findings: dict[str, list[Finding]], problem: bool) -> None:
-    """Print a table by subject and a verdict."""
+    """Print a table for each subject, and a verdict."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

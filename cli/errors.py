@@ -1,4 +1,4 @@
-"""What a user did wrong is said in one message; what we did wrong keeps its traceback."""
+"""Errors of a command: a user's mistake becomes one message, a defect of ours keeps its traceback."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ _OURS = (Path(__file__).resolve().parent, Path(lightning_memfit.__file__).resolv
 
 @dataclass
 class Outcome:
-    """How a command ended."""
+    """Records how a command ended."""
 
     code: int = 0
 
@@ -41,7 +41,7 @@ def readable_errors() -> Iterator[Outcome]:
 
 
 def user_mistake(error: BaseException) -> BaseException | None:
-    """Return what was raised on purpose to tell the user something: the error itself, or what caused it.
+    """Return the error that was raised to tell the user something: this one, or one that caused it; else None.
 
     That is Lightning's `MisconfigurationException`, its refusal to overwrite a run's configuration, and a `ValueError`
     or `ModuleNotFoundError` raised by our own code.

@@ -1,4 +1,8 @@
-"""`memfit estimate`: how much memory a run needs, where, and whether it fits; of a recipe or of a model's name."""
+"""`memfit estimate`: how much memory a run needs, where, and whether it fits.
+
+The run is that of a recipe (`estimate_recipe`) or of a model given by name, which is estimated here from its
+configuration alone, without weights and without Lightning.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ def main(argv: list[str]) -> int:
     if arguments.config is None and overrides:
         parser.error(f"`{overrides[0]}` needs `--config`: a model that is only named takes the options above")
     atexit.register(gc.freeze)  # walking torch's and transformers' objects once more takes over a second at exit
-    # Real steps may need what the collector frees.
+    # Real steps may need the memory that the collector frees.
     with contextlib.nullcontext() if arguments.measure else collector_paused():
         report = _report(arguments, overrides)
     if report is None:
@@ -59,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 
 def _report(arguments: argparse.Namespace, overrides: list[str]) -> EstimateReport | None:
-    """The report, by the half of the command that was asked for; only that half is imported."""
+    """Return the report for a recipe or for a model's name; only the code for that one is imported."""
     if arguments.config is not None:
         from .estimate_recipe import estimate_recipe
 
@@ -68,7 +72,7 @@ def _report(arguments: argparse.Namespace, overrides: list[str]) -> EstimateRepo
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options that are ours; whatever else follows a recipe is the recipe's."""
+    """Make the parser for our own options; all other options after a recipe belong to the recipe."""
     parser = argparse.ArgumentParser(
         prog="memfit estimate",
         usage="memfit estimate (--config RECIPE [--KEY VALUE ...] | --model NAME [options]) [options]",
@@ -87,10 +91,12 @@ def make_parser() -> argparse.ArgumentParser:
     both.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     both.add_argument("--timeline", metavar="FILE.html", help="draw memory over the step; never overwrites")
     both.add_argument("--no-cache", action="store_true", help="neither read nor write cached profiles")
-    both.add_argument("--no-shorten", action="store_true", help="trace every block, not some of those that are alike")
+    both.add_argument(
+        "--no-shorten", action="store_true", help="trace every block, not just some of those that are alike"
+    )
     recipe = parser.add_argument_group("for a recipe")
     recipe.add_argument("--config", "-c", action="append", metavar="RECIPE", help="file or name, as for `memfit fit`")
-    recipe.add_argument("--measure", action="store_true", help="run two real steps here where a trace can't be had")
+    recipe.add_argument("--measure", action="store_true", help="run two real steps here if tracing fails")
     named = parser.add_argument_group("for a model that is only named")
     named.add_argument("--model", metavar="NAME", help="gpt2-xl, llama-3.1-8b, ..., or a folder with a config.json")
     named.add_argument("--sequence-length", type=positive, metavar="N", help="tokens per sample")
@@ -122,7 +128,7 @@ def _show(report: EstimateReport, arguments: argparse.Namespace) -> None:
         print(f"Timeline: {arguments.timeline}")
 
 
-# What `memfit estimate` prints for people.
+# --- what `memfit estimate` prints ------------------------------------------------------------------------------------
 
 
 LABELS: dict[Category, str] = {
@@ -233,7 +239,7 @@ def _verdict(report: EstimateReport) -> Text:
     return Text(f"Does not fit: needs {format_bytes(needed)}{margin}, {have}", style="bold red")
 
 
-# The calculator behind `memfit estimate --model NAME`: a configuration, no weights, no Lightning.
+# --- models by name: a configuration, no weights, no Lightning --------------------------------------------------------
 
 
 _NO_DEVICE = (
@@ -243,11 +249,11 @@ _NO_DEVICE = (
 
 
 def estimate_named(arguments: argparse.Namespace) -> EstimateReport | None:
-    """Estimate a named model on the device that was asked for or is here; None where it can't be traced."""
+    """Estimate a named model on the given device or this machine's; None if the model can't be traced."""
     try:
         return _estimate(arguments)
     except RuntimeError as error:
-        from lightning_memfit.profile.trace import TraceError  # imports torch, which the cached path does without
+        from lightning_memfit.profile.trace import TraceError  # imports torch, which a cached estimate does not need
 
         if not isinstance(error, TraceError):
             raise
@@ -283,10 +289,10 @@ def _estimate(arguments: argparse.Namespace) -> EstimateReport:
 
 
 def _callbacks_of(techniques: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
-    """What makes the callbacks of techniques given as `NAME` or `NAME:KEY=VALUE,...`.
+    """Return a function that makes the callbacks of techniques given as `NAME` or `NAME:KEY=VALUE,...`.
 
     Raises:
-        ValueError: If a name or an option is unknown, two decide the same, or one shows nothing in a trace.
+        ValueError: If a name or an option is unknown, two techniques decide the same, or one has no effect in a trace.
     """
     import yaml
 
@@ -311,6 +317,6 @@ def _callbacks_of(techniques: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
         if not technique.traced or technique.kind == "strategy":
             raise ValueError(f"`--technique {name}` changes nothing that one device's memory shows. Leave it out.")
         given = {key: yaml.safe_load(value) for key, _, value in pairs}
-        technique.configured(**given)  # refuses options that it does not have
+        technique.configured(**given)  # refuses unknown options
         setting = setting.choose(name, **given)
     return setting.traced_callbacks

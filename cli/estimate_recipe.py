@@ -1,4 +1,4 @@
-"""Behind `memfit estimate --config RECIPE`: the recipe's own model, data, precision and techniques, on fake tensors."""
+"""Estimate a recipe (`memfit estimate --config`): its own model, data, precision and techniques on fake tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NO_DEVICE = (
 
 
 def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> EstimateReport | None:
-    """Estimate a recipe; None where its step can't be traced, after saying why."""
+    """Estimate a recipe; if its step can't be traced, say why and return None."""
     for name in NAMED_OPTIONS:
         if getattr(arguments, name) is not None:
             option = f"--{name.replace('_', '-')}"
@@ -49,7 +49,7 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
         try:
             profile = _profile(run, target, arguments)
         except TraceError as error:
-            mistake = user_mistake(error)  # of the recipe: no measurement would get around it
+            mistake = user_mistake(error)  # a mistake in the recipe, which would also stop a measurement
             if mistake is not None:
                 raise mistake from None
             if not arguments.measure:
@@ -62,7 +62,7 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep banners away, and off stdout, which is the report's, whatever the user's code prints."""
+    """Suppress banners, and keep what the user's code prints off stdout, which belongs to the report."""
     with (
         loggers_at(logging.ERROR, *LIGHTNING, "bitsandbytes", "transformers"),
         contextlib.redirect_stdout(sys.stderr),
@@ -73,7 +73,7 @@ def quiet() -> Iterator[None]:
 
 
 def target_of(name: str | None, run: RecipeRun) -> Target:
-    """The named device; else the GPU that is here; else this CPU, unless the recipe insists on a GPU."""
+    """Return the named device, else this machine's GPU, else its CPU unless the recipe requires a GPU."""
     if name is not None:
         return named_target(name)
     if allows_cuda(run.accelerator):
@@ -91,7 +91,7 @@ def target_of(name: str | None, run: RecipeRun) -> Target:
 
 
 def _profile(run: RecipeRun, target: Target, arguments: argparse.Namespace) -> ModelProfile:
-    """The step's profile, from the recipe's batch or, where that says nothing of the size asked for, at that size."""
+    """Profile the step from the recipe's batch, or at the size asked for if the batch tells nothing about that size."""
 
     def profile(batch: Any) -> ModelProfile:
         return profile_module(
@@ -116,16 +116,16 @@ def _techniques(run: RecipeRun) -> tuple[TechniqueCallback, ...]:
 
 
 def _measure(run: RecipeRun) -> ModelProfile:
-    """Run two real steps where host memory is enough for them.
+    """Run two real steps if host memory is enough for them.
 
     Raises:
-        ValueError: If it isn't.
+        ValueError: If host memory is not enough.
     """
     with torch.device("meta"):
         shape = copy.deepcopy(run.module, {id(run.module.trainer): None})
         shape.configure_model()
     weights = sum(p.numel() * p.element_size() for p in shape.parameters())
-    # The module, its copy, gradients and two fp32 states; what the activations need isn't known before.
+    # The module, its copy, gradients and two fp32 states; the activations' need isn't known in advance.
     needed, available = 5 * weights, host_target().usable_bytes or 0
     if needed > available:
         raise ValueError(

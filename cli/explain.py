@@ -1,6 +1,6 @@
-"""What jsonargparse says about a wrong configuration, made short, with the closest valid names.
+"""Shorten jsonargparse's messages about a wrong configuration, and add the closest valid names.
 
-Written for the messages of jsonargparse 4.40 to 4.53; what is not recognized is passed on as it is.
+Written for the messages of jsonargparse 4.40 to 4.53; messages that are not recognized are passed on unchanged.
 """
 
 import argparse
@@ -22,11 +22,11 @@ _TOP_OPTION = re.compile(r"(?:does not accept option|Option) '(?P<key>[\w.]+)'")
 
 
 def explain(message: str, parser: argparse.ArgumentParser) -> str:
-    """Say what is wrong and what was probably meant.
+    """Return what is wrong and what was probably meant.
 
     Args:
-        message: What jsonargparse says.
-        parser: Where the valid names are.
+        message: Message of jsonargparse.
+        parser: The parser, which knows the valid names.
     """
     found = _PARSER_KEY.search(message)
     where = f"`{found['key']}`: " if found else ""
@@ -50,7 +50,7 @@ def _closest(name: str, valid: Iterable[str]) -> str:
 
 
 def _closest_option(key: str, valid: set[str]) -> str:
-    """Compare whole keys, then level by level: the options of a class are not known to the parser."""
+    """Compare whole keys, then level by level, because the parser does not know the options of a class."""
     root = key.partition(".")[0]
     roots = {name.partition(".")[0] for name in valid}
     if root not in roots:
@@ -68,7 +68,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _arguments(class_path: str) -> set[str]:
-    """Names a class takes, those of its bases included where it passes `**kwargs` on."""
+    """Return the names of a class's arguments, with those of its bases if it passes `**kwargs` on."""
     module, _, name = class_path.rpartition(".")
     names: set[str] = set()
     for base in inspect.getmro(getattr(import_module(module), name)):
@@ -85,7 +85,7 @@ def _closest_class(name: str) -> str:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
     for public in lightning_memfit.__all__:
-        getattr(lightning_memfit, public)  # only what is imported can be suggested
+        getattr(lightning_memfit, public)  # only imported classes can be suggested
     paths: dict[str, str] = {}
     for base in (Callback, LightningDataModule, LightningModule):
         for cls in _subclasses(base):

@@ -1,7 +1,7 @@
-"""`memfit fit|validate|test|predict`, and what `memfit: auto` in a recipe does before a run.
+"""`memfit fit|validate|test|predict`, and the planning that `memfit: auto` in a recipe asks for.
 
-On one device `MemFit` takes the place of the techniques that a recipe names. With several, strategies are planned as
-`memfit plan` does, and the plan is laid over the recipe.
+On one device `MemFit` replaces the techniques that a recipe names. With several devices, the run is planned as by
+`memfit plan`, and the plan's settings replace the recipe's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_memfit.planner.plan import is_technique
 from .lightning_cli import MemFitCLI
 
 PLAN_VARIABLE = "MEMFIT_AUTO_PLAN"
-"""Names the plan's file for the processes that a strategy starts, so that all of them train by one plan."""
+"""Variable with the plan's file for the processes that a strategy starts, so that all of them use one plan."""
 
 _STARTED_BY_OTHERS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "NODE_RANK", "GROUP_RANK")
 
@@ -38,11 +38,11 @@ def main(argv: list[str]) -> int:
 
 
 class FitCLI(MemFitCLI):
-    """The command line that trains: it plans first where a recipe says `memfit: auto`."""
+    """The command line that trains; it plans first if the recipe says `memfit: auto`."""
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Put `MemFit`, or with several devices a plan, in the place of techniques where it says `memfit: auto`."""
+        """Replace the recipe's techniques if it says `memfit: auto`: by `MemFit`, or with several devices by a plan."""
         if getattr(self, "subcommand", None) != "fit" or self.config.fit.memfit != "auto":
             return
         trainer = self.config.fit.trainer
@@ -50,7 +50,7 @@ class FitCLI(MemFitCLI):
             plan_automatically(trainer)
             return
         plan = plan_file(self._arguments[1:], trainer.num_nodes)
-        seed = self.config.fit.seed_everything  # drawn already
+        seed = self.config.fit.seed_everything  # a random seed is already drawn
         self.config = self.parser.parse_args([*self._arguments, "--config", str(plan), "--memfit=off"])
         self.config.fit.seed_everything = seed
 
@@ -59,7 +59,7 @@ def plan_automatically(trainer: Any) -> None:
     """Change a trainer's configuration, and say which callbacks the plan replaces.
 
     Args:
-        trainer: Of a parsed recipe, nothing of it instantiated.
+        trainer: The `trainer` section of a parsed recipe, before anything is instantiated.
     """
     named = trainer.callbacks or []
     callbacks = named if isinstance(named, list) else [named]
@@ -74,7 +74,7 @@ def plan_automatically(trainer: Any) -> None:
 
 
 def num_devices(trainer: Any) -> int:
-    """Devices of all machines that a trainer's configuration asks for."""
+    """Return the number of devices, over all machines, that a trainer's configuration asks for."""
     if allows_cuda(str(trainer.accelerator)) and str(trainer.devices) in ("auto", "-1"):
         import torch
 
@@ -85,14 +85,14 @@ def num_devices(trainer: Any) -> int:
 
 
 def plan_file(arguments: Sequence[str], num_nodes: int = 1) -> Path:
-    """The plan of a `fit` for several devices: made here, or by the process that started this one.
+    """Return the plan's file for a `fit` on several devices; it was made by the process that started this one, or here.
 
     Args:
-        arguments: Behind `fit`.
-        num_nodes: Machines.
+        arguments: Command-line arguments after `fit`.
+        num_nodes: Number of machines.
 
     Raises:
-        ValueError: If nothing fits, or processes are started by others, each of which would plan by itself.
+        ValueError: If nothing fits, or something else starts the processes, so that each would plan by itself.
     """
     known = os.environ.get(PLAN_VARIABLE)
     if known:

@@ -14,7 +14,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--max_new_tokens", type=int, default=100, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     parser.add_argument("--top_k", type=int, default=50, help="sample from this many tokens (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.folder and arguments.tokenizer:
         parser.error("--folder has its own tokenizer: leave --tokenizer out")

@@ -18,7 +18,7 @@ import lightning_memfit
 from .explain import explain
 from .recipe_files import resolve_arguments
 
-# Lightning 2.6 makes these calls, which jsonargparse 4.5x (pinned below 5) and torch announce to drop.
+# Lightning 2.6 makes these calls, which jsonargparse 4.5x (pinned below 5) and torch have deprecated.
 _DEPRECATED_CALLS = (
     r"\s*By default only one JsonargparseDeprecationWarning",
     r"\s*(``)?(ArgumentParser\.)?(instantiate_classes|add_instantiator|skip_none)",
@@ -31,8 +31,8 @@ class MemFitParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the explanation and leave with exit code 2."""
-        if not self.exit_on_error:  # a parser inside the parser, whose error becomes part of an outer one
+        """Print the explanation and exit with code 2."""
+        if not self.exit_on_error:  # a nested parser, whose error becomes part of an outer one
             super().error(message, ex)
         sys.stderr.write(f"memfit: error: {explain(message, getattr(ex, 'subcommand_parser', None) or self)}\n")
         self.exit(2)
@@ -64,7 +64,7 @@ class MemFitCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Put recipe files in place of their names, then parse."""
+        """Replace recipe names by their files, then parse."""
         arguments = sys.argv[1:] if args is None else args
         self._arguments: list[str] | None = None
         if isinstance(arguments, Sequence):
@@ -77,7 +77,7 @@ class MemFitCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the option that plans a run."""
+        """Add the option `--memfit`, which plans a run."""
         parser.add_argument(
             "--memfit",
             type=Literal["off", "auto"],
@@ -89,8 +89,8 @@ class MemFitCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration as the user wrote it.
 
-        Lightning 2.6 lays the checkpoint's hyper-parameters over it here, so that an option given beside `--ckpt_path`
-        would be ignored in silence.
+        Lightning 2.6 overwrites it with the checkpoint's hyper-parameters here, so that an option given together with
+        `--ckpt_path` would be silently ignored.
         """
 
     @rank_zero_only
@@ -102,10 +102,10 @@ class MemFitCLI(LightningCLI):
 
 
 def import_named(arguments: Sequence[str]) -> None:
-    """Import the public classes that arguments and their files name, so that a bare class name stands for its path.
+    """Import the public classes that arguments and their files name, so that a bare class name can replace its path.
 
     jsonargparse finds a bare name, and lists classes in `--trainer.callbacks.help`, among the subclasses that are
-    imported. Help imports all of them; a run that names no strategy pays for none.
+    imported. Help imports all of them; a run that names no strategy imports none.
     """
     texts = list(arguments)
     for argument in arguments:
@@ -128,7 +128,7 @@ def silence_deprecated_calls() -> None:
 
 
 def _parser_arguments(run: bool) -> dict[str, Any]:
-    """Arguments of the parsers: usage lines that name what matters instead of every option."""
+    """Return arguments for the parsers: usage lines that name what matters instead of every option."""
     options = "[--config RECIPE ...] [--KEY VALUE ...]"
     if not run:
         return {"usage": f"memfit {options}"}

@@ -1,4 +1,4 @@
-"""`memfit`: one command, one file per subcommand, imported only when called."""
+"""`memfit`: one command with one file per subcommand, which is imported only when it is called."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from lightning_memfit import __version__
 
 from .errors import readable_errors
 
-# Name, module beside this file, what it does. A module has `main(argv: list[str]) -> int`.
+# Name, module in this folder, description. A module has `main(argv: list[str]) -> int`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "fit": ("fit", "Train a model."),
     "validate": ("fit", "Evaluate a model on the validation data."),
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes the command line's.
 
     Returns:
-        Exit code: 0 for success, 2 for a user's mistake, which is explained on one message.
+        Exit code: 0 for success, 2 for a user's mistake, which is explained in one message.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"memfit: error: {_unknown(command)}", file=sys.stderr)
         return 2
     with readable_errors() as outcome:
-        # The Lightning commands are one parser's, which reads the command's name itself.
+        # One parser handles all Lightning commands, and reads the command's name itself.
         module, _ = COMMANDS[command]
         rest = arguments if module == "fit" else arguments[1:]
         outcome.code = import_module(f".{module}", __package__).main(rest)

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options that are ours; whatever else follows is the recipe's."""
+    """Make the parser for our own options; all other options belong to the recipe."""
     parser = argparse.ArgumentParser(
         prog="memfit plan",
         usage="memfit plan --config RECIPE [--KEY VALUE ...] [options]",
@@ -89,22 +89,24 @@ def make_parser() -> argparse.ArgumentParser:
     _add_limits(parser)
     parser.add_argument("--out", metavar="FILE.yaml", help="write what `fit --config RECIPE --config FILE` trains with")
     parser.add_argument(
-        "--lock", metavar="FILE", help="keep the plan here, and reuse it while nothing it rests on changes"
+        "--lock", metavar="FILE", help="keep the plan here, and reuse it until something that it depends on changes"
     )
-    parser.add_argument("--verify", action="store_true", help="trace the plan itself, too: seconds more, a proof more")
-    parser.add_argument("--dry-run", action="store_true", help="write no file: only print, and exit 0 or 1")
+    parser.add_argument(
+        "--verify", action="store_true", help="trace the plan itself as well, as a proof; takes seconds"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="write no file; only print, and exit with 0 or 1")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     parser.add_argument("--no-cache", action="store_true", help="neither read nor write cached plans and traces")
     return parser
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """What a run may use beside its devices."""
+    """Add the options for what a run may use in addition to its devices."""
     parser.add_argument(
         "--host-memory", metavar="SIZE", help="RAM that offloading may use (default: what is free here)"
     )
     parser.add_argument(
-        "--pinned-memory", metavar="SIZE", help="of it, what may be page-locked, as containers limit it (default: all)"
+        "--pinned-memory", metavar="SIZE", help="part of it that may be page-locked; containers limit it (default: all)"
     )
     parser.add_argument("--disk", metavar="SIZE", help="disk that offloading may use on each machine (default: none)")
     parser.add_argument(
@@ -119,10 +121,10 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def write_overlay(path: Path, plan: dict[str, Any]) -> None:
-    """Write a plan's YAML.
+    """Write the YAML of a plan.
 
     Raises:
-        ValueError: If the file exists, or its folder doesn't.
+        ValueError: If the file exists, or its folder does not.
     """
     import yaml
 
@@ -134,7 +136,7 @@ def write_overlay(path: Path, plan: dict[str, Any]) -> None:
 
 
 def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any] | None:
-    """The plan from a lock file or the cache, if nothing it depends on has changed; else a new one."""
+    """Return the plan of a lock file or the cache if nothing that it depends on has changed; else make one."""
     from lightning_memfit.planner.lock import PlanLock, imported_user_files, plan_key
     from lightning_memfit.profile.cache import default_cache_folder
 
@@ -146,7 +148,7 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
     if arguments.lock is not None:
         lock = PlanLock(Path(arguments.lock))
     elif not (arguments.device in (None, "cpu") or arguments.nvme_path or arguments.no_cache):
-        # What is free here, on devices and on disk, changes by the minute.
+        # The free memory and disk space of this machine change by the minute.
         lock = PlanLock(default_cache_folder() / "plans" / f"{key.digest}.json")
     if lock is not None:
         known, changed = lock.load(key)
@@ -170,7 +172,7 @@ def _configs(arguments: argparse.Namespace) -> str:
     return " ".join(f"--config {name}" for name in arguments.config)
 
 
-# What `memfit plan` prints for people, from the plan's plain data.
+# --- what `memfit plan` prints, from the plan's plain data ------------------------------------------------------------
 
 
 _TIERS = {"device": "device", "pinned_host": "pinned host memory", "host": "host memory", "disk": "disk"}

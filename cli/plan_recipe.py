@@ -1,4 +1,4 @@
-"""Behind `memfit plan`: from a recipe to its workload, and from the plan to plain data."""
+"""Plan for a recipe (`memfit plan`): from the recipe to its workload, and from the plan to plain data."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from .estimate_recipe import quiet, target_of
 from .recipe_run import RecipeRun, load_recipe
 
 _DISK_RESERVE = GIB
-"""What ZeRO-Infinity leaves free on a drive."""
+"""Disk space that ZeRO-Infinity leaves free on a drive."""
 
 
 def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[dict[str, Any], list[Path]] | None:
-    """Plan for a recipe; None where its step can't be traced, after saying why.
+    """Plan for a recipe; if its step can't be traced, say why and return None.
 
     Returns:
         The plan as plain data with its overlay, and the files and folders that the recipe names.
@@ -74,13 +74,13 @@ def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[di
 def workload_of(
     run: RecipeRun, target: Target, arguments: argparse.Namespace, named_devices: int | None = None
 ) -> Workload:
-    """What a recipe trains, on a target, within the limits that were named.
+    """Return what a recipe trains on a target within the limits that the user gave.
 
     Args:
         run: The recipe.
         target: One device.
-        arguments: Of the command.
-        named_devices: How many of them the user said there are.
+        arguments: The command's arguments.
+        named_devices: Number of such devices that the user named; None if the user named none.
 
     Raises:
         ValueError: If the module can't be planned for, or a limit makes no sense.
@@ -124,7 +124,7 @@ def workload_of(
 
 
 def _number_here(name: str | None, target: Target) -> int:
-    """Devices that `trainer.devices: auto` finds."""
+    """Return the number of devices that `trainer.devices: auto` finds."""
     if name is not None or target.device_kind.is_host:
         return 1
     import torch
@@ -137,7 +137,7 @@ def _optional_bytes(text: str | None, option: str) -> int | None:
 
 
 def _disk(arguments: argparse.Namespace, rates: Rates) -> tuple[Rates, int]:
-    """Bytes of disk that may be used, and rates with the speed that a named folder has.
+    """Return rates with the measured speed of a named folder, and the bytes of disk that may be used.
 
     Raises:
         ValueError: If the folder can't be written to, or has no room.
@@ -157,7 +157,7 @@ def _disk(arguments: argparse.Namespace, rates: Rates) -> tuple[Rates, int]:
 
 
 def _assumed(workload: Workload, plan: Plan, arguments: argparse.Namespace) -> Iterator[str]:
-    """What the plan rests on that nobody measured."""
+    """Yield the plan's assumptions that nobody has measured."""
     if not workload.strategies:
         yield (
             "The data module has no `batch_size` to set, which strategies need: only one device is planned for, and "

@@ -4,30 +4,30 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-# Beside this package both in a checkout and in an installed wheel.
+# In the same folder as this package, both in a checkout and in an installed wheel.
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 
 
 def available() -> dict[str, Path]:
-    """Names and files of all recipes: `quickstart`, `fragments/wandb`, ..."""
+    """Return names and files of all recipes: `quickstart`, `fragments/wandb`, ..."""
     files = sorted(FOLDER.rglob("*.yaml"))
     return {file.relative_to(FOLDER).with_suffix("").as_posix(): file for file in files}
 
 
 def describe(file: Path) -> str:
-    """First comment line of a recipe."""
+    """Return the first comment line of a recipe."""
     first = file.read_text(encoding="utf-8").splitlines()[0]
     return first.removeprefix("#").strip()
 
 
 def resolve(name: str) -> str:
-    """Return the file of a recipe given by name; a file that exists is taken as it is.
+    """Return the file of a recipe given by name; the path of an existing file is returned unchanged.
 
     Args:
         name: Path, or `quickstart`, `quickstart.yaml`, `recipes/quickstart.yaml`.
 
     Raises:
-        ValueError: If there is neither such a file nor such a recipe.
+        ValueError: If there is no such file and no such recipe.
     """
     if Path(name).expanduser().is_file():
         return str(Path(name).expanduser())
@@ -40,7 +40,7 @@ def resolve(name: str) -> str:
 
 
 def resolve_arguments(arguments: Sequence[str]) -> list[str]:
-    """Put files in place of the recipe names behind every `--config` or `-c`."""
+    """Replace the recipe name after every `--config` or `-c` by its file."""
     resolved: list[str] = []
     for argument in arguments:
         if resolved and resolved[-1] in ("--config", "-c"):

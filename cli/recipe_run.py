@@ -1,4 +1,4 @@
-"""`load_recipe`: a recipe's model, one real batch and settings, without a GPU, a logger or anything on disk."""
+"""`load_recipe`: a recipe's model, one real batch and settings, without a GPU, loggers or writing to disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PRECISIONS: dict[str, Precision] = {
     "16-true": "16-true",
 }
 
-# What estimates stand for: one process on fake tensors. The recipe's own values are kept beside them.
+# Estimates describe one process on fake tensors, so the Trainer gets these; the recipe's own values are kept apart.
 _STAND_IN = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": "32-true"}
 
 _COPIES_OF_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
@@ -39,33 +39,33 @@ _COPIES_OF_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeight
 
 @dataclass(frozen=True)
 class RecipeRun:
-    """What a recipe would train, and how."""
+    """The training that a recipe describes."""
 
     module: pl.LightningModule
     batch: Any
-    """One real batch of the recipe's own loader, on the host."""
+    """One real batch from the recipe's own loader, in host memory."""
     options: StepOptions
     callbacks: tuple[pl.Callback, ...]
     accelerator: str
     notes: tuple[str, ...]
-    """What of the recipe the figures leave out."""
+    """Parts of the recipe that the figures leave out."""
     strategy_notes: tuple[str, ...]
-    """What its strategy and its devices would change, where figures are of one device."""
+    """What the recipe's strategy and number of devices would change, for figures of one device."""
     devices: int | None
-    """On each machine; None where the recipe takes all there are."""
+    """Number of devices on each machine; None if the recipe takes all that exist."""
     num_nodes: int
     dump: Callable[[], str]
-    """Gives everything the recipe says as YAML."""
+    """Returns the recipe's whole configuration as YAML."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Everything the recipe says, as plain values."""
+        """The recipe's whole configuration as plain values."""
         plain: dict[str, Any] = yaml.safe_load(self.dump())
         return plain
 
     @property
     def callback_specs(self) -> list[dict[str, Any]]:
-        """The recipe's callbacks as YAML names them."""
+        """The recipe's callbacks as written in YAML."""
         found = self.config.get("trainer", {}).get("callbacks") or []
         return found if isinstance(found, list) else [found]
 
@@ -76,11 +76,11 @@ class RecipeRun:
 
 
 class _RecipeCLI(MemFitCLI):
-    """Instantiate everything, with a trainer that runs anywhere and writes nothing."""
+    """Instantiates everything, with a Trainer that runs anywhere and writes nothing."""
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Note what the recipe says of hardware, precision and loggers, and put stand-ins in their place."""
+        """Record the recipe's hardware, precision and loggers, and replace them by stand-ins."""
         self.as_written = self.config.clone()
         trainer = self.config.trainer
         self.recipe = {name: trainer[name] for name in _STAND_IN}
@@ -94,15 +94,15 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
     """Instantiate a recipe and fetch a batch.
 
     Args:
-        arguments: As for `memfit fit`.
+        arguments: Command-line arguments as for `memfit fit`.
 
     Raises:
-        ValueError: If the recipe has no training data, or a precision that estimates don't know.
+        ValueError: If the recipe has no training data, or a precision that estimates don't support.
     """
     cli = _RecipeCLI(arguments, run=False, save_config_callback=None)
     trainer, recipe = cli.trainer, cli.recipe
     if isinstance(cli.model, CausalLM):
-        _ = cli.model.architecture  # read it once here, not in every trace of a copy
+        _ = cli.model.architecture  # read it here once, not in every trace of a copy
     options = StepOptions(
         _precision(recipe["precision"]),
         trainer.accumulate_grad_batches,
@@ -112,7 +112,7 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
     processes = num_processes(recipe["devices"]) * recipe["num_nodes"]
     with isolate_rng():
         batch = _first_batch(cli, processes)
-    cli.model.trainer = trainer  # whose data module the training step may ask
+    cli.model.trainer = trainer  # the training step may use its data module
     callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
     notes, strategy_notes = tuple(_left_out(callbacks)), tuple(_of_strategy(recipe, processes))
     dump = partial(cli.parser.dump, cli.as_written, skip_link_targets=False)
@@ -140,7 +140,7 @@ def _precision(value: Any) -> Precision:
 
 
 def num_processes(devices: Any) -> int:
-    """Processes on one node by the Trainer's `devices`; `auto` counts as one."""
+    """Return the number of processes on one node for the Trainer's `devices`; `auto` counts as one."""
     if isinstance(devices, (list, tuple)):
         return len(devices)
     text = str(devices)
@@ -170,7 +170,7 @@ def _left_out(callbacks: tuple[pl.Callback, ...]) -> Iterator[str]:
 
 
 class _PlannedTrainer:
-    """The stand-in trainer as data modules see it, with the number of processes that the recipe plans."""
+    """The stand-in Trainer as data modules see it, with the number of processes that the recipe asks for."""
 
     def __init__(self, trainer: pl.Trainer, world_size: int) -> None:
         self._trainer = trainer
@@ -181,7 +181,7 @@ class _PlannedTrainer:
 
 
 def _first_batch(cli: MemFitCLI, processes: int) -> Any:
-    """The first training batch, after the data module's own hooks, fetched in this process."""
+    """Return the first training batch, after the data module's own hooks, fetched in this process."""
     data = cli.datamodule
     owner: Any = data if data is not None else cli.model
     owner.trainer = _PlannedTrainer(cli.trainer, processes) if data is not None else cli.trainer
@@ -204,7 +204,7 @@ def _first_batch(cli: MemFitCLI, processes: int) -> Any:
 
 
 def _in_this_process(loader: Any) -> None:
-    """Starting workers for a single batch would take longer than the estimate."""
+    """Make a loader work without workers: starting them for one batch would take longer than the estimate."""
     if isinstance(loader, DataLoader):
         loader.num_workers = 0
         loader.timeout = 0

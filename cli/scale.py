@@ -35,7 +35,7 @@ exit codes: 0 every point has a result (out of memory is one), 1 a point failed,
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Options of the command."""
+    """Make the parser for the command's options."""
     parser = argparse.ArgumentParser(
         "memfit scale", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,15 +45,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=MODELLED, default=CPU, help="default: cpu")
     parser.add_argument("--folder", type=Path, default=Path("runs/scale"), help="default: runs/scale")
     parser.add_argument("--only", action="append", default=[], metavar="RUN", help="this point; may be repeated")
-    parser.add_argument("--repeat", action="store_true", help="measure finished points anew")
+    parser.add_argument("--repeat", action="store_true", help="measure finished points again")
     parser.add_argument(
         "--wandb",
         choices=("online", "offline", "off"),
         help="where runs are tracked (default: WANDB_MODE, else offline); online becomes offline without a network",
     )
-    parser.add_argument("--project", default="lightning-memfit", help="of Weights & Biases")
+    parser.add_argument("--project", default="lightning-memfit", help="Weights & Biases project")
     parser.add_argument("--note", default="", help="goes into every record")
-    parser.add_argument("--report-only", action="store_true", help="make the report of what is there")
+    parser.add_argument("--report-only", action="store_true", help="make the report from existing records")
     parser.add_argument("--json", action="store_true", help="print all records as JSON on stdout")
     return parser
 

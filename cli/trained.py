@@ -1,4 +1,4 @@
-"""What `export` and `generate` share: a trained network and its tokenizer, from a checkpoint or an exported folder."""
+"""Load a trained network and its tokenizer from a checkpoint or an exported folder, for `export` and `generate`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _DATA = "datamodule_hyper_parameters"
 
 
 def load_trained(ckpt_path: str, tokenizer: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the network of a checkpoint and the tokenizer its data were made with.
+    """Load the network of a checkpoint and the tokenizer that its data were made with.
 
     Args:
         ckpt_path: Checkpoint written by `memfit fit`; a sharded one is consolidated in memory.
-        tokenizer: Overrides the tokenizer noted in the checkpoint.
+        tokenizer: Tokenizer to use instead of the one named in the checkpoint.
 
     Raises:
-        ValueError: If either cannot be read, or no tokenizer is known.
+        ValueError: If either cannot be read, or the tokenizer is unknown.
     """
     checkpoint = _load(ckpt_path)
     name = tokenizer or checkpoint.get(_DATA, {}).get("tokenizer")

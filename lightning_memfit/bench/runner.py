@@ -151,7 +151,8 @@ class Runner:
 def _combined(folder: Path) -> dict[str, Any] | None:
     """Return the first process's outcome, with the error of the process that ran out of memory if there is one.
 
-    When one process runs out of memory, all others fail because it is gone."""
+    When one process runs out of memory, all others fail because it is gone.
+    """
     files = (folder / "outcome.json", *sorted(folder.glob("outcome_*.json")))
     outcomes = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
     if not outcomes:

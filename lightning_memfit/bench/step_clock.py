@@ -88,7 +88,7 @@ class StepClock:
         """Return median and quantiles of the step times, and rates; None before the first timed step.
 
         Args:
-            num_replicas: Number of processes (or groups of processes that share a batch); each trains on as many samples.
+            num_replicas: Number of processes (or groups that share a batch); each trains on as many samples.
         """
         if not self.steps:
             return None

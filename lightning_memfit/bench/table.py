@@ -18,7 +18,7 @@ from lightning_memfit.memory.kind import DeviceKind
 
 
 _TOOLS = {"": "lightning-memfit", **PEERS}
-_MEMORY_TOLERANCE, _HOST_TOLERANCE = 0.01, 0.1  # live tensors are the same to the byte in every run, resident memory isn't
+_MEMORY_TOLERANCE, _HOST_TOLERANCE = 0.01, 0.1  # live tensors are the same in every run, resident memory isn't
 
 Groups = dict[str, dict[str, Result]]
 """Results by group, then by tool."""
@@ -199,7 +199,7 @@ def columns(results: Sequence[Result]) -> list[Column]:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Return Markdown: the groups side by side if there are any, else a table, with remarks on its figures and their noise."""
+    """Return Markdown: groups side by side if there are any, then a table and remarks on figures and noise."""
     shown = columns(results)
     lines = [side_by_side(results), "**All rows**", ""] if any(row.group for row in results) else []
     lines += [
@@ -303,7 +303,7 @@ def _bytes(row: Result) -> int:
 
 
 def _comparable(row: Result) -> int:
-    """Return the figure that sources state: card memory of the process, or else of everyone; on the CPU live tensors."""
+    """Return what sources state: card memory of the process, or else of everyone; on the CPU live tensors."""
     measured = row.measured
     if measured is None or row.status != "ok":
         return 0

@@ -1,4 +1,8 @@
-"""`BatchedText`: what every text data module of ours shares, from samples to loaders."""
+"""`BatchedText`: the base of every text data module, from samples to loaders.
+
+A loader's order is a pure function of seed, epoch and position, so that a resumed run sees the same batches
+(`EffectiveBatchSampler`, `ResumableLoader`).
+"""
 
 from __future__ import annotations
 
@@ -15,22 +19,22 @@ from typing_extensions import override
 from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.memory.replicas import num_replicas, ranks_together
 
-# A loader whose order is a pure function of seed, epoch and position, so that a resumed run sees the same batches.
+# --- the resumable loader ---------------------------------------------------------------------------------------------
 
 
 class EffectiveBatchSampler(DistributedSampler[Any]):
     """Shuffled indices of one process, in whole effective batches.
 
-    What would make the last effective batch of an epoch smaller is left out, other blocks each epoch. Being a
-    `DistributedSampler`, it is kept by Lightning, which tells it the epoch.
+    Samples that do not fill the last effective batch of an epoch are left out, different ones in each epoch. Because it
+    is a `DistributedSampler`, Lightning keeps it and sets its epoch.
 
     Args:
-        dataset: What is indexed.
+        dataset: The data set that is indexed.
         batch_size: Micro-batch of one process.
         accumulation: Micro-batches of one optimizer step.
         num_replicas: Number of processes.
-        rank: Which of them this is.
-        seed: Of the order.
+        rank: Index of this process.
+        seed: Seed of the order.
 
     Raises:
         ValueError: If the data do not fill one effective batch.
@@ -64,7 +68,7 @@ class ResumableLoader(DataLoader[Any]):
     """`DataLoader` over an `EffectiveBatchSampler` that continues in the middle of an epoch.
 
     Lightning stores `state_dict` in checkpoints and calls `load_state_dict` before the first batch. The position is
-    looked up when the first batch is asked for, by when Lightning has set the epoch.
+    applied when the first batch is requested; by then Lightning has set the epoch.
     """
 
     sampler: EffectiveBatchSampler
@@ -88,15 +92,15 @@ class ResumableLoader(DataLoader[Any]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch, and the batches of it handed out so far."""
+        """Return the epoch and the number of its batches that were handed out so far."""
         return dict(self._position)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a position in the next iteration, if it is of the same epoch."""
+        """Continue from a position in the next iteration, if that is of the same epoch."""
         self._resume = dict(state)
 
 
-# ===
+# --- the data module --------------------------------------------------------------------------------------------------
 
 
 if TYPE_CHECKING:
@@ -112,7 +116,7 @@ class BatchedText(pl.LightningDataModule):
         global_batch_size: Samples in an optimizer step, accumulation and all devices included. Null: not checked.
         val_fraction: Share of the documents kept for validation, chosen by their content.
         num_workers: Loader processes.
-        seed: Of the order of the training samples.
+        seed: Seed for the order of the training samples.
 
     Raises:
         ValueError: If a number is out of range, or the tokenizer cannot be read.
@@ -168,7 +172,7 @@ class BatchedText(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled whole effective batches; continues exactly where a checkpoint was written."""
+        """Return a loader of shuffled whole effective batches, which continues exactly at a checkpoint's position."""
         accumulation, processes, rank = self._placement()
         samples = _ready(self._train)
         if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
@@ -178,19 +182,19 @@ class BatchedText(pl.LightningDataModule):
 
     @override
     def val_dataloader(self) -> DataLoader[Any]:
-        """All validation samples in a fixed mixed order, so that `limit_val_batches` sees all of the text."""
+        """Return validation samples in a fixed shuffled order, so that `limit_val_batches` draws from all the text."""
         samples = _ready(self._val)
         order = np.random.default_rng(self.seed).permutation(len(samples))  # type: ignore[arg-type]
         return self._in_order(Subset(samples, order.tolist()))
 
     @override
     def test_dataloader(self) -> DataLoader[Any]:
-        """The validation samples: there is no third part."""
+        """Return the validation samples: there is no third split."""
         return self.val_dataloader()
 
     @override
     def predict_dataloader(self) -> DataLoader[Any]:
-        """The validation samples."""
+        """Return the validation samples."""
         return self.val_dataloader()
 
     def _in_order(self, samples: Dataset[Any]) -> DataLoader[Any]:
@@ -205,7 +209,7 @@ class BatchedText(pl.LightningDataModule):
         }
 
     def _placement(self) -> tuple[int, int, int]:
-        """Micro-batches of a step, number of processes that see samples of their own, rank of this one among them."""
+        """Return micro-batches per step, how many processes have their own samples, and the rank among them."""
         if self.trainer is None:
             return 1, 1, 0
         rank = self.trainer.global_rank // ranks_together(self.trainer)

@@ -1,4 +1,7 @@
-"""`PackedText`: text data modules whose samples are blocks of consecutive tokens."""
+"""`PackedText`: text data modules whose samples are blocks of consecutive tokens.
+
+Documents are packed end to end into blocks of equal length (`PackedBlocks`), so there is no padding.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedText
 
-# Documents packed end to end into blocks of equal length: no padding.
+# --- blocks -----------------------------------------------------------------------------------------------------------
 
 
 def join(documents: Sequence[np.ndarray]) -> np.ndarray:
-    """Put documents, which carry their end-of-sequence token, one after the other.
+    """Concatenate documents, each of which ends with its end-of-sequence token.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If there are no documents.
     """
     if not documents:
         raise ValueError("There are no documents to pack.")
@@ -28,15 +31,15 @@ def join(documents: Sequence[np.ndarray]) -> np.ndarray:
 
 
 class PackedBlocks(Dataset[dict[str, torch.Tensor]]):
-    """Blocks of `sequence_length` consecutive tokens; what is left at the end of the text is not used.
+    """Blocks of `sequence_length` consecutive tokens; a remainder at the end of the text is not used.
 
-    Items are `{"input_ids": (sequence_length,), "labels": (sequence_length,)}`, int64; the model shifts the labels. An
-    array mapped from a file stays one: workers map the file again instead of copying it.
+    Items are `{"input_ids": (sequence_length,), "labels": (sequence_length,)}`, int64; the model shifts the labels. A
+    memory-mapped array stays one: workers map the file again instead of copying it.
 
     Args:
         tokens: `(tokens,)` integers, in memory or from `np.load(..., mmap_mode="r")`.
         sequence_length: Tokens in a block.
-        name: What the text is called in errors.
+        name: Name of the text in error messages.
 
     Raises:
         ValueError: If the text does not fill one block.
@@ -76,11 +79,11 @@ class PackedBlocks(Dataset[dict[str, torch.Tensor]]):
             self.tokens = np.load(self.tokens, mmap_mode="r")
 
 
-# ===
+# --- the data module --------------------------------------------------------------------------------------------------
 
 
 class PackedText(BatchedText):
-    """Text packed into blocks, for causal language models. Subclasses say where the tokens come from.
+    """Text packed into blocks, for causal language models. Subclasses provide the tokens.
 
     Args:
         tokenizer: `bytes`, a local folder or a hub name.
@@ -89,7 +92,7 @@ class PackedText(BatchedText):
         global_batch_size: Blocks in an optimizer step, accumulation and all devices included. Null: not checked.
         val_fraction: Share of the documents kept for validation, chosen by their content.
         num_workers: Loader processes.
-        seed: Of the order of the training blocks.
+        seed: Seed for the order of the training blocks.
 
     Raises:
         ValueError: If a number is out of range, or the tokenizer cannot be read.
@@ -112,7 +115,7 @@ class PackedText(BatchedText):
 
     @abstractmethod
     def load_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of training and validation, each `(tokens,)`."""
+        """Return the tokens for training and validation, each `(tokens,)`."""
 
     @override
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:

@@ -20,10 +20,10 @@ _NOT_PREDICTED = -100
 
 
 class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
-    """Pairs tokenized when they are asked for, cut or padded to two fixed lengths: every batch needs the same memory.
+    """Pairs tokenized on access and cut or padded to two fixed lengths, so that every batch needs the same memory.
 
     Items are `input_ids` and `attention_mask`, `(source_length,)`, and `labels`, `(target_length,)`, int64, with -100
-    where nothing is predicted. Both texts end with the end-of-sequence token, also where they are cut.
+    where nothing is predicted. Both texts end with the end-of-sequence token, even if they are cut.
 
     Args:
         pairs: Source and target texts.
@@ -32,7 +32,7 @@ class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
         target_length: Tokens of a target.
 
     Raises:
-        ValueError: If the tokenizer has no token for padding.
+        ValueError: If the tokenizer has no padding token.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": input_ids, "attention_mask": is_source.long(), "labels": labels}
 
     def _padded(self, text: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids, and where they are not padding."""
+        """Return ids, and a mask that is true where they are not padding."""
         end = self.tokenizer.eos_token_id
         ids = [token for token in self.tokenizer(text, verbose=False)["input_ids"] if token != end]
         ids = [*ids[: length - 1], end]
@@ -71,7 +71,7 @@ class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
 
 
 class PairedText(BatchedText):
-    """Pairs of texts for encoder-decoder models. Subclasses say where they come from.
+    """Pairs of texts for encoder-decoder models. Subclasses provide the pairs.
 
     Args:
         tokenizer: `bytes`, a local folder or a hub name.
@@ -81,7 +81,7 @@ class PairedText(BatchedText):
         global_batch_size: Pairs in an optimizer step, accumulation and all devices included. Null: not checked.
         val_fraction: Share of the pairs kept for validation, chosen by their sources.
         num_workers: Loader processes, which tokenize too.
-        seed: Of the order of the training pairs.
+        seed: Seed for the order of the training pairs.
 
     Raises:
         ValueError: If a number is out of range, or the tokenizer cannot be read.
@@ -107,11 +107,11 @@ class PairedText(BatchedText):
 
     @abstractmethod
     def load_pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-        """Return source and target texts of training and validation."""
+        """Return source and target texts for training and validation."""
 
     @override
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """Tokenize the pairs when they are asked for."""
+        """Make data sets that tokenize the pairs on access."""
         train, val = (
             TokenizedPairs(pairs, self.tokenizer, self.source_length, self.target_length) for pairs in self.load_pairs()
         )
@@ -121,7 +121,7 @@ class PairedText(BatchedText):
         """Keep `val_fraction` for validation; equal sources fall on the same side.
 
         Raises:
-            ValueError: If there are too few.
+            ValueError: If there are too few pairs.
         """
         hashes = np.array([content_hash(source) for source, _ in pairs], np.uint64)
         mask = validation_mask(hashes, self.val_fraction)
@@ -131,13 +131,13 @@ class PairedText(BatchedText):
 
 
 class PairData(PairedText):
-    """Pairs from local files or the Hugging Face hub, two columns of one data set.
+    """Pairs from two columns of one data set, read from local files or the Hugging Face hub.
 
     Args:
         dataset: Local file or folder of jsonl or parquet files, or a hub name.
         tokenizer: A local folder or a hub name, or `bytes`.
-        source_column: Column with what the encoder reads.
-        target_column: Column with what the decoder learns to write.
+        source_column: Column with the text that the encoder reads.
+        target_column: Column with the text that the decoder learns to write.
         dataset_config: Configuration of a hub data set.
         split: Split of a hub data set to train on.
         val_split: Split of a hub data set to validate with. Null: `val_fraction` of the pairs.
@@ -147,7 +147,7 @@ class PairData(PairedText):
         global_batch_size: Pairs in an optimizer step, accumulation and all devices included. Null: not checked.
         val_fraction: Share of the pairs kept for validation, chosen by their sources.
         num_workers: Loader processes, which tokenize too.
-        seed: Of the order of the training pairs.
+        seed: Seed for the order of the training pairs.
         cache_dir: Where `datasets` keeps its files.
 
     Raises:
@@ -186,7 +186,7 @@ class PairData(PairedText):
 
     @override
     def prepare_data(self) -> None:
-        """Download, on one process."""
+        """Download the data in one process."""
         self.load_pairs()
 
     @override
@@ -194,7 +194,7 @@ class PairData(PairedText):
         """Read both columns into memory.
 
         Raises:
-            ValueError: If a column is missing, or has something else than text.
+            ValueError: If a column is missing, or contains something other than text.
         """
         pairs = self._read(self.train_split)
         return self.split(pairs) if self.val_split is None else (pairs, self._read(self.val_split))

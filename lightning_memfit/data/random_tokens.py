@@ -17,10 +17,10 @@ class RandomTokens(pl.LightningDataModule):
         num_samples: Samples of one epoch.
         sequence_length: Tokens in a sample.
         batch_size: Samples in a micro-batch of one device.
-        vocab_size: Ids lie below it.
-        num_labels: Classes of a sequence classifier. Null: `labels` are the ids, as causal language models take them.
+        vocab_size: Number of token ids; all ids are below it.
+        num_labels: Classes of a sequence classifier. Null: `labels` are the ids, as for causal language models.
         num_workers: Loader processes.
-        seed: Of ids and classes.
+        seed: Seed of ids and classes.
 
     Raises:
         ValueError: If a number is out of range.
@@ -65,7 +65,7 @@ class RandomTokens(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        """All samples in their order."""
+        """Return all samples in order."""
         if self._samples is None:
             raise RuntimeError("Call `setup` before asking for a loader.")
         return DataLoader(
@@ -79,7 +79,7 @@ class RandomTokens(pl.LightningDataModule):
 
 
 class RandomSamples(Dataset[Any]):
-    """Samples with `input_ids` and `labels`, drawn once with a generator of their own."""
+    """Samples with `input_ids` and `labels`, drawn once from a generator of their own."""
 
     def __init__(self, shape: tuple[int, int], vocab_size: int, num_labels: int | None, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,7 @@
-"""Where text comes from: local files through Hugging Face `datasets`, or a data set of the hub."""
+"""Where text comes from: local files through Hugging Face `datasets`, or a data set of the hub.
+
+The files are read as one document per row; `validation_mask` splits documents into training and validation by content.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# File endings, the reader in `datasets`, and its options. A text file is one document.
+# File endings, with the reader in `datasets` and its options. A text file is one document.
 _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".txt": ("text", {"sample_by": "document"}),
     ".jsonl": ("json", {}),
@@ -21,11 +24,11 @@ _ENDINGS = ", ".join(_READERS)
 
 
 def load_documents(dataset: str, dataset_config: str | None, split: str, cache_dir: str | None) -> Dataset:
-    """Return a data set with one document a row.
+    """Return a data set with one document per row.
 
     Args:
         dataset: Local file or folder of txt, jsonl or parquet files, or a hub name.
-        dataset_config: Configuration of a hub data set.
+        dataset_config: Configuration name of a hub data set.
         split: Split of a hub data set; local files have only `train`.
         cache_dir: Where `datasets` keeps its files.
 
@@ -59,7 +62,7 @@ def local_files(path: Path) -> list[Path]:
     """Return the files to read, sorted, all of one kind.
 
     Raises:
-        ValueError: If there are none, they are of several kinds, or one is empty.
+        ValueError: If there are no files, they are of several kinds, or one is empty.
     """
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _READERS)
     kinds = sorted({file.suffix for file in files})
@@ -86,18 +89,18 @@ def _load_from_hub(dataset: str, dataset_config: str | None, split: str, cache_d
         ) from error
 
 
-# Splitting documents into training and validation by their content.
+# --- splitting documents by their content -----------------------------------------------------------------------------
 
 
 def content_hash(text: str) -> int:
-    """64-bit hash of a document, equal on every machine."""
+    """Return the 64-bit hash of a document, which is the same on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
 def validation_mask(hashes: np.ndarray, fraction: float) -> np.ndarray:
     """Choose the documents with the smallest hashes for validation.
 
-    The choice depends neither on the order of the documents nor on a seed, and equal documents fall on the same side.
+    The choice depends neither on the order of the documents nor on a seed, and equal documents are in the same split.
 
     Args:
         hashes: `(documents,)` unsigned 64-bit hashes from `content_hash`.

@@ -1,4 +1,8 @@
-"""`StandardLibraryText`: real text that every machine has, the source files of Python's standard library."""
+"""Real text that every machine has: the source files of Python's standard library.
+
+`StandardLibraryText` packs the files for causal language models. `StandardLibraryPairs` pairs each documented function
+with the first line of its documentation, for encoder-decoder models.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,15 @@ from lightning_memfit.data.pairs import PairedText
 from lightning_memfit.data.sources import content_hash, validation_mask
 from lightning_memfit.data.tokenization import BYTES, encode
 
-# Not the library itself: what was installed into it, and tests, which hold deliberately broken files.
+# Folders that are left out: installed packages, and tests, some of which are deliberately broken files.
 _EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 class StandardLibraryText(PackedText):
-    """Source files of the running Python's standard library: a small corpus without network or files of your own.
+    """Source files of the running Python's standard library: a small corpus that needs no network or files.
 
-    Sorted by name, one document a file, split by content. The text depends on the Python version; its hash is printed.
+    Files are sorted by name and split by content; each is one document. The text depends on the Python version; its
+    hash is printed.
 
     Args:
         tokenizer: `bytes`, a local folder or a hub name.
@@ -34,7 +39,7 @@ class StandardLibraryText(PackedText):
         global_batch_size: Blocks in an optimizer step, accumulation and all devices included. Null: not checked.
         val_fraction: Share of the files kept for validation, chosen by their content.
         num_workers: Loader processes.
-        seed: Of the order of the training blocks.
+        seed: Seed for the order of the training blocks.
         max_files: Take only this many files, those with the smallest hashes. Null: all of them.
 
     Raises:
@@ -60,7 +65,7 @@ class StandardLibraryText(PackedText):
 
     @override
     def load_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Read and encode the files in memory: 2 bytes a token."""
+        """Read and encode the files in memory, at 2 bytes per token."""
         texts = read_standard_library()
         hashes = np.array([content_hash(text) for text in texts], np.uint64)
         if self.max_files is not None and self.max_files < len(texts):
@@ -79,7 +84,7 @@ class StandardLibraryText(PackedText):
 
 
 def read_standard_library() -> list[str]:
-    """Return the text of every module of the standard library, sorted by path, empty files left out."""
+    """Return the text of every module of the standard library, sorted by path and without empty files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
@@ -89,21 +94,21 @@ def read_standard_library() -> list[str]:
     return [text for text in texts if text]
 
 
-# `StandardLibraryPairs`: functions of Python's standard library, each with the first line of its documentation.
+# --- pairs of a function and its documentation ------------------------------------------------------------------------
 
 
 class StandardLibraryPairs(PairedText):
-    """What a function says of itself, from its code: pairs that every machine has, without network or files.
+    """Pairs of a function's code and the first line of its documentation, which need no network and no files.
 
     Args:
         tokenizer: `bytes`, a local folder or a hub name.
         source_length: Tokens of a function; longer ones are cut, shorter ones padded.
-        target_length: Tokens of a line of documentation.
+        target_length: Tokens of a line of documentation; longer ones are cut, shorter ones padded.
         batch_size: Pairs in a micro-batch of one device.
         global_batch_size: Pairs in an optimizer step, accumulation and all devices included. Null: not checked.
         val_fraction: Share of the pairs kept for validation, chosen by their sources.
         num_workers: Loader processes, which tokenize too.
-        seed: Of the order of the training pairs.
+        seed: Seed for the order of the training pairs.
         max_files: Read only this many files, in the order of their names. Null: all of them.
 
     Raises:
@@ -132,15 +137,15 @@ class StandardLibraryPairs(PairedText):
 
     @override
     def load_pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-        """Parse the files; documentation is left out of the code."""
+        """Parse the files and split the pairs; the code is stripped of its documentation."""
         texts = read_standard_library()[: self.max_files]
         return self.split([pair for text in texts for pair in documented_functions(text)])
 
 
 def documented_functions(text: str) -> list[tuple[str, str]]:
-    """Code without documentation, and the documentation's first line, of every function that has one."""
+    """Return code without documentation, and the documentation's first line, for every documented function."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of invalid escapes in old modules
+        warnings.simplefilter("ignore")  # old modules have invalid escapes
         tree = ast.parse(text)
     pairs = []
     for node in ast.walk(tree):

@@ -1,4 +1,7 @@
-"""`TextData`: text from local files or the Hugging Face hub."""
+"""`TextData`: text from local files or the Hugging Face hub, for causal language models.
+
+Tokens are written once into flat `.npy` files of 2 bytes per token, which every process maps instead of copying.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from lightning_memfit.data.packed import PackedText
 from lightning_memfit.data.sources import content_hash, load_documents, validation_mask
 from lightning_memfit.data.tokenization import encode, token_dtype, tokenizer_fingerprint
 
-# Tokenized data sets as flat `.npy` files that every process maps: 2 bytes a token on disk, none copied.
+# --- token files ------------------------------------------------------------------------------------------------------
 
 
 if TYPE_CHECKING:
@@ -32,13 +35,13 @@ def tokenize_documents(
     """Tokenize every document through `datasets.map`, whose cache makes the second run immediate.
 
     Args:
-        documents: One document a row.
+        documents: Data set with one document per row.
         column: Column with the text.
         tokenizer: From `load_tokenizer`.
-        num_processes: Processes to tokenize with.
+        num_processes: Number of processes that tokenize.
 
     Returns:
-        A data set with the columns `tokens` (end of sequence included) and `hash`; empty documents are left out.
+        A data set with the columns `tokens` (end of sequence included) and `hash`, without empty documents.
 
     Raises:
         ValueError: If the column is missing, or no document has any text.
@@ -59,7 +62,7 @@ def tokenize_documents(
         features=Features({"tokens": Sequence(Value(kind)), "hash": Value("uint64")}),
         num_proc=num_processes if num_processes > 1 else None,
         desc="Tokenizing",
-        # `datasets` would hash the tokenizer object, whose inner state changes when it is first used.
+        # By default `datasets` hashes the tokenizer object, whose internal state changes when it is first used.
         new_fingerprint=Hasher.hash([documents._fingerprint, column, tokenizer_fingerprint(tokenizer)]),
     )
     if len(tokenized) == 0:
@@ -68,16 +71,16 @@ def tokenize_documents(
 
 
 def write_tokens(tokenized: Dataset, folder: Path, name: str, keep: np.ndarray | None = None) -> np.ndarray:
-    """Write the tokens of chosen documents into one file, unless it is there already, and map it.
+    """Write the tokens of chosen documents into one file, unless the file exists, and map it.
 
     Args:
         tokenized: From `tokenize_documents`.
-        folder: Where the file goes.
+        folder: Folder for the file.
         name: Distinguishes files of the same data set.
         keep: `(documents,)` booleans; None keeps all.
 
     Returns:
-        `(tokens,)` read-only array, mapped.
+        `(tokens,)` read-only array, memory-mapped.
     """
     file = folder / f"tokens-{tokenized._fingerprint}-{name}.npy"
     if not file.exists():
@@ -112,7 +115,7 @@ def _flat(table: Dataset, start: int, chosen: np.ndarray) -> np.ndarray:
 
 
 def _write_atomically(file: Path, write: Callable[[str], None]) -> None:
-    """Write beside the file and rename, so that a cut-off run leaves no half file behind under its name."""
+    """Write a temporary file next to it and rename that, so that an interrupted run leaves no partial file."""
     handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".partial")
     os.close(handle)
     try:
@@ -123,7 +126,7 @@ def _write_atomically(file: Path, write: Callable[[str], None]) -> None:
         raise
 
 
-# ===
+# --- the data module --------------------------------------------------------------------------------------------------
 
 
 if TYPE_CHECKING:
@@ -131,10 +134,10 @@ if TYPE_CHECKING:
 
 
 class TextData(PackedText):
-    """Text for causal language models, tokenized once, packed into blocks without padding.
+    """Text for causal language models, tokenized once and packed into blocks without padding.
 
-    Documents are split into training and validation by their content. A single document is cut: its last part
-    validates.
+    Documents are split into training and validation by their content. A single document is cut, and
+    its last part is used for validation.
 
     Args:
         dataset: Local file or folder of txt (one document a file), jsonl or parquet files, or a hub name.
@@ -149,8 +152,8 @@ class TextData(PackedText):
         val_fraction: Share of the documents kept for validation, chosen by their content.
         num_workers: Loader processes.
         tokenize_workers: Processes that tokenize.
-        seed: Of the order of the training blocks.
-        cache_dir: Where tokenized data are kept. Null: the cache of `datasets`.
+        seed: Seed for the order of the training blocks.
+        cache_dir: Folder for tokenized data. Null: the cache of `datasets`.
 
     Raises:
         ValueError: If a number is out of range, or text or tokenizer cannot be read.
@@ -187,12 +190,12 @@ class TextData(PackedText):
 
     @override
     def prepare_data(self) -> None:
-        """Download, tokenize and write the token files, on one process."""
+        """Download, tokenize and write the token files in one process."""
         self.load_tokens()
 
     @override
     def load_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Map the token files, writing them where they are missing."""
+        """Map the token files, and write those that are missing."""
         documents = self._tokenized(self.split)
         if self.val_split is not None:
             return self._write(documents, "all"), self._write(self._tokenized(self.val_split), "all")

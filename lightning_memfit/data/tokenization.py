@@ -1,4 +1,4 @@
-"""Tokenizers: any of Hugging Face's, or one token per byte, which needs no file and no network."""
+"""Tokenizers: any of Hugging Face's, or a byte tokenizer, which needs no file and no network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         name: `bytes` for the byte tokenizer, a local folder, or a hub name.
 
     Raises:
-        ValueError: If it cannot be read, or has no end-of-sequence token.
+        ValueError: If the tokenizer cannot be read, or has no end-of-sequence token.
     """
     if name == BYTES:
         return byte_tokenizer()
@@ -44,9 +44,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """One token per byte (its value is its id), then end of text (256) and padding (257): 258 tokens.
+    """Return a tokenizer of 258 tokens: the bytes (value is id), then end of text (256) and padding (257).
 
-    A byte-level BPE without merges, so that it is saved and loaded like any other tokenizer.
+    It is a byte-level BPE without merges, so that it is saved and loaded like any other tokenizer.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -70,7 +70,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
 
     Args:
         tokenizer: From `load_tokenizer`.
-        texts: Documents; special tokens written in them are read as plain text where the tokenizer can do that.
+        texts: Documents; special tokens written in them are read as plain text if the tokenizer can do that.
 
     Returns:
         One array of `token_dtype` for each document.
@@ -86,25 +86,25 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Smallest type that holds every id: 2 bytes a token for most vocabularies."""
+    """Smallest type that holds every id: 2 bytes per token for most vocabularies."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of what decides the ids, equal in every process."""
+    """Hash of everything that determines the ids, the same in every process."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         state: dict[str, Any] = tokenizer.get_vocab()
-    else:  # padding and truncation are what the last call asked for, which `encode` overrides
+    else:  # padding and truncation are those of the last call, and `encode` overrides them
         state = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
     identity = json.dumps([type(tokenizer).__name__, state, tokenizer.eos_token_id], sort_keys=True)
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
 def _byte_alphabet() -> list[str]:
-    """Character that stands for each byte in a byte-level BPE: itself where printable, else one above 255.
+    """Return the character for each byte in a byte-level BPE: the byte's own if printable, else one above 255.
 
-    The mapping of OpenAI's GPT-2 encoder, which `tokenizers`' ByteLevel parts use.
+    This is the mapping of OpenAI's GPT-2 encoder, which `tokenizers`' ByteLevel parts use.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     shifted = iter(range(256, 512))

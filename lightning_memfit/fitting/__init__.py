@@ -1,4 +1,4 @@
-"""Micro-batches of a constant effective batch, and surviving out-of-memory errors."""
+"""Micro-batches at a constant effective batch, and recovery from out-of-memory errors."""
 
 from lightning_memfit.fitting.step.callback import MicroBatching
 

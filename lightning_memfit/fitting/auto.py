@@ -1,4 +1,9 @@
-"""`MemFit`: one callback that plans a run, proves the plan with a probe, and trains by it."""
+"""`MemFit`: one callback that plans a run, proves the plan with a probe, and trains by it.
+
+`probe` trains a copy of the module for two real optimizer steps under the planned setting, so that the plan's memory is
+checked before training. `MemFit` plans, probes and applies. `target_of` and `precision_plugin` translate between a
+Trainer and the planner's terms.
+"""
 
 from __future__ import annotations
 
@@ -45,29 +50,29 @@ from lightning_memfit.techniques.core.first_batch import first_batch
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
 
-# `probe`: two real optimizer steps of a copy under a setting, to hold a plan's memory against before training.
+# --- the probe --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What two steps did."""
+    """Outcome of the two probe steps."""
 
     fits: bool
     peak_bytes: int | None
-    """Of live tensors; None where the run ended before it was known, or nothing follows them."""
+    """Peak of live tensors; None if the run ended before it was known, or if nothing tracks live tensors."""
 
 
 def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: Setting) -> ProbeResult:
-    """Train a copy of a module for two steps on samples of one batch, as the setting says, and forget it.
+    """Train a copy of a module for two steps on samples of one batch, as the setting says, then discard it.
 
-    Module, random state, loaders and Trainer stay as they were. The copy needs its own weights: on the device only
-    while this runs, in host memory where the module is built already.
+    The module, random state, loaders and Trainer stay as they were. The copy has weights of its own: on the device only
+    while the probe runs, and in host memory as well if the module is already built.
 
     Args:
-        trainer: About to fit; its accelerator, clipping and `MemoryLimit` are the probe's.
-        module: Not configured by techniques yet.
+        trainer: The Trainer that is about to fit; the probe uses its accelerator, gradient clipping and `MemoryLimit`.
+        module: The module, before any technique has configured it.
         batch: A real batch.
-        setting: With its micro-batch size.
+        setting: The setting to try, with its micro-batch size.
     """
     assert setting.micro_batch_size is not None
     samples = resize_batch(batch, batch_size(batch), setting.micro_batch_size)
@@ -77,7 +82,7 @@ def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: 
         torch.cuda.reset_peak_memory_stats(device)
     with isolate_rng(), _quiet():
         fits = _two_steps(trainer, module, samples, setting, limits)
-    # Trainer, loops and copy refer to one another: without this their tensors would stay beside those of the run.
+    # Trainer, loops and copy refer to one another: without this their tensors would stay alive during the run.
     gc.collect()
     peak_bytes = _peak_bytes(device, limits) if fits else None
     if DeviceKind.of(device).has_caching_allocator:
@@ -131,11 +136,11 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-# ===
+# --- the callback -----------------------------------------------------------------------------------------------------
 
 
 _MAX_PLANS = 4
-"""How often a plan is made before a run gives up; each time with what the last one's probe lacked withheld."""
+"""How many plans are made before the run gives up; each withholds the memory that the previous probe lacked."""
 
 _STEP_DOWN = 0.1
 """Share of the device withheld after a probe that ran out of memory, which doesn't say by how much."""
@@ -145,22 +150,22 @@ class MemFit(pl.Callback):
     """Plan a run for the device it is on, try the plan on a copy, then train by it.
 
     The planner chooses precision, optimizer, loss, checkpointing and micro-batch. Two optimizer steps of a copy prove
-    that the plan fits; where they run out of memory, or need more than the device has to give, it is planned again
-    with that much less. Effective batch, learning rate and schedule stay what they are. Late out-of-memory errors
-    lower the micro-batch, then recompute more blocks, then use host memory (`MicroBatching`); the first steps are
-    measured for later plans (`PlanFeedback`).
+    that the plan fits; if they run out of memory, or need more than the device can give, the run is planned again with
+    that much less. Effective batch, learning rate and schedule do not change. Late out-of-memory errors lower the
+    micro-batch, then recompute more blocks, then use host memory (`MicroBatching`); the first steps are measured for
+    later plans (`PlanFeedback`).
 
-    For one device. Works on any Trainer and module; list it before callbacks that measure.
+    `MemFit` plans for one device. It works on any Trainer and module; list it before callbacks that measure.
 
     Args:
-        allow: Numerics that may change, see `memfit plan --help`.
-        host_memory: RAM that the plan's offloading may use, such as `16GiB`; what is free by default. With a limit no
-            more is used after a late out-of-memory error.
-        probe: False trains by the first plan without trying it.
+        allow: Numerics that may change; `memfit plan --help` lists them.
+        host_memory: RAM that the plan's offloading may use, such as `16GiB`; by default all that is free. With a limit,
+            a late out-of-memory error uses no more host memory.
+        probe: Whether to try each plan on a copy; False trains by the first plan untried.
 
     Attributes:
-        plan: The plan in use, None before `fit`.
-        attempts: Every plan's label with what its probe found, in order.
+        plan: The plan in use; None before `fit`.
+        attempts: Label of every plan and what its probe found, in order.
 
     Raises:
         ValueError: If an argument makes no sense.
@@ -180,7 +185,7 @@ class MemFit(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Plan, prove, and put the plan's callbacks behind this one, where Lightning sets them up next."""
+        """Plan, probe, and insert the plan's callbacks after this one, where Lightning sets them up next."""
         self._take_off()
         if stage != "fit":
             return
@@ -261,7 +266,7 @@ class MemFit(pl.Callback):
         )
 
     def _proved(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, workload: Workload) -> Plan:
-        """The first plan whose probe fits.
+        """Return the first plan whose probe fits.
 
         Raises:
             MisconfigurationException: If nothing fits, or the step can't be traced.
@@ -278,7 +283,7 @@ class MemFit(pl.Callback):
             if not self.probe:
                 return plan
             found = probe(trainer, module, batch, plan.setting)
-            # The probe's batch is one micro-batch; in the run, others wait beside it.
+            # The probe's batch is one micro-batch; in the run, the other micro-batches are on the device as well.
             predicted = plan.peak_bytes - workload.waiting_bytes(plan.setting.micro_batch_size or 1)
             beyond = max(0, (found.peak_bytes or 0) - predicted)
             within = found.fits and plan.needed_bytes + beyond <= usable
@@ -289,7 +294,7 @@ class MemFit(pl.Callback):
                 return plan
             if found.fits:
                 withheld += beyond
-            else:  # what this plan was thought to need is too much already
+            else:  # even the predicted need of this plan is too much
                 withheld = max(withheld, usable - plan.needed_bytes) + round(_STEP_DOWN * usable)
         tried = "; ".join(f"{name}: {verdict}" for name, verdict in self.attempts)
         raise MisconfigurationException(
@@ -305,9 +310,9 @@ class MemFit(pl.Callback):
         added: list[pl.Callback] = Setting(chosen=setting.chosen).callbacks()
         whole = setting.micro_batch_size == loader_batch
         run = Setting(chosen=setting.chosen).run(read_facts(trainer.lightning_module))
-        if not whole or MICRO_BATCHING.unsupported(run, {}) is None:  # which recovers, too, where it can
+        if not whole or MICRO_BATCHING.unsupported(run, {}) is None:  # it also recovers, where it can
             size = setting.micro_batch_size or loader_batch
-            # Host memory with a limit may be used up by the plan.
+            # The plan may already use all the host memory that the limit allows.
             last_resort: LastResort = "offload" if self.host_bytes is None else "recompute"
             added.append(MicroBatching(micro_batch_size=size, last_resort=last_resort))
         added.append(PlanFeedback(dict(plan.uncorrected), plan.rates, plan.peak_bytes))
@@ -319,7 +324,7 @@ class MemFit(pl.Callback):
             strategy.precision_plugin = precision_plugin(setting.precision, strategy.root_device.type)
 
         def undo() -> None:
-            # A new list: Lightning may be going through the old one, whose members have to be told of the end.
+            # A new list: Lightning may be iterating over the old one, whose callbacks must still get their last hooks.
             trainer.callbacks = [callback for callback in callbacks if callback not in added]  # type: ignore[attr-defined]
             strategy.precision_plugin = before
 
@@ -338,7 +343,7 @@ def _measured(found: ProbeResult) -> str:
 
 
 def target_of(trainer: pl.Trainer) -> Target:
-    """The device of a Trainer, with what its `MemoryLimit` leaves of it.
+    """Return a Trainer's device as a target, with the capacity that its `MemoryLimit` leaves.
 
     Raises:
         MisconfigurationException: If it is neither CUDA nor the CPU.
@@ -358,7 +363,7 @@ def target_of(trainer: pl.Trainer) -> Target:
 
 
 def precision_plugin(name: str, device: str) -> Precision:
-    """Lightning's plugin of a precision."""
+    """Return Lightning's plugin for a precision."""
     if name.endswith("-mixed"):
         return MixedPrecision(name, device)  # type: ignore[arg-type]
     return Precision() if name == "32-true" else HalfPrecision(name)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""Monitors and reports of what a run really used."""
+"""Monitors and reports of the memory and time that a run really used."""

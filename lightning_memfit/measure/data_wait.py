@@ -1,4 +1,4 @@
-"""`DataWaitMonitor`: how much of a run's time goes by between batches, waiting for data."""
+"""`DataWaitMonitor`: the share of a run's time that is spent between batches, waiting for data."""
 
 import time
 from typing import Any
@@ -10,15 +10,15 @@ from typing_extensions import override
 class DataWaitMonitor(Callback):
     """Log the share of time between the end of a batch and the start of the next, `throughput/data_wait_fraction`.
 
-    On CUDA it is the host's time: what the device needs to finish a batch hides a wait of the same length. Validation
-    and the first batch of an epoch, for which loaders start their workers, are left out. Costs two readings of the
-    clock a batch; figures are those of each process, and the first one's are logged.
+    On CUDA this is the host's time: while the device finishes a batch, a wait of the same length stays hidden.
+    Validation and the first batch of an epoch, for which loaders start their workers, are left out. A batch costs two
+    readings of the clock. Each process measures its own figures; those of the first are logged.
 
     Args:
-        every_n_steps: Optimizer steps between two figures. None takes the Trainer's `log_every_n_steps`.
+        every_n_steps: Optimizer steps between two logged figures. None takes the Trainer's `log_every_n_steps`.
 
     Attributes:
-        fraction: Over the whole run so far; None before the second batch.
+        fraction: Share over the whole run so far; None before the second batch.
 
     Raises:
         ValueError: If `every_n_steps` is below 1.
@@ -35,7 +35,7 @@ class DataWaitMonitor(Callback):
 
     @property
     def fraction(self) -> float | None:
-        """Share of the time that went by between batches."""
+        """Share of the time that was spent between batches."""
         return self._waited / self._elapsed if self._elapsed else None
 
     @override
@@ -51,7 +51,7 @@ class DataWaitMonitor(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave out the validation."""
+        """Leave out validation."""
         self._ended = None
 
     @override
@@ -66,7 +66,7 @@ class DataWaitMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; log now and then."""
+        """Count the batch; log every `every_n_steps` optimizer steps."""
         self._ended = time.perf_counter()
         self._elapsed += self._ended - self._started
         every = self.every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]

@@ -1,4 +1,8 @@
-"""`MemoryMonitor`: what a run uses, logged while it runs and told in a table at its end."""
+"""`MemoryMonitor`: what a run uses, logged while it runs and shown in a table at its end.
+
+`UsageSampler` reads memory by category and place, as figures for the loggers, and keeps the largest ones. The callback
+`MemoryMonitor` decides when to sample, adds speed and loss, and makes the report.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,18 +21,20 @@ from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.memory.process import nvml_usage, peak_rss_bytes, pinned_bytes, rss_bytes, swapped_out_bytes
 
-# `UsageSampler`: memory of a run by category and place, as figures for the loggers, with the largest ones kept.
+# --- sampling ---------------------------------------------------------------------------------------------------------
 
 
 class UsageSampler:
-    """Samples of what a run uses. Taking one goes over the tensors of module and optimizers: microseconds each.
+    """Samples of the memory that a run uses.
+
+    Taking a sample visits every tensor of the module and the optimizers, at some microseconds each.
 
     Args:
-        device: The run's.
+        device: The device that the run trains on.
 
     Attributes:
-        largest: Largest bytes of all samples: of `process` and `card` (NVML), `host` (what module and optimizers hold
-            beside the device), `pinned`, `swap` and `disk`. What is not known is not there.
+        largest: Largest bytes of all samples, by name: `process` and `card` (NVML), `host` (what module and optimizers
+            hold in host memory), `pinned`, `swap` and `disk`. Unknown figures have no entry.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,11 +45,11 @@ class UsageSampler:
         """Take a sample.
 
         Args:
-            trainer: In training.
-            ledger: What follows live tensors, if anything does.
+            trainer: A Trainer that is training.
+            ledger: The ledger that tracks live tensors, if there is one.
 
         Returns:
-            `memory/...`, in GiB.
+            Figures named `memory/..._gib`, in GiB.
         """
         held = held_bytes(trainer.lightning_module, trainer.optimizers, self.device)
         sizes: dict[str, int | None] = {f"{category}": size for category, size in held.by_category().items()}
@@ -60,11 +66,11 @@ class UsageSampler:
         return {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if size is not None}
 
     def read_driver(self) -> None:
-        """Ask NVML once more, for the largest figures."""
+        """Read NVML once more, to update the largest figures."""
         self._read_nvml({})
 
     def _peaks(self, sizes: dict[str, int | None], ledger: StorageLedger | None) -> int | None:
-        """Peaks of live tensors since the run began."""
+        """Add the peaks since the run began to `sizes`, and return that of live tensors."""
         if ledger is not None:
             sizes |= {f"{category}_peak": size for category, size in ledger.peak_by_category.items() if size}
             sizes["live_peak"] = ledger.peak_bytes
@@ -82,48 +88,48 @@ class UsageSampler:
             self._keep("card", usage.card_bytes, sizes)
 
     def _keep(self, name: str, size: int | None, sizes: dict[str, int | None]) -> None:
-        """Note a size, and the largest of its name."""
+        """Add a size to `sizes`, and keep it if it is the largest of its name."""
         if size is not None:
             sizes[name] = size
             self.largest[name] = max(size, self.largest.get(name, 0))
 
 
-# ===
+# --- the callback -----------------------------------------------------------------------------------------------------
 
 
 class MemoryMonitor(Callback):
     """Measure the memory and the speed of a fit, for any LightningModule.
 
-    - During the first `tracked_steps` optimizer steps every live tensor is followed and counted by category:
-      parameters, buffers, gradients, optimizer states, activations, temporaries, inputs. That makes those steps slower,
-      and later ones not at all. A `MemoryLimit` on the CPU follows tensors anyway; its figures are used then, for the
-      whole run. Compiled modules run uncompiled while they are followed: set `tracked_steps` to 0 for them.
+    - During the first `tracked_steps` optimizer steps every live tensor is tracked and counted by category:
+      parameters, buffers, gradients, optimizer states, activations, temporaries, inputs. Tracking slows down those
+      steps, but not later ones. A `MemoryLimit` on the CPU tracks tensors anyway; its figures are then used for the
+      whole run. Compiled modules run uncompiled while they are tracked: set `tracked_steps` to 0 for them.
     - After the tracked steps, and every `every_n_steps` optimizer steps, figures go to every logger and to
       `trainer.callback_metrics`, those of memory in GiB and named `memory/..._gib`:
-      `parameter`, `buffer`, `gradient` and `optimizer_state` as they lie on the device when a step has ended;
+      `parameter`, `buffer`, `gradient` and `optimizer_state`, which the device holds at the end of a step;
       `host`, what module and optimizers hold in host memory instead; `rss`; `swap`, what the system swapped out;
-      `disk`, what the strategy keeps on a drive; while tensors are followed `live_peak` and its categories as
+      `disk`, what the strategy keeps on a drive; while tensors are tracked, `live_peak` and its categories as
       `..._peak`; on CUDA `allocated`, `allocated_peak`, `reserved`, `reserved_peak`, `process` and `card` (NVML) and
-      `pinned`; and `working_peak`, what a step's peak has beyond what lies there between steps.
+      `pinned`; and `working_peak`, the part of a step's peak above what is held between steps.
       Speed is `throughput/tokens_per_second` (batches with `input_ids`), `throughput/samples_per_second` and
       `throughput/seconds_per_step`.
-    - One figure stands in the progress bar, `mem_gib`: the peak of allocated memory on CUDA, of live tensors under a
-      `MemoryLimit` on the CPU, and the resident set where there is neither.
+    - The progress bar shows one figure, `mem_gib`: on CUDA the peak of allocated memory, on the CPU the peak of live
+      tensors under a `MemoryLimit`, and otherwise the resident set.
     - At the end of fit the first process prints a table.
 
-    Speed is measured after the tracked steps, waiting for data included, validation left out.
+    Speed is measured after the tracked steps; it includes waiting for data and leaves out validation.
 
     Args:
-        tracked_steps: Optimizer steps during which live tensors are followed; 0 follows none.
+        tracked_steps: Optimizer steps during which live tensors are tracked; 0 tracks none.
         every_n_steps: Optimizer steps between two samples. None takes the Trainer's `log_every_n_steps`.
-        loss_name: Logged validation metric for the table. None takes the first one that starts with `val` and has
-            `loss` in its name.
-        report_path: JSON file for the report. Where the file exists already, a number is added to the name.
+        loss_name: Logged validation metric for the table. None takes the first one whose name starts with `val` and
+            contains `loss`.
+        report_path: JSON file for the report. If the file exists, a number is added to the name.
 
     Attributes:
-        predicted: Bytes by category that were predicted for this run. Whoever predicts sets it; None shows as
+        predicted: Predicted bytes of this run by category, set by whatever made the prediction; None is shown as
             "not predicted".
-        report: The record of the last finished fit.
+        report: Report of the last finished fit.
     """
 
     def __init__(
@@ -171,7 +177,7 @@ class MemoryMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Follow live tensors, unless a limit does so already."""
+        """Track live tensors, unless a limit already does so."""
         self._global_step = trainer.global_step
         self._every = self.every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         limit = next((c for c in trainer.callbacks if isinstance(getattr(c, "ledger", None), StorageLedger)), None)  # type: ignore[attr-defined]
@@ -185,7 +191,7 @@ class MemoryMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count; sample every `every_n_steps` optimizer steps."""
+        """Count the batch; take a sample every `every_n_steps` optimizer steps."""
         step = trainer.global_step
         stepped = step != self._global_step
         self._throughput.add(batch, stepped)
@@ -216,7 +222,7 @@ class MemoryMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the last figures while the strategy still stands."""
+        """Take the last figures before the strategy is torn down."""
         self._stop_following()
         self._usage.read_driver()
         if self._ledger is not None:
@@ -329,10 +335,10 @@ class MemoryMonitor(Callback):
 
 
 def _publish(trainer: Trainer, figures: dict[str, float], in_bar: float) -> None:
-    """Give figures to the loggers, to other callbacks, and one of them to the progress bar.
+    """Pass figures to the loggers and to other callbacks, and one of them to the progress bar.
 
-    `LightningModule.log` would do so, too, but Lightning then goes over all values anew in every batch until the epoch
-    ends: 15 microseconds a step.
+    `LightningModule.log` would do so too, but Lightning then processes all logged values again in every batch until the
+    epoch ends, which costs 15 microseconds a step.
     """
     step = trainer.global_step - 1  # Lightning counts the steps of its logs from 0
     for logger in trainer.loggers:

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 _NOT_IN_TENSORS = (Category.RUNTIME_CONTEXT, Category.FRAGMENTATION)
 TOLERANCE = 0.05
-"""Contract 3 of the design: beyond this relative error of the prediction a run says so."""
+"""Relative error of the prediction above which the report of a run says so."""
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """Figures of one run. What was not measured is None and shown as such."""
+    """Figures of one run. A figure that was not measured is None and is shown as such."""
 
     device: str
     num_steps: int
@@ -30,17 +30,17 @@ class RunReport:
     measured_over: str = ""
     """Which part of the run `measured` covers."""
     limit_bytes: int | None = None
-    """Memory limit the run had to keep."""
+    """Memory limit that the run had to keep."""
     peak_allocated_bytes: int | None = None
     """CUDA: `torch.cuda.max_memory_allocated`."""
     peak_reserved_bytes: int | None = None
     """CUDA: `torch.cuda.max_memory_reserved`."""
     process_bytes: int | None = None
-    """CUDA: what NVML says this process holds, largest sample."""
+    """CUDA: memory of this process by NVML, largest sample."""
     card_bytes: int | None = None
-    """CUDA: what NVML says is used on the card by everyone, largest sample."""
+    """CUDA: memory of all processes on the card by NVML, largest sample."""
     host_bytes: int | None = None
-    """What module and optimizers hold in host memory beside the device, largest sample."""
+    """What module and optimizers hold in host memory rather than on the device, largest sample."""
     pinned_bytes: int | None = None
     """CUDA: page-locked host memory that torch holds, largest sample."""
     swap_bytes: int | None = None
@@ -59,31 +59,31 @@ class RunReport:
     last_loss: float | None = None
     checkpoint_path: str | None = None
     num_processes: int = 1
-    """Figures are those of the first of them."""
+    """Number of processes; all figures are those of the first."""
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """Predicted bytes of live tensors on the device, without context and fragmentation: what is comparable."""
+        """Predicted bytes of live tensors on the device, without context and fragmentation, which are not tensors."""
         if self.predicted is None:
             return None
         return self.predicted.total() - sum(self.predicted.get(category) for category in _NOT_IN_TENSORS)
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Measured counterpart: the allocator's figure on CUDA, otherwise the tracked live bytes."""
+        """Measured peak to compare it with: the allocator's figure on CUDA, otherwise the tracked live bytes."""
         if self.peak_allocated_bytes is not None:
             return self.peak_allocated_bytes
         return None if self.measured is None else self.measured.total()
 
     @property
     def prediction_error(self) -> float | None:
-        """Predicted over measured peak, less one; None where either is missing."""
+        """Predicted over measured peak, minus one; None if either is missing."""
         predicted, measured = self.predicted_peak_bytes, self.measured_peak_bytes
         return predicted / measured - 1 if predicted is not None and measured else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, bytes as integers; every field stands in `docs/guides/monitors.md`."""
+        """Plain data for JSON, bytes as integers; `docs/guides/monitors.md` describes every field."""
         data = asdict(self)
         for name in ("predicted", "measured"):
             breakdown = getattr(self, name)
@@ -91,7 +91,7 @@ class RunReport:
         return {**data, "prediction_error": self.prediction_error}
 
     def write(self, path: str | Path) -> Path:
-        """Write JSON to `path`, or to `path` with the next free number where a file is there already.
+        """Write JSON to `path`, or to `path` with the next free number if the file exists.
 
         Returns:
             The file that was written.
@@ -112,7 +112,7 @@ class RunReport:
                 return target
 
     def table(self) -> "Table":
-        """A Rich table: memory by category, then what process and driver say, speed, loss, checkpoint."""
+        """Rich table: memory by category, then figures of process and driver, speed, loss and checkpoint."""
         from rich.table import Table
 
         table = Table(title=f"Run report: {self.num_steps} optimizer steps on {self.device}", title_justify="left")
@@ -187,7 +187,7 @@ class RunReport:
 
 
 def versions() -> dict[str, str]:
-    """Versions that decide what a run uses."""
+    """Versions of the libraries that decide how much memory a run uses."""
     import lightning
     import torch
 

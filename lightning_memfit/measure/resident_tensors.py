@@ -1,4 +1,4 @@
-"""What a module and its optimizers hold between steps, by category and by where it lies."""
+"""Bytes that a module and its optimizers hold between steps, by category and by tier."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from lightning_memfit.memory.ledger import held_tensors
 
 
 class _Sum:
-    """Bytes by tier and category, every storage once."""
+    """Bytes by tier and category; every storage counts once."""
 
     def __init__(self, device: torch.device) -> None:
         self.sizes: dict[tuple[Tier, Category], int] = defaultdict(int)
@@ -34,15 +34,15 @@ class _Sum:
 
 
 def held_bytes(module: torch.nn.Module, optimizers: Iterable[Any], device: torch.device) -> MemoryBreakdown:
-    """Bytes of parameters, buffers, gradients and optimizer states, as they are now.
+    """Return the current bytes of parameters, buffers, gradients and optimizer states.
 
-    Parameters that an optimizer steps and the module does not know, such as the float32 copies that DeepSpeed keeps,
-    count as optimizer states. What lies on a disk has no bytes here.
+    Parameters that an optimizer steps but the module does not know, such as the float32 copies that DeepSpeed keeps,
+    count as optimizer states. Tensors that were swapped out to a disk count as 0 bytes.
 
     Args:
-        module: Its own parameters and buffers, shards where it is sharded.
-        optimizers: Of the Trainer; wrappers as DeepSpeed's are looked into.
-        device: The run's; everything elsewhere is in host memory.
+        module: The module; its own parameters and buffers are counted, or their local shards if it is sharded.
+        optimizers: The Trainer's optimizers; wrappers such as DeepSpeed's are unwrapped.
+        device: The run's device; every tensor elsewhere counts as host memory.
     """
     total = _Sum(device)
     for parameter in module.parameters():
@@ -61,7 +61,7 @@ def held_bytes(module: torch.nn.Module, optimizers: Iterable[Any], device: torch
 
 
 def stepped_parameters(optimizer: Any) -> Iterator[torch.Tensor]:
-    """What an optimizer steps: the module's parameters, or copies and shards of them that only the optimizer knows."""
+    """Yield what an optimizer steps: the module's parameters, or copies and shards that only the optimizer knows."""
     for group in _inner(optimizer).param_groups:
         yield from group["params"]
     yield from getattr(
@@ -70,7 +70,7 @@ def stepped_parameters(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that steps, where others are wrapped around it."""
+    """Return the innermost optimizer, which does the step, if others wrap it."""
     while not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer

@@ -1,4 +1,4 @@
-"""`RunSummary`: predicted against measured, over all processes, in every logger's last line."""
+"""`RunSummary`: predicted and measured figures over all processes, as the last entry of every logger."""
 
 from typing import Any
 
@@ -18,19 +18,19 @@ _OVER_RANKS = ("measured_peak_bytes", "peak_reserved_bytes", "peak_rss_bytes")
 
 
 class RunSummary(Callback):
-    """At the end of fit give every logger what was predicted and what was measured.
+    """Log predicted and measured figures to every logger at the end of fit.
 
-    Needs a `MemoryMonitor` before it in the Trainer's list, in every process. Logged at the last step as `summary/...`:
+    Every process needs a `MemoryMonitor` before it in the Trainer's list. At the last step it logs, as `summary/...`,
     `predicted_peak_gib`, `measured_peak_gib`, `prediction_error`, `peak_reserved_gib` (CUDA), `peak_rss_gib`,
     `seconds_per_step`, `samples_per_second` and `tokens_per_second` of all processes; `data_wait_fraction` and `mfu`
-    where a `DataWaitMonitor` or a `FlopsMonitor` is there. With several processes memory is that of the first, and
-    `..._max_rank_gib` the largest of all. What is unknown is left out. Weights & Biases shows the last value of a
+    if there is a `DataWaitMonitor` or a `FlopsMonitor`. With several processes, memory is that of the first, and
+    `..._max_rank_gib` is the largest of all. Unknown figures are left out. Weights & Biases shows the last value of a
     metric in a run's summary; TensorBoard and CSV files hold it as their last entry.
     """
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Collect and log."""
+        """Collect the figures of all processes and log them."""
         monitor = next((c for c in trainer.callbacks if isinstance(c, MemoryMonitor)), None)  # type: ignore[attr-defined]
         if monitor is None or monitor.report is None:
             rank_zero_warn("RunSummary: nothing to sum up. Put a `MemoryMonitor` before it in `trainer.callbacks`.")
@@ -50,7 +50,7 @@ class RunSummary(Callback):
             logger.save()
 
     def _over_ranks(self, trainer: Trainer, report: RunReport) -> dict[str, float | None]:
-        """Largest figures of all processes; every process takes part."""
+        """Return the largest figures of all processes; every process must call this."""
         if trainer.world_size == 1:
             return {}
         own = [float(getattr(report, name) or 0) for name in _OVER_RANKS]

@@ -10,7 +10,7 @@ from lightning_memfit.memory.kind import synchronize
 
 
 def count_tokens(batch: Any) -> int | None:
-    """Elements of `input_ids`, padding included; None where a batch has no such entry."""
+    """Number of elements of `input_ids`, padding included; None if the batch has no such entry."""
     if isinstance(batch, torch.Tensor) or not isinstance(batch, Mapping):
         return None
     tokens = batch.get("input_ids")
@@ -18,7 +18,7 @@ def count_tokens(batch: Any) -> int | None:
 
 
 def count_samples(batch: Any) -> int | None:
-    """First dimension of the first tensor in a batch; None where it holds none."""
+    """First dimension of the first tensor in a batch; None if it holds no tensor."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else 1
     if isinstance(batch, Mapping):
@@ -33,11 +33,13 @@ def _first(counts: Iterable[int | None]) -> int | None:
 
 
 class Throughput:
-    """Counts from `start` on. Time between `pause` and `resume` is left out, waiting for data is not.
+    """Counts batches from `start` on.
+
+    Time between `pause` and `resume` is left out; time spent waiting for data is included.
 
     Args:
-        device: On CUDA the clock is read after the queued kernels are done, but only in `start`, `pause`, `resume` and
-            `synchronize`: a batch costs no synchronization.
+        device: The run's device. On CUDA the clock is read after the queued kernels are done, but only in `start`,
+            `pause`, `resume` and `synchronize`: a batch costs no synchronization.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +57,7 @@ class Throughput:
         self._started = self._last
 
     def add(self, batch: Any, stepped: bool) -> None:
-        """Count a finished batch, and an optimizer step where it ended one. Does nothing before `start`."""
+        """Count a finished batch, and an optimizer step if the batch ended one. Does nothing before `start`."""
         if self._started is None:
             return
         self._last = time.perf_counter()
@@ -71,7 +73,7 @@ class Throughput:
         self._last = time.perf_counter()
 
     def pause(self) -> None:
-        """Stop the clock, for a validation for instance."""
+        """Stop the clock, for instance during validation."""
         if self._started is not None:
             self.synchronize()
             self._paused = self._last
@@ -90,12 +92,12 @@ class Throughput:
 
     @property
     def samples_per_second(self) -> float | None:
-        """None before the first step and for batches whose size is unknown."""
+        """Samples per second; None before the first step and for batches whose size is unknown."""
         return self._rate(self._samples)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None before the first step and for batches without `input_ids`."""
+        """Tokens per second; None before the first step and for batches without `input_ids`."""
         return self._rate(self._tokens)
 
     @property

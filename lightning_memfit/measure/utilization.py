@@ -1,4 +1,4 @@
-"""`FlopsMonitor`: FLOP/s of a run's model, and their share of what the device could do (MFU)."""
+"""`FlopsMonitor`: FLOP/s of a run's model, and their share of the device's peak (MFU)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,25 +14,25 @@ from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.measure.throughput import Throughput, count_samples, count_tokens
 from lightning_memfit.memory.kind import DeviceKind
 
-_FORWARD_AND_BACKWARD = 3  # backward multiplies by the weights and by the inputs: twice the forward
+_FORWARD_AND_BACKWARD = 3  # the backward multiplies by the weights and by the inputs, which is twice the forward
 
 
 class FlopsMonitor(Callback):
     """Log `throughput/model_tflops_per_second` and `throughput/mfu`, the model FLOPs utilization of a device.
 
     Model FLOPs are three times those of the forward (Chowdhery et al. 2022, appendix B): recomputing activations costs
-    time and counts for nothing. The forward of the first batch is counted operator by operator; after that a batch
-    counts by its tokens (`input_ids`), or by its samples. Time is measured from the second optimizer step on, waiting
-    for data included and validation left out. Figures are those of one device.
+    time but does not count. The forward of the first batch is counted operator by operator; after that a batch
+    counts by its tokens (`input_ids`), or by its samples. Time is measured from the second optimizer step on; it
+    includes waiting for data and leaves out validation. Figures are those of one device.
 
     Args:
-        peak_flops: What the device could do, in FLOP/s. None takes the catalogue's dense rate of the CUDA device in the
+        peak_flops: Peak rate of the device in FLOP/s. None takes the catalogue's dense rate of the CUDA device in the
             Trainer's precision; where that is unknown, and on the CPU, there is no MFU, and a message says so.
-        every_n_steps: Optimizer steps between two figures. None takes the Trainer's `log_every_n_steps`.
+        every_n_steps: Optimizer steps between two logged figures. None takes the Trainer's `log_every_n_steps`.
 
     Attributes:
-        flops_per_second: Over the run so far; None before the third optimizer step.
-        mfu: Its share of the peak; None where that is unknown.
+        flops_per_second: Model FLOP/s over the run so far; None before the third optimizer step.
+        mfu: Share of the peak that this is; None if the peak is unknown.
 
     Raises:
         ValueError: If a number is not positive.
@@ -68,7 +68,7 @@ class FlopsMonitor(Callback):
 
     @property
     def mfu(self) -> float | None:
-        """Share of the device's peak."""
+        """Model FLOP/s as a share of the device's peak."""
         achieved = self.flops_per_second
         return None if achieved is None or self._peak is None else achieved / self._peak
 
@@ -95,7 +95,7 @@ class FlopsMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count; log now and then."""
+        """Count the batch; log every `every_n_steps` optimizer steps."""
         if self._forward is not None and self._flops_per_sample is None:
             self._learn(trainer, batch)
         step = trainer.global_step
@@ -112,7 +112,7 @@ class FlopsMonitor(Callback):
             self._log(trainer, pl_module)
 
     def _learn(self, trainer: Trainer, batch: Any) -> None:
-        """What a token and a sample of the first batch cost; the strategy gets its own method back."""
+        """Derive the cost of a token and of a sample from the first batch, and give the strategy its method back."""
         assert self._forward is not None
         samples, tokens = count_samples(batch), count_tokens(batch)
         self._flops_per_sample = _FORWARD_AND_BACKWARD * self._forward / samples if samples else 0.0
@@ -150,7 +150,7 @@ class FlopsMonitor(Callback):
         self._restore(trainer)
 
     def _restore(self, trainer: Trainer) -> None:
-        """Where somebody wrapped our method since, it stays and passes everything on."""
+        """Give the strategy its method back; if somebody has wrapped ours since, it stays and passes every call on."""
         strategy: Any = trainer.strategy
         ours = vars(strategy).get("training_step")
         if not isinstance(ours, partial) or getattr(ours.func, "__self__", None) is not self:
@@ -162,7 +162,7 @@ class FlopsMonitor(Callback):
 
 
 def _peak_of(trainer: Trainer) -> float | None:
-    """Dense FLOP/s of the CUDA device in the trainer's precision, from the catalogue."""
+    """Dense FLOP/s of the CUDA device in the Trainer's precision, from the catalogue."""
     device = trainer.strategy.root_device
     if not DeviceKind.of(device).is_catalogued:
         rank_zero_info(f"FlopsMonitor: no peak is known for `{device.type}`, so there is no MFU. Give `peak_flops`.")

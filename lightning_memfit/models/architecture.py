@@ -1,4 +1,4 @@
-"""Finding and building Hugging Face language models: one clear error for everything that can be missing."""
+"""Find and build Hugging Face language models, with one clear error for everything that can be missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FREE_FORM = {"model_type", "architectures", "torch_dtype", "dtype", "transforme
 def resolve_config(
     pretrained: str | None, config_name: str | None, config: Mapping[str, Any] | None
 ) -> PretrainedConfig:
-    """Return the architecture, with the entries of `config` laid over a named one.
+    """Return the architecture, with the entries of `config` replacing those of a named one.
 
     Args:
         pretrained: Hub name or local folder of a model whose weights will be loaded.
@@ -54,11 +54,11 @@ def resolve_config(
 
 
 def build(config: PretrainedConfig, pretrained: str | None, attn_implementation: str) -> PreTrainedModel:
-    """Build the model once, in torch's default dtype (which Lightning's `*-true` precisions set): no fp32 copy.
+    """Build the model once, in torch's default dtype (which Lightning's `*-true` precisions set), without an fp32 copy.
 
     Args:
         config: The architecture.
-        pretrained: Where the weights are, or None for random ones.
+        pretrained: Hub name or local folder of the weights; None for random ones.
         attn_implementation: `sdpa`, `eager` or `flash_attention_2`.
 
     Raises:
@@ -79,19 +79,19 @@ def build(config: PretrainedConfig, pretrained: str | None, attn_implementation:
 
 
 def is_encoder_decoder(config: PretrainedConfig) -> bool:
-    """Whether one half reads a text and the other writes one."""
+    """Whether the model has an encoder, which reads a text, and a decoder, which writes one."""
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class of transformers that builds and loads language models of this architecture."""
+    """Return the class of transformers that builds and loads language models of this architecture."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     return AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """Longest sequence in tokens the architecture has positions for, None where it has no such bound."""
+    """Longest sequence in tokens that the architecture has positions for; None if it has no such bound."""
     return getattr(config, "max_position_embeddings", None)
 
 
@@ -115,7 +115,7 @@ def _inline_config(entries: dict[str, Any]) -> PretrainedConfig:
 
 
 def _check_keys(entries: Mapping[str, Any], config: PretrainedConfig) -> None:
-    """Refuse misspelt entries, which transformers would store and never read."""
+    """Refuse misspelt entries, which transformers would store but never read."""
     known = {*config.to_dict(), *config.attribute_map} | _FREE_FORM
     for key in entries:
         if key not in known:

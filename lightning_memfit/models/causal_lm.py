@@ -1,4 +1,8 @@
-"""`CausalLM`: any Hugging Face causal language model as a LightningModule."""
+"""`CausalLM`: any Hugging Face causal language model as a LightningModule.
+
+Two helpers come first: a perplexity metric that needs no logits, and torch's random state, kept in checkpoints so that
+dropout continues where it stopped.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,13 @@ from lightning_memfit.models.optimizer import checked_options, cosine_with_warmu
 from lightning_memfit.models.sampling import continue_text
 from lightning_memfit.models.trained import ARCHITECTURE_KEY, export_folder
 
-# Perplexity from losses that are there already: no second softmax over the vocabulary.
+# --- perplexity from the losses: no second softmax over the vocabulary ------------------------------------------------
 
 
 class LossPerplexity(Metric):
     """Perplexity `exp(sum of token losses / tokens)` over all updates and processes.
 
-    Equal to `torchmetrics.text.Perplexity`, which needs the logits and another `(batch, length, vocabulary)` tensor.
+    It equals `torchmetrics.text.Perplexity`, which needs the logits and another `(batch, length, vocabulary)` tensor.
     """
 
     is_differentiable = False
@@ -46,18 +50,18 @@ class LossPerplexity(Metric):
 
         Args:
             mean_loss: Mean cross-entropy in nats of the batch's predicted tokens.
-            num_tokens: How many tokens that mean is over.
+            num_tokens: Number of tokens in that mean.
         """
         self.total += mean_loss.detach().float() * num_tokens
         self.tokens += num_tokens
 
     @override
     def compute(self) -> torch.Tensor:
-        """Perplexity so far; NaN before the first token."""
+        """Return the perplexity so far; NaN before the first token."""
         return torch.exp(self.total / self.tokens)
 
 
-# State of torch's random generators, kept in checkpoints so that dropout continues where it stopped.
+# --- random state -----------------------------------------------------------------------------------------------------
 
 
 def collect_random_state() -> dict[str, Any]:
@@ -67,13 +71,13 @@ def collect_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the generators to a state from `collect_random_state`, as far as this machine has the devices."""
+    """Set the generators to a state from `collect_random_state`, for the devices that this machine has."""
     torch.set_rng_state(state["cpu"].cpu())
     for index, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(value.cpu(), index)
 
 
-# ===
+# --- the module -------------------------------------------------------------------------------------------------------
 
 
 if TYPE_CHECKING:
@@ -86,7 +90,7 @@ class CausalLM(pl.LightningModule):
     """Fine-tune a pretrained causal language model, or train the same architecture from random weights.
 
     Batches are dictionaries with `input_ids` and `labels`, both `(batch, length)` integers; labels of -100 are not
-    predicted. Logged: `train_loss`, `val_loss`, `val_perplexity` (and `test_*`), in nats per token.
+    predicted. The module logs `train_loss`, `val_loss`, `val_perplexity` (and `test_*`); losses are in nats per token.
 
     Args:
         pretrained: Hub name or local folder (safetensors) of the model to fine-tune. Null: random weights.
@@ -94,7 +98,7 @@ class CausalLM(pl.LightningModule):
         config: Inline architecture with its `model_type`, or entries that change the named one.
         attn_implementation: Attention kernel: `sdpa`, `eager` or `flash_attention_2`.
         learning_rate: Peak learning rate.
-        min_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
+        min_learning_rate_fraction: Learning rate at the end of the cosine, as a fraction of the peak.
         warmup_steps: Optimizer steps of linear warm-up.
         weight_decay: Decay of weight matrices; biases and norms have none.
         optimizer: Name in `torch.optim`, or the import path of an optimizer class.
@@ -149,14 +153,14 @@ class CausalLM(pl.LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Build the model in the precision and on the device Lightning asks for. A second call does nothing."""
+        """Build the model in the precision and on the device that Lightning asks for. A second call does nothing."""
         if self.model is None:
             self.model = build(self.architecture, self.hparams["pretrained"], self.hparams["attn_implementation"])
             self.model.train()
 
     @override
     def setup(self, stage: str) -> None:
-        """Refuse data the architecture cannot take, before any weight is loaded."""
+        """Refuse data that the architecture cannot take, before any weight is loaded."""
         datamodule = getattr(self.trainer, "datamodule", None)
         self._check_length(getattr(datamodule, "sequence_length", None))
         vocabulary = getattr(datamodule, "vocab_size", None)
@@ -179,7 +183,7 @@ class CausalLM(pl.LightningModule):
         """The Hugging Face model.
 
         Raises:
-            RuntimeError: If it is not built yet.
+            RuntimeError: If the model is not built yet.
         """
         if self.model is None:
             raise RuntimeError("The model is built by `configure_model()`, which has not been called yet.")
@@ -238,7 +242,7 @@ class CausalLM(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Optimizer over decayed and undecayed parameters, with a cosine schedule stepped at every optimizer step."""
+        """Make the optimizer (biases and norms undecayed) and a cosine schedule that counts optimizer steps."""
         groups = weight_decay_groups(self, self.hparams["weight_decay"])
         optimizer = self._optimizer_class(groups, lr=self.hparams["learning_rate"], **self._optimizer_options)
         factor = partial(
@@ -262,7 +266,7 @@ class CausalLM(pl.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the architecture (a checkpoint loads without the hub) and the random state (dropout goes on exactly)."""
+        """Add architecture (a checkpoint loads without the hub) and random state (dropout continues exactly)."""
         checkpoint[ARCHITECTURE_KEY] = self.network.config.to_dict()
         checkpoint[_RANDOM_STATE] = collect_random_state()
 
@@ -273,7 +277,7 @@ class CausalLM(pl.LightningModule):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Restore the random state of the checkpoint once, after everything that draws numbers while starting."""
+        """Restore the checkpoint's random state once, after everything that draws random numbers at the start."""
         if self._random_state is not None:
             restore_random_state(self._random_state)
             self._random_state = None

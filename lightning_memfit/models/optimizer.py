@@ -1,4 +1,4 @@
-"""Choosing a torch optimizer by name."""
+"""Optimizers by name, the cosine schedule, and parameter groups with weight decay only where it belongs."""
 
 import difflib
 import importlib
@@ -13,7 +13,7 @@ _SET_ELSEWHERE = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return the optimizer class of a name in `torch.optim` or of an import path.
+    """Return the optimizer class for a name in `torch.optim` or an import path.
 
     Raises:
         ValueError: If there is no such optimizer.
@@ -31,7 +31,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options, with lists made tuples, as torch's own defaults are.
+    """Return the options with lists turned into tuples, like torch's own defaults.
 
     Raises:
         ValueError: If an option has an argument of its own.
@@ -42,17 +42,17 @@ def checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
 
 
-# Learning-rate schedules, counted in optimizer steps.
+# --- the learning-rate schedule ---------------------------------------------------------------------------------------
 
 
 def cosine_with_warmup(step: int, *, warmup_steps: int, total_steps: int, floor: float) -> float:
-    """Factor of the peak learning rate at an optimizer step.
+    """Return the factor of the peak learning rate at an optimizer step.
 
-    Rises linearly to 1 over `warmup_steps` (step 0 already learns), then falls along half a cosine to `floor`, which is
-    reached at `total_steps` and kept. Loshchilov and Hutter, "SGDR", 2017, without restarts.
+    It rises linearly to 1 over `warmup_steps` (step 0 already learns), then falls along half a cosine to `floor`,
+    which is reached at `total_steps` and kept. Source: Loshchilov and Hutter, "SGDR", 2017, without restarts.
 
     Args:
-        step: Optimizer steps done.
+        step: Number of optimizer steps done.
         warmup_steps: Optimizer steps of the linear rise.
         total_steps: Optimizer steps of the whole run.
         floor: Factor at the end, in [0, 1].
@@ -63,7 +63,7 @@ def cosine_with_warmup(step: int, *, warmup_steps: int, total_steps: int, floor:
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-# Parameter groups with weight decay only where it belongs.
+# --- parameter groups -------------------------------------------------------------------------------------------------
 
 
 def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -75,11 +75,11 @@ def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str
     (`get_decay_parameter_names`): a head tied to them is a weight matrix like any other.
 
     Args:
-        module: Its parameters are taken once each, tied ones under the first name they appear by.
-        weight_decay: For the decayed group; the other group gets 0.
+        module: The module; each parameter is taken once, a tied one under the name that comes first.
+        weight_decay: Weight decay of the decayed group; the other group gets 0.
 
     Returns:
-        Groups for the constructor of a `torch.optim` optimizer, empty ones left out.
+        Non-empty groups for the constructor of a `torch.optim` optimizer.
 
     Raises:
         ValueError: If `weight_decay` is negative or nothing in the module is trainable.
@@ -104,5 +104,5 @@ def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str
 def _is_decayed(owner: nn.Module, name: str, parameter: torch.Tensor) -> bool:
     is_bias = name == "bias" or name.endswith("_bias")
     is_norm = "norm" in type(owner).__name__.lower()
-    shape = getattr(parameter, "ds_shape", parameter.shape)  # what ZeRO-3 has partitioned looks like an empty vector
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3's partitioned parameters look empty
     return len(shape) >= 2 and not is_bias and not is_norm

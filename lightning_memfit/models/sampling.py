@@ -1,4 +1,4 @@
-"""Continuing a text with a Hugging Face model."""
+"""Continue a text with a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def continue_text(
     temperature: float,
     top_k: int,
 ) -> str:
-    """Return the prompt and its continuation, or the answer of an encoder-decoder model; its training mode is kept.
+    """Return the prompt and its continuation, or an encoder-decoder model's answer; the training mode is kept.
 
     Args:
         network: Any language model.
-        tokenizer: The tokenizer it was trained with.
-        prompt: Where to start; empty starts a new document. An encoder-decoder model reads it.
-        max_new_tokens: How many tokens to add at most.
-        temperature: 0 takes the likeliest token each time.
-        top_k: Sample from this many likeliest tokens.
+        tokenizer: The tokenizer that it was trained with.
+        prompt: Text to continue; an empty one starts a new document. An encoder-decoder model reads it.
+        max_new_tokens: Maximum number of tokens to add.
+        temperature: Temperature of the sampling; 0 takes the likeliest token each time.
+        top_k: Number of likeliest tokens to sample from.
 
     Raises:
         ValueError: If prompt and continuation exceed the model's positions.

@@ -13,14 +13,14 @@ class Seq2SeqLM(CausalLM):
 
     Batches are dictionaries with `input_ids` and `attention_mask`, `(batch, source_length)`, and `labels`,
     `(batch, target_length)` integers; labels of -100 are not predicted. The model makes the decoder's input from the
-    labels. Arguments and what is logged are those of `CausalLM`.
+    labels. Arguments and logged values are those of `CausalLM`.
     """
 
     encoder_decoder = True
 
     @override
     def setup(self, stage: str) -> None:
-        """Refuse data the architecture cannot take, before any weight is loaded."""
+        """Refuse data that the architecture cannot take, before any weight is loaded."""
         super().setup(stage)
         datamodule = getattr(self.trainer, "datamodule", None)
         for argument in ("source_length", "target_length"):
@@ -28,7 +28,7 @@ class Seq2SeqLM(CausalLM):
 
     @override
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Return the most likely token at every position of the target, given what comes before, `(batch, length)`."""
+        """Return the most likely token at every position of the target, given the ones before, `(batch, length)`."""
         tokens: torch.Tensor = self(**batch).logits.argmax(dim=-1)
         return tokens
 

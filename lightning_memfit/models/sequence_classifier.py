@@ -20,12 +20,12 @@ class SequenceClassifier(pl.LightningModule):
     """Train a sequence classifier of a given architecture from random weights, at a constant learning rate.
 
     Batches are dictionaries with `input_ids`, `(batch, length)` integers, and `labels`, `(batch,)` integers below
-    `num_labels`. Logged: `train_loss`, in nats.
+    `num_labels`. The module logs `train_loss`, in nats.
 
     Args:
         config: Inline architecture with its `model_type`, or entries that change the named one.
         config_name: Hub name or local folder whose architecture is built.
-        num_labels: Classes.
+        num_labels: Number of classes.
         attn_implementation: Attention kernel: `sdpa`, `eager` or `flash_attention_2`.
         learning_rate: Learning rate.
         weight_decay: Decay of all parameters.
@@ -66,7 +66,7 @@ class SequenceClassifier(pl.LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Build the model in the precision and on the device Lightning asks for. A second call does nothing."""
+        """Build the model in the precision and on the device that Lightning asks for. A second call does nothing."""
         if self.model is not None:
             return
         from transformers import AutoModelForSequenceClassification
@@ -93,6 +93,6 @@ class SequenceClassifier(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One group with all parameters."""
+        """Make the optimizer, with all parameters in one group."""
         options = {"weight_decay": self.hparams["weight_decay"], **self._optimizer_options}
         return self._optimizer_class(self.parameters(), lr=self.hparams["learning_rate"], **options)

@@ -1,4 +1,4 @@
-"""Trained models on disk: from a training checkpoint, to a Hugging Face folder."""
+"""Trained models on disk: read them from a training checkpoint, export them to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a single-file checkpoint of a `CausalLM` onto the CPU, memory-mapped.
 
     Raises:
-        ValueError: If there is no such file, or it is no checkpoint of a `CausalLM`.
+        ValueError: If there is no such file, or it is not a checkpoint of a `CausalLM`.
     """
     file = Path(path).expanduser()
     if file.is_dir():
@@ -35,9 +35,9 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
-    """Build the trained network in evaluation mode, in the precision it was saved in and without asking the hub.
+    """Build the trained network in evaluation mode and in its saved precision, without asking the hub.
 
-    Adapters are merged into the pretrained model they belong to, which is loaded in its own precision.
+    Adapters are merged into the pretrained model that they belong to, which is loaded in its own precision.
 
     Args:
         checkpoint: What `load_checkpoint` returned.
@@ -57,7 +57,7 @@ def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
 
 
 def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
-    """The pretrained network with the checkpoint's adapters merged into it."""
+    """Return the pretrained network with the checkpoint's adapters merged into it."""
     from transformers import AutoModelForCausalLM
 
     from lightning_memfit.adapters.lora import merge_into
@@ -67,7 +67,7 @@ def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
     trained = checkpoint["state_dict"]
     merge_into(weights, trained, checkpoint[ADAPTERS]["layers"])
     with torch.no_grad():
-        for name in weights.keys() & trained.keys():  # trained as a whole
+        for name in weights.keys() & trained.keys():  # trained in full, not by an adapter
             weights[name].copy_(trained[name])
     network.eval()
     return network
@@ -84,14 +84,14 @@ def _base_of(checkpoint: dict[str, Any]) -> str:
 
 
 def export_adapters(checkpoint: dict[str, Any], folder: str | Path) -> Path:
-    """Write a checkpoint's adapters as `peft.PeftModel.from_pretrained` reads them.
+    """Write a checkpoint's adapters in the format that `peft.PeftModel.from_pretrained` reads.
 
     Args:
         checkpoint: What `load_checkpoint` returned.
-        folder: Where to write; created if missing.
+        folder: Folder to write; created if missing.
 
     Raises:
-        ValueError: If the checkpoint has no adapters, or the folder has content already.
+        ValueError: If the checkpoint has no adapters, or the folder is not empty.
     """
     from lightning_memfit.adapters.checkpoint import write_peft_folder
 
@@ -114,11 +114,11 @@ def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTr
 
     Args:
         network: The model.
-        folder: Where to write; created if missing.
-        tokenizer: Written beside the weights.
+        folder: Folder to write; created if missing.
+        tokenizer: Tokenizer to write into the same folder; None writes none.
 
     Raises:
-        ValueError: If the folder has content already.
+        ValueError: If the folder is not empty.
     """
     target = _new_folder(folder)
     was_cached, network.config.use_cache = network.config.use_cache, True  # off only for training

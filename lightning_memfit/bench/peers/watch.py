@@ -87,7 +87,7 @@ class Watch:
         return self.on_device(batch)
 
     def on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Move a micro-batch to the device. On the CPU it is copied, as for Lightning's runs, so that the copy counts."""
+        """Move a micro-batch to the device; on the CPU copy it, as in Lightning's runs, so that the copy counts."""
         moved = {}
         for name, tensor in batch.items():
             if self._kind.is_host:

@@ -1,1 +1,1 @@
-"""What happens when memory runs out in a run: recognising it, rolling back, the ladder, and the reports."""
+"""Recovery when memory runs out in a run: recognising the error, rolling back, the ladder, and the reports."""

@@ -1,4 +1,4 @@
-"""`RankConsensus`: ranks tell each other a few numbers, so that all of them fit, fail and recover alike."""
+"""`RankConsensus`: ranks exchange a few numbers, so that all of them fit, fail and recover in the same way."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -8,10 +8,10 @@ from torch import Tensor, distributed
 
 
 class RankConsensus:
-    """Exchange a few numbers between all ranks, on the CPU and apart from the training's own communication.
+    """Exchange a few numbers between all ranks, on the CPU and separate from the training's own communication.
 
     A single rank needs no group, and an exchange costs it nothing. With several, an exchange is one all-gather over a
-    separate gloo group: it neither waits for the accelerator nor mixes with collectives under way there.
+    separate gloo group: it neither waits for the accelerator nor interferes with collectives that run there.
 
     Args:
         world_size: Number of ranks. With more than one, all of them must construct this together.
@@ -23,10 +23,10 @@ class RankConsensus:
         self._group = distributed.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
 
     def exchange(self, *numbers: float) -> list[Sequence[float]]:
-        """Tell all ranks some numbers and hear theirs, in the order of ranks.
+        """Send some numbers to all ranks and return those of every rank, in the order of ranks.
 
         Args:
-            numbers: As many on every rank. Integers up to 2^53 stay exact.
+            numbers: Numbers of this rank, as many as on every other. Integers up to 2^53 stay exact.
         """
         if self._group is None:
             return [numbers]
@@ -36,7 +36,7 @@ class RankConsensus:
         return [one.tolist() for one in theirs]
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """Element by element, whether the flag is set on any rank."""
+        """Return for each flag whether it is set on any rank."""
         if self._group is None:
             return list(flags)
         tensor: Tensor = torch.tensor(flags, dtype=torch.uint8)

@@ -1,10 +1,10 @@
-"""Surviving an out-of-memory error inside `optimizer.step`.
+"""Recover from an out-of-memory error inside `optimizer.step`.
 
 A step changes weights and states tensor by tensor. When it fails midway, repeating it would apply the first part
-twice. So it is repeated only from a known state: nothing was changed yet (told by the tensors' version counters), or a
+twice. So it is repeated only from a known state: nothing was changed yet (the tensors' version counters tell), or a
 copy in host memory was taken before. The copy is taken when the risk is real: before the first step, which allocates
-the states, and while less memory is free than a step may need for its temporaries. An optimizer that breaks off midway
-without a copy leaves weights nobody should train on, and the error says so.
+the states, and while less memory is free than a step may need for its temporaries. A step that fails midway without a
+copy leaves weights that nobody should train on, and the error says so.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,10 +32,10 @@ class StepGuard:
     The retry runs with `foreach=False` and an emptied cache, so that it needs the temporaries of one tensor only.
 
     Args:
-        device_memory: Tells how much memory is free; without it only the first step is copied.
+        device_memory: Memory of the device, which tells how much is free; with None only the first step is copied.
 
     Attributes:
-        num_retries: Steps repeated so far.
+        num_retries: Number of steps repeated so far.
     """
 
     def __init__(self, device_memory: DeviceMemory | None) -> None:
@@ -56,12 +56,12 @@ class StepGuard:
     ) -> Any:
         """Run the closure, then the step, and repeat the step if memory ran out in it.
 
-        A call without a closure is a trial step's, which runs inside the closure of the real step it prepares: it is
-        copied, since it allocates the states, and the real step still counts as the first.
+        A call without a closure comes from a trial step, which runs inside the closure of the real step that it
+        prepares. It is copied because it allocates the states, and the real step still counts as the first.
 
         Raises:
-            torch.OutOfMemoryError: If it runs out in every retry, too; weights and states are those before the step.
-            RuntimeError: If it ran out when some weights were changed, and there is no copy.
+            torch.OutOfMemoryError: If memory runs out in every retry; weights and states are those before the step.
+            RuntimeError: If memory ran out after some weights had changed, and there is no copy.
         """
         loss = None
         if closure is not None:
@@ -133,7 +133,7 @@ class StepGuard:
 
 
 class _Guarded(AbstractContextManager[None]):
-    """An optimizer whose `step` is the guard's meanwhile. A class, not a generator: it is entered in every step."""
+    """Replaces an optimizer's `step` by the guard's. It is a class, not a generator, as it is entered in every step."""
 
     __slots__ = ("_attributes", "_guard", "_optimizer", "_own")
 

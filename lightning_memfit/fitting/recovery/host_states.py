@@ -1,4 +1,7 @@
-"""Optimizer states that wait in host memory while forward and backward run."""
+"""`HostStates`: optimizer states that wait in host memory while forward and backward run.
+
+`HostCopy` copies a tensor to host memory without the copy counting as memory of the device.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,49 +21,49 @@ from lightning_memfit.memory.host import copy_to_host, is_on_host
 from lightning_memfit.memory.kind import DeviceKind
 
 _AWAY = WeakIdKeyDictionary()
-"""States that wait on the host, of all optimizers."""
+"""States of all optimizers that wait in host memory."""
 
 
 class HostStates:
     """Sends the states of an optimizer to host memory now and after each step, and fetches them before each step.
 
-    A state stays the tensor that it is and only its values change their place, so that `state_dict` is complete at any
-    time. They are fetched by a hook of `optimizer.step`, and hooks are called before the step's closure: forward and
-    backward must have run by then, which `StepGuard` sees to.
+    A state stays the tensor that it is and only its values move, so that `state_dict` is complete at any
+    time. A hook of `optimizer.step` fetches them, and hooks are called before the step's closure: forward and
+    backward must have run by then, which `StepGuard` ensures.
 
-    Copies run on the current stream, as there is nothing to compute beside them: states leave after a step that used
-    them, and forward needs the memory they leave. On CUDA the host side is pinned if there is room, and kept for reuse.
+    Copies run on the current stream, as nothing could run meanwhile: states leave after a step that used them, and
+    forward needs the memory that they free. On CUDA the host side is pinned if there is room, and kept for reuse.
 
     Args:
-        optimizer: One that `reason_to_stay` has nothing against.
+        optimizer: An optimizer for which `reason_to_stay` returns None.
         free_bytes: Host memory that may be used.
 
     Attributes:
-        size_bytes: What was on the host first.
+        size_bytes: Bytes that were sent to the host at first.
     """
 
     def __init__(self, optimizer: Optimizer, free_bytes: int) -> None:
         self._optimizer = optimizer
         self._buffers = WeakIdKeyDictionary()
-        # torch rounds pinned memory up to powers of two.
+        # torch rounds the sizes of pinned memory up to powers of two.
         self._pins = sum(1 << (state.nbytes - 1).bit_length() for state in _present(optimizer)) <= free_bytes
         self._send()
         self.size_bytes = absent_bytes(optimizer)
         self._handles = [optimizer.register_step_pre_hook(self._fetch), optimizer.register_step_post_hook(self._send)]
 
     def stop(self) -> None:
-        """Send no more, and fetch what is on the host: now, or where there is no room for it now, by the next step."""
+        """Send no more states, and fetch those on the host: now, or by the next step if there is no room now."""
         fetch, *send = self._handles
         for handle in send:
             handle.remove()
         self._handles = [fetch]
-        with suppress(RuntimeError):  # out of memory, or the device has failed, which the next step says better
+        with suppress(RuntimeError):  # out of memory, or a device error, which the next step reports better
             self._fetch()
             fetch.remove()
 
     @torch.no_grad()
     def _send(self, *_: Any) -> None:
-        """Have all states on the host when this returns, where a checkpoint may be written of them."""
+        """Send all states; on return they are complete on the host, where a checkpoint may be written from them."""
         device = None
         for state in list(_present(self._optimizer)):
             buffer = self._buffers.get(state)
@@ -74,7 +77,7 @@ class HostStates:
 
     @torch.no_grad()
     def _fetch(self, *_: Any) -> None:
-        """Have all states on the device. If memory runs out midway, calling it again does the rest."""
+        """Fetch all states to the device. If memory runs out midway, another call fetches the rest."""
         for parameter, state in list(_states(self._optimizer)):
             if state in _AWAY:
                 values = torch.empty_strided(state.size(), state.stride(), dtype=state.dtype, device=parameter.device)
@@ -83,7 +86,7 @@ class HostStates:
                 del _AWAY[state]
 
     def _host_like(self, state: Tensor) -> Tensor:
-        """Memory on the host for a state."""
+        """Allocate host memory for a state."""
         if not state.is_cuda:
             return copy_to_host(state, Category.OPTIMIZER_STATE)
         try:
@@ -96,10 +99,10 @@ class HostStates:
 
 
 def reason_to_stay(optimizer: Optimizer, free_bytes: int) -> str | None:
-    """Why the states of an optimizer can't wait in host memory, or None where they can.
+    """Return why the states of an optimizer can't wait in host memory, or None if they can.
 
     Args:
-        optimizer: After its first step.
+        optimizer: The optimizer, after its first step.
         free_bytes: Host memory that may be used.
     """
     name = type(optimizer).__name__
@@ -120,12 +123,12 @@ def reason_to_stay(optimizer: Optimizer, free_bytes: int) -> str | None:
 
 
 def absent_bytes(optimizer: Optimizer) -> int:
-    """Bytes of states that wait on the host and will be on the device in the step."""
+    """Return the bytes of states that wait on the host and will be on the device during the step."""
     return sum(state.nbytes for _, state in _states(optimizer) if state in _AWAY)
 
 
 def _states(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parameters with their states, each state once."""
+    """Yield parameters with their states, each state once."""
     seen: set[int] = set()
     for parameter, state in getattr(optimizer, "state", {}).items():
         for value in state.values() if isinstance(parameter, Tensor) else ():
@@ -135,7 +138,7 @@ def _states(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _present(optimizer: Optimizer) -> Iterator[Tensor]:
-    """States on their parameter's device that can leave it: ordinary, alone in their storage, and not small."""
+    """Yield states on their parameter's device that can leave it: plain tensors with their own storage, not small."""
     for parameter, state in _states(optimizer):
         if type(state) is Tensor and state.layout is torch.strided and state.device == parameter.device:
             is_alone = state.untyped_storage().nbytes() == state.nbytes and state._base is None
@@ -144,7 +147,7 @@ def _present(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _kinds(optimizer: Optimizer) -> str:
-    """Words for what an optimizer has instead of states that can leave."""
+    """Describe the states of an optimizer that has none that can leave."""
     states = [state for _, state in _states(optimizer)]
     if not states:
         return "no states yet, or never any"
@@ -154,16 +157,18 @@ def _kinds(optimizer: Optimizer) -> str:
     return f"no states of {MIN_OFFLOAD_BYTES >> 10} KiB or more on the device"
 
 
-# Copies of tensors in host memory, out of sight of the device's accounting. `_disable_current_modes` is private torch
-# API (there since 2.0): a simulated device is a dispatch mode, and what is copied to "the host" must not count there.
+# --- copies in host memory --------------------------------------------------------------------------------------------
+
+# `_disable_current_modes` is private torch API (since 2.0). A simulated device is a dispatch mode, and copies in host
+# memory must not count as memory of that device.
 
 
 class HostCopy:
     """The values of one tensor, kept in host memory.
 
     Args:
-        tensor: Any tensor; a sparse one or a subclass keeps its kind. Of a wrapper, such as a quantized optimizer
-            state, the tensors inside are copied: few wrappers can be cloned.
+        tensor: Any tensor; a sparse one or a subclass keeps its kind. For a wrapper, such as a quantized
+            optimizer state, the tensors inside are copied, because few wrappers can be cloned.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -171,7 +176,7 @@ class HostCopy:
         self._wrap: Callable[[dict[str, Tensor]], Tensor] | None = None
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
-            parts = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh, too
+            parts = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh as well
             self._parts = {name: HostCopy(part) for name, part in parts.items() if isinstance(part, Tensor)}
             others = {name: part for name, part in parts.items() if name not in self._parts}
             self._wrap = partial(_wrapped, type(tensor), others, context, tensor.size(), tensor.stride())
@@ -180,7 +185,7 @@ class HostCopy:
             self._values = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
 
     def restore(self, tensor: Tensor) -> None:
-        """Write the values back, in place."""
+        """Write the values back in place."""
         for name, part in self._parts.items():
             part.restore(getattr(tensor, name))
         if not self._parts:
@@ -188,7 +193,7 @@ class HostCopy:
                 tensor.detach().copy_(self._values)
 
     def moved_to(self, device: torch.device) -> Tensor:
-        """A new tensor with the values, on a device."""
+        """Return a new tensor with the values on a device."""
         if self._wrap is not None:
             return self._wrap({name: part.moved_to(device) for name, part in self._parts.items()})
         return self._values.clone() if device.type == "cpu" else self._values.to(device)

@@ -1,4 +1,4 @@
-"""`Ladder`: what is done, step by step, when not even one sample fits, and taken back when it is no longer needed."""
+"""`Ladder`: what is done step by step when not even one sample fits, and undone when it is no longer needed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rung(ABC):
     Gradients, random numbers and updates stay bitwise what they are.
 
     Attributes:
-        name: For checkpoints.
+        name: Name of the rung in checkpoints.
     """
 
     name: str
@@ -41,23 +41,23 @@ class Rung(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """What it did, in words that follow "with"."""
+        """Describe what it did, in words that follow "with"."""
 
     @abstractmethod
     def refusal(self) -> str | None:
-        """Why it can do nothing now, or None where it can."""
+        """Return why it can do nothing now, or None if it can."""
 
     @abstractmethod
     def apply(self) -> None:
-        """Do it; only where `refusal` is None."""
+        """Put it into effect; call this only if `refusal` returns None."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Take it back. Safe to call at any time."""
+        """Undo it. It is safe to call this at any time."""
 
 
 class Ladder:
-    """Rungs in the order they are tried, which all ranks climb together.
+    """Rungs in the order in which they are tried; all ranks climb together.
 
     After a quiet spell the rung taken last is given up, for whatever made it necessary may have passed: another
     process, an exceptionally long batch. What doing without it needs can't be measured beforehand, so it is tried; a
@@ -65,8 +65,8 @@ class Ladder:
     exactly.
 
     Args:
-        rungs: What there is.
-        consensus: Between the ranks. A rung is taken if it helps on any of them.
+        rungs: All rungs that are available.
+        consensus: Communication between the ranks. A rung is taken if it helps on any of them.
     """
 
     def __init__(self, rungs: Iterable[Rung], consensus: RankConsensus) -> None:
@@ -78,16 +78,16 @@ class Ladder:
 
     @property
     def names(self) -> list[str]:
-        """Rungs taken, for `climb_to`."""
+        """Names of the rungs taken, for `climb_to`."""
         return [rung.name for rung in self._taken]
 
     def climb(self) -> str | None:
-        """Take the next rung that helps and tell what it did; None where none is left."""
+        """Take the next rung that helps and return what it did; None if none is left."""
         self._backoff.restart()
         return next((rung.description for rung in list(self._left) if self._take(rung)), None)
 
     def climb_again(self) -> str | None:
-        """After a failure: take the rung again that was given up lately; None where there is none."""
+        """After a failure, take again the rung that was given up last; return None if there is none."""
         if not self._is_trying_without:
             self._backoff.restart()
             return None
@@ -96,12 +96,12 @@ class Ladder:
         return next((rung.description for rung in self._left[:1] if self._take(rung)), None)
 
     def climb_to(self, names: Sequence[str]) -> str | None:
-        """Take the rungs that a run before had taken, as far as they help here, and tell what they did."""
+        """Take the rungs that an earlier run had taken, as far as they help here, and return what they did."""
         taken = [rung.description for rung in list(self._left) if rung.name in names and self._take(rung)]
         return " and ".join(taken) or None
 
     def succeed(self) -> str | None:
-        """Count a batch without failure; where it is time, give the rung up that was taken last, and tell which."""
+        """Count a batch without failure; if it is time, give up the rung that was taken last, and return which."""
         if not (self._taken or self._is_trying_without) or not self._backoff.succeed():
             return None
         self._is_trying_without = bool(self._taken)
@@ -114,13 +114,13 @@ class Ladder:
         return description
 
     def summary(self) -> str:
-        """What was done and why no more could be, for the error when even that was not enough."""
+        """Describe what was done and why no more could be done, for the error when that was not enough."""
         done = "".join(f" with {rung.description}," for rung in self._taken)
         not_done = "".join(f" No {rung.name}: {rung.refusal()}." for rung in self._left)
         return f"{f' even{done[:-1]}' if done else ''}.{not_done}"
 
     def close(self) -> None:
-        """Take everything back, the latest first."""
+        """Undo everything, the latest first."""
         while self._taken:
             self._taken.pop().remove()
 
@@ -142,18 +142,18 @@ LastResort = Literal["none", "recompute", "offload"]
 
 LAST_RESORTS: tuple[LastResort, ...] = get_args(LastResort)
 
-_HOST_SHARE = 0.9  # of what is free; the rest is for the batch's own copies and for others
+_HOST_SHARE = 0.9  # share of the free memory; the rest is for copies of the batch and for other processes
 
 
 class Recomputation(Rung):
-    """Every repeated block of a module is recomputed in backward.
+    """Recompute every repeated block of a module in backward.
 
     Blocks that keep some of their activations (`ActivationCheckpointing` with `selective` or `choices`) keep none from
     then on. Compiled blocks, those with Hugging Face's own checkpointing and those whose activations are offloaded
     stay as they are.
 
     Args:
-        module: In training.
+        module: The module in training.
     """
 
     name = "recomputation"
@@ -168,12 +168,12 @@ class Recomputation(Rung):
     @property
     @override
     def description(self) -> str:
-        """How many blocks."""
+        """Describe how many blocks were changed."""
         return f"the activations of {self._num_blocks} more blocks recomputed in backward"
 
     @override
     def refusal(self) -> str | None:
-        """None where a block keeps activations."""
+        """Return None if a block keeps activations."""
         plain, partial = self._blocks()
         return None if plain or partial else "there is no repeated block that keeps activations"
 
@@ -190,7 +190,7 @@ class Recomputation(Rung):
 
     @override
     def remove(self) -> None:
-        """Have blocks keep what they kept before."""
+        """Make blocks keep what they kept before."""
         if self._applied is not None:
             self._applied.remove()
         for forward, choice in self._before:
@@ -200,7 +200,7 @@ class Recomputation(Rung):
         self._applied, self._before, self._enable_caches = None, [], None
 
     def _blocks(self) -> tuple[list[nn.Module], list[CheckpointedForward]]:
-        """Blocks that keep everything, and the forwards of those that keep a part."""
+        """Return the blocks that keep everything, and the forwards of those that keep a part."""
         plain: list[nn.Module] = []
         partial: list[CheckpointedForward] = []
         for block in (module for group in find_blocks(self._module) for module in group.modules):
@@ -213,11 +213,11 @@ class Recomputation(Rung):
 
 
 class InputsOnHost(Rung):
-    """The inputs of recomputed blocks wait in host memory for backward.
+    """Keep the inputs of recomputed blocks in host memory until backward.
 
     Args:
-        module: In training.
-        has_host: Whether there is a host memory beside the device's.
+        module: The module in training.
+        has_host: Whether host memory is separate from the device's.
     """
 
     name = "offloading of block inputs"
@@ -230,19 +230,19 @@ class InputsOnHost(Rung):
     @property
     @override
     def description(self) -> str:
-        """How many blocks."""
+        """Describe how many blocks were changed."""
         return f"the inputs of {len(self._moved)} recomputed blocks in host memory"
 
     @override
     def refusal(self) -> str | None:
-        """None where a block is recomputed from inputs on the device."""
+        """Return None if a block is recomputed from inputs on the device."""
         if not self._has_host:
             return _NO_HOST
         return None if any(self._on_device()) else "no block is recomputed from inputs on the device"
 
     @override
     def apply(self) -> None:
-        """Change the blocks, which share one pool, so that each knows which ran before it."""
+        """Change the blocks; they share one pool, so that each knows which ran before it."""
         pool = OffloadPool()
         self._moved = list(self._on_device())
         for forward in self._moved:
@@ -263,11 +263,11 @@ class InputsOnHost(Rung):
 
 
 class StatesOnHost(Rung):
-    """Optimizer states are on the device in the optimizer's step only.
+    """Keep optimizer states on the device only during the optimizer's step.
 
     Args:
-        optimizer: In training.
-        has_host: Whether there is a host memory beside the device's.
+        optimizer: The optimizer in training.
+        has_host: Whether host memory is separate from the device's.
         num_sharing: Processes on this machine that share its memory.
     """
 
@@ -282,13 +282,13 @@ class StatesOnHost(Rung):
     @property
     @override
     def description(self) -> str:
-        """How much was moved."""
+        """Describe how much was moved."""
         size = "" if self._states is None else f" ({format_bytes(self._states.size_bytes)})"
         return f"optimizer states in host memory between steps{size}"
 
     @override
     def refusal(self) -> str | None:
-        """None where states can be moved and there is room for them."""
+        """Return None if states can be moved and there is room for them."""
         return reason_to_stay(self._optimizer, self._free_bytes()) if self._has_host else _NO_HOST
 
     @override
@@ -298,7 +298,7 @@ class StatesOnHost(Rung):
 
     @override
     def remove(self) -> None:
-        """Have the states stay on the device."""
+        """Make the states stay on the device."""
         if self._states is not None:
             self._states.stop()
         self._states = None
@@ -313,13 +313,13 @@ _NO_HOST = "host memory is the device's own, or none that this can use"
 def rungs_up_to(
     last_resort: LastResort, module: nn.Module, optimizer: Optimizer, has_host: bool, num_sharing: int
 ) -> list[Rung]:
-    """The rungs of a run, in the order of what they cost.
+    """Return the rungs of a run, in order of their cost.
 
     Args:
         last_resort: How far to go.
-        module: In training.
+        module: The module in training.
         optimizer: Its optimizer.
-        has_host: Whether there is a host memory beside the device's.
+        has_host: Whether host memory is separate from the device's.
         num_sharing: Processes on this machine that share its memory.
     """
     rungs: list[Rung] = [

@@ -1,4 +1,4 @@
-"""Telling out-of-memory errors from all others, and letting go of what such an error holds."""
+"""Recognise out-of-memory errors, and release the tensors that such an error holds."""
 
 import builtins
 import errno
@@ -12,7 +12,7 @@ import torch
 
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 
-# What libraries write when memory runs out and the class of the error doesn't say so; for RuntimeErrors only.
+# Messages of libraries when memory runs out but the error's class doesn't say so; for RuntimeErrors only.
 _MESSAGES = re.compile(
     "|".join(
         (
@@ -38,16 +38,16 @@ _MESSAGES = re.compile(
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or one that led to it, says that memory ran out.
 
-    Recognised are `torch.OutOfMemoryError`, `MemoryError`, an `OSError` with `ENOMEM`, and `RuntimeError` with a
-    message of the allocators of CUDA, HIP, XPU, MPS and the CPU, of cuBLAS, cuDNN and their ROCm kin, NCCL, Triton or
-    bitsandbytes.
-    `CUDNN_STATUS_NOT_SUPPORTED` is none of them: non-contiguous inputs raise it, too.
+    These are `torch.OutOfMemoryError`, `MemoryError`, an `OSError` with `ENOMEM`, and `RuntimeError` with a
+    message of the allocators of CUDA, HIP, XPU, MPS and the CPU, of cuBLAS, cuDNN and their ROCm counterparts, NCCL,
+    Triton or bitsandbytes.
+    `CUDNN_STATUS_NOT_SUPPORTED` is not one of them: non-contiguous inputs raise it as well.
     """
     return any(_says_out_of_memory(one) for one in error_chain(error))
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from, and the members of exception groups; each once."""
+    """Yield the error, what it was raised from, and the members of exception groups, each once."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -63,7 +63,7 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def release(error: BaseException) -> None:
-    """Let go of every tensor that the frames of an error's traceback hold, and give cached memory back.
+    """Release every tensor that the frames of an error's traceback hold, and return cached memory.
 
     An error keeps its traceback, which keeps the frames, which keep their local variables: the activations that filled
     the memory. Call it after leaving the `except` block; frames that still run keep theirs.

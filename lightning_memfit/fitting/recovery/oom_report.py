@@ -27,58 +27,60 @@ from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.first_batch import first_batch
 
-# Torch's own record of CUDA allocations, for https://pytorch.org/memory_viz.
+# --- torch's own record of CUDA allocations, for https://pytorch.org/memory_viz ---------------------------------------
+
 # `torch.cuda.memory._record_memory_history` and `_dump_snapshot` are documented by torch, but their names are
 # private; written for torch 2.11 to 2.13. `tests/unit/device/test_memory_history.py` fails when they move.
 
 
-_MAX_ENTRIES = 100_000  # the last allocations and frees: some tens of MiB of host memory
+_MAX_ENTRIES = 100_000  # number of latest allocations and frees; they take some tens of MiB of host memory
 
 
 def start_history() -> None:
-    """Record from now on where every block of CUDA memory is allocated and freed."""
+    """Start recording where every block of CUDA memory is allocated and freed."""
     torch.cuda.memory._record_memory_history(max_entries=_MAX_ENTRIES, stacks="python")
 
 
 def stop_history() -> None:
-    """Record no longer, and forget what was recorded."""
+    """Stop recording, and discard what was recorded."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def dump_snapshot(path: Path) -> None:
-    """Write what is allocated now, and its history where one is recorded, as a pickle."""
+    """Write current allocations, and their history if it is recorded, as a pickle."""
     path.parent.mkdir(parents=True, exist_ok=True)
     memory: Any = torch.cuda.memory  # the function has no annotations
     memory._dump_snapshot(str(path))
 
 
-# ===
+# --- the callback -----------------------------------------------------------------------------------------------------
 
 
 _ADVICE = "`memfit plan` finds the fastest techniques that fit."
 
 
 class OutOfMemoryReport(Callback):
-    """Explain an out-of-memory error that ends a run, before it is raised on.
+    """Explain an out-of-memory error that ends a run, before the error is raised further.
 
-    Said on stderr and kept in `text`: what module and optimizers hold by category, the largest tensors with the modules
-    that made them, and the largest micro-batch that would have fitted. On CUDA torch's memory snapshot is written, too.
+    The report goes to stderr and to `text`: what module and optimizers hold by category, the largest tensors with the
+    modules that made them, and the largest micro-batch that would have fitted. On CUDA, torch's memory snapshot is
+    written as well.
 
-    - The largest tensors are found by running the failing micro-batch once more. Runs of several processes, manual
-      optimization and errors outside of training are told without. What local variables of the error's frames held
-      is let go before that.
-    - What would have fitted is read off a trace of the step on tensors without memory, made before the run (seconds,
-      kept in a cache). Beside `MicroBatching`, which looks for that size, it is left out, and one sample is run.
+    - The largest tensors are found by running the failing micro-batch once more, after the tensors that the error's
+      frames hold are released. They are left out for several processes, manual optimization and errors outside of
+      training.
+    - The size that would have fitted comes from a trace of the step on tensors without memory, made before the run in
+      seconds and cached. With `MicroBatching`, which searches for that size, it is left out, and one sample is run.
 
     Args:
-        folder: Where snapshots go, as `out_of_memory_rank0.pickle`; older ones stay. None takes the Trainer's
+        folder: Folder for snapshots named `out_of_memory_rank0.pickle`; older ones are kept. None takes the Trainer's
             `default_root_dir`.
-        record_history: On CUDA, record where allocations come from, so that a snapshot shows the lines of code; costs
-            some microseconds an allocation.
+        record_history: On CUDA, record where allocations come from, so that a snapshot shows the lines of code; this
+            costs some microseconds per allocation.
 
     Attributes:
-        text: The report, None before an error.
-        snapshot_path: The snapshot, None without one.
+        text: The report; None before an error.
+        snapshot_path: File of the snapshot; None without one.
     """
 
     def __init__(self, folder: str | Path | None = None, record_history: bool = True) -> None:
@@ -95,7 +97,7 @@ class OutOfMemoryReport(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Trace the step, for what would have fitted."""
+        """Trace the step, to know later what would have fitted."""
         self.text = self.snapshot_path = self._profile = None
         if stage != "fit":
             self._without_profile = "only training steps are traced"
@@ -109,31 +111,31 @@ class OutOfMemoryReport(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to record where CUDA memory is allocated."""
+        """Start recording where CUDA memory is allocated."""
         if self.record_history and DeviceKind.of(trainer.strategy.root_device).has_caching_allocator:
             start_history()
             self._records = True
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keep the batch while it is worked on."""
+        """Keep the batch while it is processed."""
         self._running = batch, batch_idx
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Let the batch go."""
+        """Release the batch."""
         self._running = None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Record no longer."""
+        """Stop recording."""
         self._stop()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Explain; Lightning calls no `teardown` after an exception."""
+        """Report the error and stop recording; Lightning calls no `teardown` after an exception."""
         running, self._running = self._running, None
         try:
             if is_out_of_memory(exception):
@@ -172,7 +174,7 @@ class OutOfMemoryReport(Callback):
     def _step_again(
         self, trainer: Trainer, module: LightningModule, error: BaseException, running: tuple[Any, int] | None
     ) -> Callable[[], Any]:
-        """What runs the failing micro-batch once more, or nothing where that could do harm."""
+        """Return a function that runs the failing micro-batch once more, or does nothing if that could do harm."""
         if running is None or trainer.world_size > 1 or not module.automatic_optimization:
             return lambda: None
         batch, batch_idx = running
@@ -226,7 +228,7 @@ def _finds_its_size(trainer: Trainer) -> bool:
 
 
 def _one_sample(batch: Any) -> Any:
-    """The first sample; the whole batch where it can't be cut."""
+    """Return the first sample, or the whole batch if it can't be split."""
     try:
         return resize_batch(batch, batch_size(batch), 1)
     except ValueError:
@@ -247,7 +249,7 @@ def _free_path(folder: Path, rank: int) -> Path:
 
 @contextmanager
 def _mute(module: LightningModule) -> Iterator[None]:
-    """Log nothing of a step that is run for its tensors alone."""
+    """Suppress logging in a step that is run only for its tensors."""
     names = [name for name in ("log", "log_dict") if name not in vars(module)]
     vars(module).update(dict.fromkeys(names, lambda *_, **__: None))
     try:

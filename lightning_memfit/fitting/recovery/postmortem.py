@@ -1,4 +1,4 @@
-"""What filled the memory when not even one sample fits."""
+"""Explain what filled the memory when not even one sample fits."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 
 class TensorCensus:
-    """Note the tensors a forward pass keeps for backward, with the module that made them.
+    """Records the tensors that a forward pass keeps for backward, with the module that made them.
 
     Args:
         module: The module to watch.
@@ -33,7 +33,7 @@ class TensorCensus:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Take notes while the context is open."""
+        """Record tensors while the context is open."""
         known = {p.untyped_storage().data_ptr() for p in self._module.parameters()}
         handles = []
         for name, child in self._module.named_modules():
@@ -71,7 +71,7 @@ def explain(
         module: The module in training.
         optimizers: Its optimizers.
         run: Runs the micro-batch; its error is expected.
-        advise: What would make it fit, from the memory model.
+        advise: Returns what would make it fit, by the memory model.
     """
     census, kept_until = TensorCensus(module), "by the whole micro-batch"
     try:
@@ -106,7 +106,7 @@ def explain(
 
 
 def _largest(found: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Bytes and description of the largest; alike ones of numbered modules, such as the blocks of a model, together."""
+    """Return bytes and description of the largest; equal ones of numbered modules, such as blocks, are grouped."""
     alike: dict[str, list[tuple[int, str]]] = {}
     for size, text in found:
         what, mark, owner = text.partition("`")

@@ -1,8 +1,8 @@
-"""Keep what a step changes and put it back bitwise.
+"""Save what a step changes and restore it bitwise.
 
 `Rollback` goes back to the start of an effective batch whose attempt failed; it is used in every step and saves only
-what forward and backward change. `TrainingSnapshot` is for trial steps: after `restore`, the run that follows is the
-run that would have been without them. `OptimizerSnapshot` is the part that an optimizer step changes.
+what forward and backward change. `TrainingSnapshot` is for trial steps: after `restore`, training continues
+exactly as it would have without them. `OptimizerSnapshot` is the part that an optimizer step changes.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from lightning_memfit.fitting.recovery.host_states import HostCopy
 # --- random generators, cheap enough to save in every step ----------------------------------------------------------
 
 _MT19937_BYTES = 625 * 4  # 624 words and the position
-_PEEKED_BYTES = 16  # the position and the three words beside it
+_PEEKED_BYTES = 16  # the position and the three words next to it
 
 
 class RandomState:
@@ -56,9 +56,9 @@ class RandomState:
 class _Generator:
     """A global generator whose state is expensive to ask for, and which training rarely draws from.
 
-    A Mersenne twister moves its position with every draw and makes all words anew each 624. So the position and a few
-    words beside it tell whether anything was drawn since the state was last asked for; if not, that answer stands.
-    While it keeps the second of a pair of normal numbers, given out without moving, it is asked every time.
+    A Mersenne twister moves its position with every draw and renews all words every 624. So the position and a few
+    words next to it tell whether anything was drawn since the state was last read; if not, that state is still valid.
+    While it keeps the second of a pair of normal numbers, which it returns without moving, it is read every time.
 
     Args:
         ask: Returns the state.
@@ -90,7 +90,7 @@ def _ask_numpy() -> Any:
 
 
 class _NumpyWords:
-    """The bytes to compare of NumPy's global generator, which the user may exchange."""
+    """Returns the bytes to compare of NumPy's global generator, which the user may replace."""
 
     def __init__(self) -> None:
         self._generator: Any = None
@@ -114,7 +114,7 @@ def _bytes_at(address: int) -> Any:
 
 
 def _find_python_state() -> int | None:
-    """Where CPython keeps the position and words of the global generator: behind the object's header, if proven so."""
+    """Return the address of CPython's position and words, after the object's header if a check proves it; or None."""
     generator = getattr(random, "_inst", None)
     size = object.__basicsize__ + _MT19937_BYTES
     if sys.implementation.name != "cpython" or generator is None or type(generator).__basicsize__ < size:
@@ -183,7 +183,7 @@ class TrainingSnapshot:
         optimizers: Its optimizers.
         device: The device in use.
         others: Further plain objects whose attributes may change: schedulers, the gradient scaler.
-        with_parameters: False where only forward passes are tried, which leave parameters and gradients alone.
+        with_parameters: Whether to save parameters and gradients; trials of forward alone don't change them.
     """
 
     def __init__(
@@ -229,13 +229,13 @@ class TrainingSnapshot:
 
 
 class _Values:
-    """A dict of attributes with the contents of tensors, arrays and plain containers in it."""
+    """A dict of attributes, with the contents of its tensors, arrays and plain containers."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = {key: (value, _content(value)) for key, value in values.items()}
 
     def restored(self) -> dict[str, Any]:
-        """The same objects with the contents they had."""
+        """Return the same objects with the contents that they had."""
         return {key: _with_content(value, content) for key, (value, content) in self._values.items()}
 
 
@@ -301,11 +301,11 @@ def _is_tensor(value: Any) -> bool:
 class MutableBuffers:
     """Buffers that a forward pass changes (running statistics, counters), saved before each step.
 
-    Which those are is learned: the first `save` copies all, later ones only what has changed before. A buffer that
+    It learns which: the first `save` copies all, later ones only those that have changed before. A buffer that
     changes for the first time in a step that fails keeps the change.
 
     Args:
-        module: Where the buffers are.
+        module: The module with the buffers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -314,7 +314,7 @@ class MutableBuffers:
         self._seen: list[tuple[int, int]] | None = None
 
     def save(self) -> list[tuple[nn.Module, str, Tensor, HostCopy]]:
-        """Copies of the buffers that change."""
+        """Return copies of the buffers that change."""
         if not self._slots:
             return []
         self._learn()
@@ -348,18 +348,18 @@ class MetricStates:
     """States of the torchmetrics objects in a module, which `training_step` updates.
 
     Args:
-        module: Where the metrics are.
+        module: The module with the metrics.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._metrics = [child for child in module.modules() if isinstance(child, Metric)]
 
     def save(self) -> list[dict[str, Any]]:
-        """Copies of all states."""
+        """Return copies of all states."""
         return [_metric_state(metric) for metric in self._metrics]
 
     def load(self, states: list[dict[str, Any]]) -> None:
-        """Put copies back; they stay usable."""
+        """Restore copies, which stay usable."""
         for metric, state in zip(self._metrics, states, strict=True):
             for name, value in state.items():
                 object.__setattr__(metric, name, _copy(value))
@@ -384,11 +384,11 @@ class RollbackPoint:
     metrics: list[dict[str, Any]]
     buffers: list[Any]
     hook_name: str | None
-    """The hook that was running, a name which Lightning leaves behind when one raises."""
+    """Name of the hook that was running, which Lightning leaves behind when a hook raises."""
 
 
 class Rollback:
-    """Save what forward and backward change, and put it back.
+    """Saves what forward and backward change, and restores it.
 
     Args:
         module: The module in training.
@@ -404,12 +404,12 @@ class Rollback:
         self._kept_zeros: list[nn.Parameter] = []
 
     def save(self) -> RollbackPoint:
-        """Save the state before a loader batch. Gradients need none: an effective batch starts without."""
+        """Save the state before a loader batch. Gradients need no copy: an effective batch starts without any."""
         hook_name = getattr(self._module, "_current_fx_name", None)
         return RollbackPoint(RandomState(self._device), self._metrics.save(), self._buffers.save(), hook_name)
 
     def load(self, point: RollbackPoint) -> None:
-        """Go back to a loader batch's start, gradients aside."""
+        """Go back to the start of a loader batch, except for gradients."""
         self._module._current_fx_name = point.hook_name
         point.random.restore()
         self._metrics.load(point.metrics)

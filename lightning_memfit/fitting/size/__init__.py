@@ -1,1 +1,1 @@
-"""Which micro-batch size fits: predicted, tried, and checked against what the loss allows."""
+"""The micro-batch size that fits: predicted, then verified by trial steps."""

@@ -1,4 +1,4 @@
-"""How much device memory there is and how much is in use."""
+"""`DeviceMemory`: how much device memory there is and how much is in use."""
 
 from typing import Protocol
 
@@ -10,15 +10,15 @@ from lightning_memfit.memory.kind import DeviceKind
 
 
 class DeviceMemory(Protocol):
-    """What fitting reads of a device. A `SimulatedDevice` is one."""
+    """What fitting reads from a device. A `SimulatedDevice` implements it."""
 
     @property
     def limit_bytes(self) -> int:
-        """Bytes this process may use."""
+        """Bytes that this process may use."""
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of tensors alive."""
+        """Bytes of live tensors."""
 
     @property
     def peak_bytes(self) -> int:
@@ -29,7 +29,7 @@ class DeviceMemory(Protocol):
 
 
 class CudaMemory:
-    """The caching allocator of one CUDA device. What other processes use now is not counted as ours.
+    """The caching allocator of one CUDA device; memory that other processes use now is not available.
 
     Args:
         device: The device.
@@ -52,7 +52,7 @@ class CudaMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes reserved since `reset_peak`: what must fit the card."""
+        """The most bytes reserved since `reset_peak`, which must fit the card."""
         return torch.cuda.max_memory_reserved(self._device)
 
     def reset_peak(self) -> None:
@@ -62,7 +62,7 @@ class CudaMemory:
 
 
 def find_device_memory(trainer: Trainer) -> DeviceMemory | None:
-    """The memory of the trainer's device: a `MemoryLimit` callback's simulated device, CUDA's allocator, or none."""
+    """Return the memory of the Trainer's device: a `MemoryLimit`'s simulated device, CUDA's allocator, or None."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         ledger: DeviceMemory | None = callback.ledger if isinstance(callback, MemoryLimit) else None
         if ledger is not None:
@@ -78,7 +78,7 @@ def knows_limit(trainer: Trainer) -> bool:
 
 
 def allocation_retries(device: torch.device) -> int:
-    """How often the caching allocator had to give its cache back to serve an allocation; 0 off CUDA."""
+    """Return how often the caching allocator had to free its cache to serve an allocation; 0 without CUDA."""
     if not DeviceKind.of(device).has_caching_allocator:
         return 0
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

@@ -1,7 +1,7 @@
 """Predict a run's memory from inside its Trainer, before anything is allocated for it.
 
-`SizePrediction` predicts the peak of any micro-batch size for `MicroBatching`; the callback `MemoryPrediction` that of
-the run as it is.
+`SizePrediction` predicts the peak of any micro-batch size for `MicroBatching`; the callback `MemoryPrediction` predicts
+that of the run as it is configured.
 """
 
 from contextlib import ExitStack
@@ -37,15 +37,15 @@ def profile_fit(
 ) -> ModelProfile:
     """Profile the training step that a Trainer is about to run.
 
-    Call it in a callback's `setup`, when the model is not configured yet. Techniques that were applied already are
-    taken off meanwhile, for what wraps the module's methods would lead a copy of it back to the original.
+    Call it in a callback's `setup`, when the model is not configured yet. Techniques that are already
+    applied are removed during the trace, because a copy of a module with wrapped methods would call the original.
 
     Args:
-        trainer: About to fit.
-        module: Its module; not changed.
+        trainer: The Trainer that is about to fit.
+        module: The Trainer's module, which is not changed.
         batch: A real batch of the size of interest.
-        any_micro_batch: Profile a second size, so that every other can be had by arithmetic.
-        accumulate_grad_batches: Micro-batches per step; the trainer's by default.
+        any_micro_batch: Profile a second size, so that every other can be computed from the two.
+        accumulate_grad_batches: Micro-batches per step; by default those of the Trainer.
 
     Raises:
         TraceError: If the step can't be traced.
@@ -75,8 +75,8 @@ def profile_fit(
 class SizePrediction:
     """The peak of a training step at any micro-batch size: a `PeakPredictor` made from the memory model.
 
-    The search takes gradients to be alive from start to end, as they are from the second micro-batch of a step on. The
-    device's whole batch is on the device, whatever the micro-batch.
+    The search assumes that gradients are alive from start to end, as they are from the second micro-batch of a step on.
+    The device's whole batch is on the device, whatever the micro-batch size.
     """
 
     profile: ModelProfile
@@ -84,14 +84,14 @@ class SizePrediction:
     local_batch_size: int
     """Samples that the loader gives each device."""
     whole: ModelProfile | None = None
-    """Of a step of one micro-batch, the whole batch, whose gradients are cleared before its backward."""
+    """Profile of a step with the whole batch as one micro-batch, whose gradients are cleared before its backward."""
 
     def __call__(self, size: int) -> int:
-        """Predicted peak in bytes."""
+        """Return the predicted peak in bytes."""
         return predict_peak_bytes(self.profile, size, self.runtime) + self._waiting_bytes(size)
 
     def tell_monitors(self, trainer: Trainer, size: int) -> None:
-        """Give the prediction for the size in use to every `MemoryMonitor` of the trainer."""
+        """Pass the prediction for the size in use to every `MemoryMonitor` of the Trainer."""
         if size >= self.local_batch_size and self.whole is not None:
             _tell_monitors(trainer, estimate_step(self.whole, runtime=self.runtime).breakdown)
             return
@@ -99,14 +99,14 @@ class SizePrediction:
         _tell_monitors(trainer, estimate_step(self.profile, size, self.runtime).breakdown + waiting)
 
     def _waiting_bytes(self, size: int) -> int:
-        """Bytes of the samples that wait on the device for their micro-batch."""
+        """Return the bytes of the samples that wait on the device for their micro-batch."""
         assert self.profile.slopes is not None
         inputs = self.profile.events.categories == CATEGORIES.index(Category.INPUT)
         return max(0, self.local_batch_size - size) * round(float(self.profile.slopes[inputs].sum()))
 
 
 def predict_sizes(trainer: Trainer, module: LightningModule) -> SizePrediction | None:
-    """Predict the peak at any micro-batch size; None where the step can't be traced, which is said with the reason."""
+    """Predict the peak at any micro-batch size; if the step can't be traced, say why and return None."""
     try:
         batch = first_batch(trainer)
         local_batch_size = batch_size(batch)
@@ -123,13 +123,13 @@ def predict_sizes(trainer: Trainer, module: LightningModule) -> SizePrediction |
 
 
 def emulation_of(trainer: Trainer) -> Emulation:
-    """The device whose operators a trace must issue for this trainer."""
+    """Return the device whose operators a trace must issue for this Trainer."""
     capability = compute_capability(trainer.strategy.root_device)
     return Emulation(CPU) if capability is None else Emulation(CUDA, capability)
 
 
 def runtime_of(trainer: Trainer) -> RuntimeMemory | None:
-    """What lies outside a trace on the trainer's device; nothing on the CPU."""
+    """Return the memory outside of a trace on the Trainer's device; None on the CPU."""
     capability = compute_capability(trainer.strategy.root_device)
     return None if capability is None else runtime_memory(capability)
 
@@ -137,11 +137,11 @@ def runtime_of(trainer: Trainer) -> RuntimeMemory | None:
 class MemoryPrediction(Callback):
     """Predict the peak memory of a run before it starts, for the report at its end.
 
-    Gives its figure to every `MemoryMonitor` of the trainer. Where the step can't be traced it says why, and the run
-    goes on without a prediction. Beside `MicroBatching`, which predicts for the size it chooses, it does nothing.
+    It passes its figure to every `MemoryMonitor` of the Trainer. If the step can't be traced, it says why, and the run
+    continues without a prediction. With `MicroBatching`, which predicts for the size it chooses, it does nothing.
 
     Attributes:
-        estimate: The prediction, None before `fit` and where there is none.
+        estimate: The prediction; None before `fit` and if there is none.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class MemoryPrediction(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Predict on the fake clone of the module."""
+        """Predict with a fake clone of the module."""
         if stage != "fit" or trainer.world_size > 1 or _others_predict(trainer):
             return
         try:

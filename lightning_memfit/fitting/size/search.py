@@ -1,7 +1,7 @@
 """Find the largest micro-batch size that fits, from a prediction and at most two measured trials.
 
 The search is pure: trials come in as functions. `longest_samples` and `lengthened` make the batch to try sizes with,
-the one that needs the most memory.
+which is the one that needs the most memory.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 PeakPredictor = Callable[[int], int]
-"""From a micro-batch size to the predicted peak of a training step in bytes; must not fall as the size grows."""
+"""From a micro-batch size to the predicted peak of a training step in bytes; must not decrease as the size grows."""
 
 MAX_PROBES = 2
 _STEP_BACK = 0.97  # after a failed trial; the prediction is better than 3 %
@@ -27,7 +27,7 @@ class Probe:
     Attributes:
         size: Micro-batch size.
         fits: Whether memory sufficed.
-        peak_bytes: The measured peak, None where it can't be measured or the trial failed.
+        peak_bytes: The measured peak; None if it can't be measured or the trial failed.
         work_bytes: The peak of forward and backward alone, without the optimizer step.
     """
 
@@ -46,7 +46,7 @@ class SizeSearchResult:
         is_verified: Whether a trial step of that size succeeded.
         predicted_bytes: Predicted peak at that size, corrected by what was measured; None without prediction.
         probes: The trials near the limit, in order.
-        num_trials: All trial steps run, smaller ones that served the prediction included.
+        num_trials: Number of all trial steps, including smaller ones for the prediction.
     """
 
     largest: int
@@ -66,16 +66,16 @@ def find_largest(
     """Find the largest size up to `upper` that fits.
 
     The prediction names a candidate. Measured peaks correct it: the error at the sizes tried is interpolated and
-    extrapolated linearly, for what a prediction gets wrong is a constant (libraries' workspaces) and a slope (bytes per
-    sample). If the first candidate fits and the corrected prediction promises more, that is tried, too. If it fails,
-    the next trial is 3 % lower. A size that was never tried is only named when both trials failed.
+    extrapolated linearly, because a prediction errs by a constant (libraries' workspaces) and a slope (bytes per
+    sample). If the first candidate fits and the corrected prediction promises more, that is tried as well. If it fails,
+    the next trial is 3 % lower. An untried size is returned only if both trials failed.
 
     Args:
         upper: The largest size of interest.
         predict: The prediction.
-        limit_bytes: What the device has.
+        limit_bytes: Memory of the device.
         run_probe: Runs a trial step.
-        first: A trial of a small size made before, which corrects the constant.
+        first: An earlier trial of a small size, which corrects the constant.
     """
     measured = [] if first is None or first.peak_bytes is None else [first]
     probes: list[Probe] = []
@@ -97,7 +97,7 @@ def find_largest(
         candidate = largest_under(corrected, limit_bytes, upper)
     failed = [probe.size for probe in probes if not probe.fits]
     if len(failed) == MAX_PROBES:
-        # Nothing near the prediction fits; leave clear room, training lowers the size further if it must.
+        # Nothing near the prediction fits. Leave ample room; training lowers the size further if it must.
         best = max(best, failed[-1] * 3 // 4, 1)
     best = max(best, 1)
     is_verified = any(probe.fits and probe.size == best for probe in (*probes, *measured))
@@ -105,7 +105,7 @@ def find_largest(
 
 
 def largest_under(predict: PeakPredictor, limit_bytes: int, upper: int) -> int:
-    """The largest size from 1 to `upper` whose predicted peak is within the limit, 0 if none is."""
+    """The largest size from 1 to `upper` whose predicted peak is within the limit, or 0 if none is."""
     low, high = 0, upper
     while low < high:
         middle = (low + high + 1) // 2
@@ -117,7 +117,7 @@ def largest_under(predict: PeakPredictor, limit_bytes: int, upper: int) -> int:
 
 
 def line_through(small: Probe, large: Probe) -> PeakPredictor:
-    """A prediction from two measured trials, for want of a memory model.
+    """Return a prediction from two measured trials, for use without a memory model.
 
     Forward and backward grow linearly; the optimizer step needs the same for every size.
 
@@ -150,13 +150,13 @@ def _corrected(predict: PeakPredictor, measured: list[Probe]) -> PeakPredictor:
 
 
 def longest_samples(loader: Any, num_samples: int) -> Any | None:
-    """Collate the longest samples of a loader's data set, apart from the loader's own iteration.
+    """Collate the longest samples of a loader's data set, independently of the loader's own iteration.
 
-    Lengths are taken from the data set's attribute `lengths` or its column `length`; without them the answer is None.
+    Lengths come from the data set's attribute `lengths` or its column `length`; without either the result is None.
 
     Args:
         loader: The training loader.
-        num_samples: How many samples.
+        num_samples: Number of samples.
     """
     if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__getitem__"):
         return None
@@ -171,11 +171,11 @@ def lengthened(batch: Any, length: int) -> Any:
     """Lengthen the sequences of a batch by repeating their last column.
 
     Sequences are the tensors (samples, length, ...) that agree with `input_ids` in their second dimension, or, in
-    batches without, all integer tensors of two dimensions.
+    batches without it, all integer tensors of two dimensions.
 
     Args:
         batch: The batch.
-        length: Length wanted; sequences that are longer already stay.
+        length: Length wanted; longer sequences stay as they are.
     """
     if isinstance(batch, Mapping):
         current = batch["input_ids"].size(1) if "input_ids" in batch else None

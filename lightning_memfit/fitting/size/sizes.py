@@ -8,11 +8,10 @@ _LONGEST = 100 * STEPS_BEFORE_GROWTH
 
 
 class Backoff:
-    """How long to wait before what needs more memory is tried again.
+    """Decides how long to wait before something that needs more memory is tried again.
 
-    Counts steps without failure; each failure that comes soon doubles how many it takes.
-
-    A try costs at most one repeated batch, so that with doubling the cost of tries that fail is soon negligible.
+    It counts steps without failure; each failure that comes soon doubles how many are needed. A try costs at most one
+    repeated batch, so with doubling the cost of failed tries is soon negligible.
     """
 
     def __init__(self) -> None:
@@ -20,17 +19,17 @@ class Backoff:
         self._num_quiet = 0
 
     def fail(self) -> None:
-        """Restart the count; where the last try failed before the wait was over, wait twice as long."""
+        """Restart the count; if the last try failed before the wait was over, wait twice as long."""
         if self._num_quiet < self._num_steps:
             self._num_steps = min(2 * self._num_steps, _LONGEST)
         self._num_quiet = 0
 
     def restart(self) -> None:
-        """Restart the count after a failure that no try caused."""
+        """Restart the count after a failure that was not caused by a try."""
         self._num_quiet = 0
 
     def succeed(self) -> bool:
-        """Count a step without failure and tell whether it is time for a try."""
+        """Count a step without failure, and return whether it is time for a try."""
         self._num_quiet += 1
         is_time = self._num_quiet >= self._num_steps
         if is_time:
@@ -39,11 +38,11 @@ class Backoff:
 
 
 def prefer(local_batch_size: int, largest: int) -> int:
-    """The best micro-batch size up to `largest` for a device's batch.
+    """Return the best micro-batch size up to `largest` for a device's batch.
 
     Of the sizes that need no more micro-batches than `largest` does, those that divide the batch come first (all
-    micro-batches equal), then multiples of 8 (tensor cores), then `largest` itself. Nothing is lost: the number of
-    micro-batches stays the same.
+    micro-batches equal), then multiples of 8 (tensor cores), then `largest` itself. The number of micro-batches
+    stays the same.
 
     Raises:
         ValueError: If `largest` is below 1.
@@ -60,11 +59,11 @@ def prefer(local_batch_size: int, largest: int) -> int:
 
 @dataclass
 class MicroBatchSize:
-    """The size in use: lowered after a failure, raised again after a quiet spell.
+    """The size in use: lowered after a failure, and raised again after some time without failure.
 
     Args:
         local_batch_size: Samples per device and loader batch.
-        target: The size wanted; growth ends there.
+        target: The size wanted, at which growth ends.
 
     Attributes:
         current: The size in use.
@@ -81,7 +80,7 @@ class MicroBatchSize:
         """Lower the size after one failed, by a quarter at least, and wait twice as long before growing again.
 
         Returns:
-            The new size, 0 if there is none below `failed`.
+            The new size, or 0 if there is none below `failed`.
         """
         if failed <= 1:
             return 0

@@ -1,4 +1,4 @@
-"""`Trial` runs steps that leave no trace; `fit_size` finds the micro-batch size with them."""
+"""`Trial` runs steps and undoes them; `fit_size` finds the micro-batch size with such steps."""
 
 import math
 from collections.abc import Callable
@@ -31,19 +31,19 @@ class NothingFits(torch.OutOfMemoryError):
 
 
 class Trial:
-    """Trial steps on a module in training, undone when the context is left.
+    """Runs trial steps on a module in training, and undoes them when the context is left.
 
-    Use as a context manager. Inside, gradients and optimizer states exist as in the middle of training: `warm_up` makes
-    them. The learning rate is zero meanwhile, so that steps allocate what they allocate without moving the weights.
+    Use it as a context manager. Inside, gradients and optimizer states exist as in the middle of training: `warm_up`
+    makes them. The learning rate is zero meanwhile, so steps allocate the same memory without changing the weights.
 
     Args:
-        trainer: In training.
-        forward_and_backward: Runs them on a number of samples, logging nothing.
-        device_memory: Measures peaks; None where memory can't be measured.
-        consensus: All ranks try the same sizes together; a size fits if it fits everywhere.
+        trainer: The Trainer in training.
+        forward_and_backward: Runs forward and backward on a number of samples without logging.
+        device_memory: Measures peaks; None if memory can't be measured.
+        consensus: Lets all ranks try the same sizes together; a size fits if it fits on every rank.
 
     Attributes:
-        num_steps: Trial steps run so far.
+        num_steps: Number of trial steps run so far.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Trial:
             if status == 2:
                 raise failure
             release(failure)
-            self._module._current_fx_name = self._hook_name  # Lightning leaves it behind when a hook raises
+            self._module._current_fx_name = self._hook_name  # Lightning doesn't reset it when a hook raises
         if any(theirs == 2 for theirs, *_ in told):
             raise RuntimeError("Another rank failed in a trial step; see its error. This rank stops, too.")
         fits = all(theirs == 0 for theirs, *_ in told)
@@ -122,7 +122,7 @@ class Trial:
 
 
 def clear_gradients(module: nn.Module) -> None:
-    """Drop all gradients."""
+    """Set all gradients to None."""
     for parameter in module.parameters():
         parameter.grad = None
 
@@ -130,7 +130,7 @@ def clear_gradients(module: nn.Module) -> None:
 def fit_size(trial: Trial, local_batch_size: int, limit_bytes: int, predict: PeakPredictor | None) -> SizeSearchResult:
     """Find the largest micro-batch up to `local_batch_size`: predicted, then verified by at most two trial steps.
 
-    Without a prediction two more trials of moderate size take its place.
+    Without a prediction, two more trials of moderate size replace it.
 
     Raises:
         NothingFits: If not even one sample fits, on all ranks.
@@ -166,7 +166,7 @@ def _measure_and_find(trial: Trial, local_batch_size: int, limit_bytes: int, fir
 
 
 def _halve(trial: Trial, first: Probe, upper: int) -> SizeSearchResult:
-    """Between one sample, which fits, and the few that don't, halve twice."""
+    """Halve twice between one sample, which fits, and the few that don't."""
     best, probes = first, []
     for _ in range(MAX_PROBES):
         if upper <= best.size:
@@ -178,7 +178,7 @@ def _halve(trial: Trial, first: Probe, upper: int) -> SizeSearchResult:
 
 
 def describe(found: SizeSearchResult, chosen: int, local_batch_size: int, limit_bytes: int, seconds: float) -> str:
-    """One line: what was chosen and why."""
+    """Return one line that says what was chosen and why."""
     passes = math.ceil(local_batch_size / chosen)
     predicted = "" if found.predicted_bytes is None else f", {format_bytes(found.predicted_bytes)} predicted for it"
     verified = "verified" if found.is_verified else "not verified"

@@ -1,1 +1,1 @@
-"""The micro-batched step: callback, loop, session, the effective step, and what it needs of batches and ranks."""
+"""The micro-batched step: callback, loop, session, the effective step, and its handling of batches and ranks."""

@@ -1,7 +1,7 @@
 """`MicroBatching`: the user sets the effective batch, the callback finds the micro-batch that fits the device.
 
-The callback only connects the parts to Lightning's hooks: `MicroBatchLoop` takes the place of Lightning's optimization
-loop, `FitSession` chooses the size on the first batch, `EffectiveStep` runs every batch, `EvaluationSplitter` the
+The callback only connects the parts to Lightning's hooks: `MicroBatchLoop` replaces Lightning's optimization loop,
+`FitSession` chooses the size on the first batch, `EffectiveStep` runs every batch, and `EvaluationSplitter` runs the
 batches of validation, test and prediction.
 """
 
@@ -32,41 +32,42 @@ from lightning_memfit.memory.attach import hide_idle_hooks
 
 
 class MicroBatching(Callback):
-    """Train with an effective batch of any size: it is cut into micro-batches that fit the device.
+    """Train with an effective batch of any size by splitting it into micro-batches that fit the device.
 
     The loader delivers each device's part of the effective batch. Gradients, logged values, schedules, checkpoints and
     `global_step` are those of a run with the whole batch at once. Out-of-memory errors lower the micro-batch and
     repeat the effective batch; they don't end the run.
 
     Works with automatic optimization on one device or with DDP, where one rank may run out of memory alone. Sharded
-    strategies (FSDP) communicate inside forward, so that a rank can't stop alone: there sizes are fitted, but an
-    out-of-memory error ends the run.
+    strategies (FSDP) communicate inside forward, so that a rank can't stop alone: with them a size is found, but
+    an out-of-memory error ends the run.
 
     Args:
         global_batch_size: Samples per optimizer step over all devices. Checked against the loader's batch size x
-            devices x `accumulate_grad_batches`; a `batch_size` attribute of the datamodule or module is set to fit.
-            Left out, the loader decides.
+            devices x `accumulate_grad_batches`; a `batch_size` attribute of the datamodule or module is set to
+            match. None takes what the loader delivers.
         micro_batch_size: `auto`, or a number of samples.
         allow_batch_statistics: Accept layers and losses that depend on the other samples of their micro-batch
             (BatchNorm, in-batch contrastive losses).
-        max_sequence_length: Longest sequence the data can give, for the trial steps. Not needed where the data set has
-            `lengths` or a column `length`.
-        recover: False lets an out-of-memory error end the run.
+        max_sequence_length: Longest sequence that the data can contain, for the trial steps. Not needed if the data set
+            has `lengths` or a column `length`.
+        recover: Whether to recover from out-of-memory errors; False lets such an error end the run.
         last_resort: How far to go, step by step, when not even one sample fits any more, instead of ending the run:
-            `recompute` the activations of all repeated blocks, or `offload`, too: first the inputs of these blocks,
-            then the optimizer states go to host memory. All of it is exact, and taken back when it is no longer needed.
-        predictor: From a micro-batch size to the predicted peak in bytes. By default the memory model, from a trace of
-            the training step; where that can't be traced, two small trials take its place.
-        limit_bytes: Memory that may be used. By default what the device tells.
-        loss_weight: From a batch, or a part of it, to what its loss is a mean over. By default the module's method
-            `loss_weight`, else unmasked label tokens where the batch has integer `labels`, else samples.
-        split_batch: From a batch and a list of sizes to its parts. By default the module's method `split_batch`, else
-            everything with the batch size as first dimension is split.
-        num_samples: From a batch to its number of samples. By default the module's method `num_samples`.
-        advise: Gives the last line of the error when not even one sample fits: what would make it fit.
+            `recompute` the activations of all repeated blocks, or `offload` as well: first the inputs of these
+            blocks, then the optimizer states go to host memory. All of it is exact, and undone when no longer needed.
+        predictor: Function from a micro-batch size to the predicted peak in bytes. By default the memory model, from a
+            trace of the training step; if that can't be traced, two small trials replace it.
+        limit_bytes: Memory that may be used, in bytes. By default what the device reports.
+        loss_weight: Function from a batch, or a part of it, to the number that its loss is averaged over. By default
+            the module's method `loss_weight`, else unmasked label tokens if the batch has integer `labels`, else
+            samples.
+        split_batch: Function from a batch and a list of sizes to its parts. By default the module's method
+            `split_batch`, else everything with the batch size as first dimension is split.
+        num_samples: Function from a batch to its number of samples. By default the module's method `num_samples`.
+        advise: Function that returns what would make it fit, for the error's last line if not even one sample fits.
 
     Attributes:
-        micro_batch_size_in_use: The size in use, None before training.
+        micro_batch_size_in_use: The size in use; None before training.
         changes: Steps at which the size was chosen or changed: `(global_step, size, reason)`.
         description: One line that says what was chosen and why.
     """
@@ -118,19 +119,19 @@ class MicroBatching(Callback):
 
     @property
     def micro_batch_size_in_use(self) -> int | None:
-        """The size in use, None before training."""
+        """The size in use; None before training."""
         return None if self._session is None or self._session.sizes is None else self._session.sizes.current
 
     @property
     def found(self) -> SizeSearchResult | None:
-        """What the search for the size found, None where there was none."""
+        """Result of the search for the size; None if there was no search."""
         return None if self._session is None else self._session.found
 
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the place of Lightning's optimization loop and of the strategy's evaluation steps."""
+        """Replace Lightning's optimization loop and the strategy's evaluation steps."""
         self._undo(trainer)
         self._evaluation = EvaluationSplitter(trainer, pl_module, self._splitter(pl_module), self._evaluation_sizes)
         self._evaluation.install()
@@ -147,7 +148,7 @@ class MicroBatching(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepare what needs the optimizers, the loader and all ranks."""
+        """Start the session, which needs the optimizers, the loader and all ranks."""
         assert self._loop is not None
         splitter = self._splitter(pl_module, loader_batch_size(trainer))
         options = replace(self.options, predictor=self._predictor)
@@ -155,35 +156,35 @@ class MicroBatching(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put back what was replaced."""
+        """Restore what was replaced."""
         self._undo(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Put back what was replaced; Lightning calls no `teardown` after an exception."""
+        """Restore what was replaced; Lightning calls no `teardown` after an exception."""
         self._undo(trainer)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The size found and the rungs of the ladder in use, with the device and number of ranks they are for."""
+        """Return the size found and the rungs in use, with the device and the number of ranks that they are for."""
         if self._session is not None and self._session.sizes is not None:
             self._kept = self._session.kept()
         return self._kept
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what an earlier run found for reuse on the same device and number of ranks."""
+        """Keep what an earlier run found, for reuse on the same device with as many ranks."""
         self._kept = dict(state_dict)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
     @property
     def predicts_memory(self) -> bool:
-        """Whether a prediction for the size in use comes from here."""
+        """Whether this callback predicts memory for the size in use."""
         return isinstance(self._predictor, SizePrediction)
 
     def _searches(self, trainer: Trainer) -> bool:
-        """Whether a size will be searched for that a prediction can help to find."""
+        """Whether there will be a search for a size that a prediction can help."""
         _, split_batch, num_samples = self._hooks
         module = trainer.lightning_module
         own_batches = split_batch or num_samples or hasattr(module, "split_batch") or hasattr(module, "num_samples")

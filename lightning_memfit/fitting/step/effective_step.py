@@ -47,23 +47,23 @@ class EffectiveStep:
 
     Every loss is divided so that the gradients add up to those of the mean over the effective batch: all
     micro-batches, all ranks, all loader batches of a window of `accumulate_grad_batches`. The weight of a window is
-    known only at its end: meanwhile the first batch stands for all, and the gradients are corrected by one factor
-    before the step if they differ.
+    known only at its end: until then the first batch is assumed for all, and if they differ the gradients are
+    corrected by one factor before the step.
 
-    An attempt runs every micro-batch without talking to other ranks. Then all ranks tell each other how it went, in one
-    exchange of three numbers. Only if all succeeded are gradients reduced and values logged. Otherwise all of them go
-    back to the start of the effective batch, take a smaller micro-batch and repeat it.
+    An attempt runs every micro-batch without communication between ranks. Then all ranks exchange how it went, as three
+    numbers each. Only if all succeeded are gradients reduced and values logged. Otherwise all of them go back to the
+    start of the effective batch, take a smaller micro-batch and repeat it.
 
     Args:
         loop: Runs forward and backward.
-        splitter: Cuts and weighs batches.
+        splitter: Splits and weighs batches.
         sizes: The micro-batch size in use.
-        ladder: Makes one sample need less.
-        consensus: Between the ranks.
+        ladder: Makes one sample need less memory.
+        consensus: Communication between the ranks.
         reducer: Sums gradients over ranks; None for one rank and for strategies that reduce in backward.
-        recover: Whether an attempt that ran out of memory is repeated, where ranks don't communicate in it.
+        recover: Whether an attempt that ran out of memory is repeated, if ranks don't communicate in it.
         on_change: Called with the new micro-batch size and the reason.
-        advise: Gives the last lines of the error when nothing helps.
+        advise: Returns the last lines of the error when nothing helps.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class EffectiveStep:
         return outputs.merged(self._divisor(local_batch.weight) / loop.trainer.accumulate_grad_batches)
 
     def _divisor(self, weight: float) -> float:
-        """What a mean over `weight` tokens or samples is divided by to be a part of the effective batch's mean."""
+        """Return the divisor that makes a mean over `weight` tokens or samples a part of the effective batch's mean."""
         if not weight:
             return 1.0
         return self._reference / weight / (self._consensus.world_size if self._is_sharded else 1)
@@ -210,10 +210,10 @@ class EffectiveStep:
     # --- consensus --------------------------------------------------------------------------------------------------
 
     def _all_succeeded(self, error: Exception | None, size: int) -> bool:
-        """Hear from all ranks how the attempt went.
+        """Exchange with all ranks how the attempt went.
 
         Raises:
-            Exception: If one failed for another reason than memory, the same on the rank that failed.
+            Exception: If a rank failed for a reason other than memory; on that rank the same exception.
         """
         if self._is_alone:
             self._failed_size = size
@@ -285,7 +285,7 @@ class EffectiveStep:
         self._need_less(request, message, error, start)
 
     def _need_less(self, request: StepRequest, message: str, error: Exception | None, start: RollbackPoint) -> None:
-        """Take the rung again that was given up too early, else lower the micro-batch, else take the next rung.
+        """Take again a rung that was given up too early, else lower the micro-batch, else take the next rung.
 
         Raises:
             torch.OutOfMemoryError: If nothing is left.
@@ -308,7 +308,7 @@ class EffectiveStep:
             ) from error
 
     def _explain(self, request: StepRequest, start: RollbackPoint) -> str:
-        """Run one sample once more and tell what fills the memory."""
+        """Run one sample once more and return what fills the memory."""
         count = self._splitter.count(request.batch)
         part = self._splitter.split(request.batch, [1, count - 1] if count > 1 else [1])[0]
 
@@ -318,11 +318,11 @@ class EffectiveStep:
                 self._loop.backward(request, loss, announce=False)
 
         text = explain(self._loop.module, self._loop.trainer.optimizers, run, self._advise)
-        self._loop.module._current_fx_name = start.hook_name  # Lightning leaves it behind when a hook raises
+        self._loop.module._current_fx_name = start.hook_name  # Lightning doesn't reset it when a hook raises
         return text
 
     def _watch_allocator(self) -> None:
-        """Lower the size where the caching allocator keeps emptying its cache, which costs far more than one pass."""
+        """Lower the size if the caching allocator keeps emptying its cache, which costs far more than one pass."""
         before, self._retries = self._retries, allocation_retries(self._device)
         if self._retries - before >= _MANY_RETRIES and self._sizes.current > 1:
             size = self._sizes.shrink(self._sizes.current)

@@ -1,4 +1,4 @@
-"""`EvaluationSplitter`: validation, test and prediction batches in micro-batches, once one has run out of memory."""
+"""`EvaluationSplitter`: splits batches of validation, test and prediction after one has run out of memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,17 +15,17 @@ _STEPS = ("validation_step", "test_step", "predict_step")
 
 
 class EvaluationSplitter:
-    """Run evaluation steps on as many samples at once as fit.
+    """Runs evaluation steps on as many samples at once as fit.
 
     A batch is tried whole at first. When memory runs out, it is repeated in smaller parts, and the size is remembered
-    for the kind of step. Outputs are put together again: scalars by their weighted mean, tensors of samples one behind
-    the other. Nothing is exchanged between ranks; values with `sync_dist=True` are reduced once per batch, after all
-    parts.
+    for the kind of step. Outputs are merged: scalars by their weighted mean, tensors of samples by
+    concatenation. Nothing is exchanged between ranks; values with `sync_dist=True` are reduced once per batch, after
+    all parts.
 
     Args:
         trainer: The trainer.
         module: The module.
-        splitter: Cuts and weighs batches.
+        splitter: Splits and weighs batches.
         sizes: Sizes to start with, by the name of the step, for example those of the last run.
     """
 
@@ -46,7 +46,7 @@ class EvaluationSplitter:
         self._is_installed = False
 
     def install(self) -> None:
-        """Take the place of the strategy's evaluation steps."""
+        """Replace the strategy's evaluation steps."""
         strategy = self._trainer.strategy
         self._is_installed = True
         for name in _STEPS:
@@ -56,7 +56,7 @@ class EvaluationSplitter:
             self._replaced[name] = (ours, before)
 
     def uninstall(self) -> None:
-        """Put the strategy's steps back. Where somebody wrapped ours since, ours stays and does nothing."""
+        """Restore the strategy's steps. If somebody has wrapped ours since, ours stays and does nothing."""
         self._is_installed = False
         strategy = self._trainer.strategy
         for name, (ours, before) in self._replaced.items():

@@ -1,4 +1,4 @@
-"""`GradientReducer`: sum gradients over ranks once per effective batch, after every rank has completed its own."""
+"""`GradientReducer`: sums gradients over ranks once per effective batch, after every rank has completed its own."""
 
 from collections.abc import Iterable
 
@@ -10,12 +10,12 @@ _BUFFER_BYTES = 25 << 20  # the bucket size of DistributedDataParallel
 
 
 class GradientReducer:
-    """Sum gradients over ranks in place.
+    """Sums gradients over ranks in place.
 
     DistributedDataParallel reduces while it runs backward: a rank that fails there leaves the others waiting in a
-    collective. Here nothing is reduced until all ranks have said that their gradients are complete, at the price of not
-    overlapping the reduction with the last backward. Large gradients are reduced where they are; small ones travel
-    together in a buffer that is allocated once, so that reducing needs no new memory.
+    collective. Here nothing is reduced until all ranks have reported complete gradients, at the price of not
+    overlapping the reduction with the last backward. Large gradients are reduced in place; small ones are packed
+    into a buffer that is allocated once, so that reducing needs no new memory.
 
     Args:
         parameters: The trainable parameters, in the same order on every rank.
@@ -83,7 +83,7 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _flat(grad: Tensor) -> Tensor:
-    # The memory in its own order, which is the same on all ranks; a channels-last gradient has no flat `view`.
+    # The elements in memory order, which is the same on all ranks; a channels-last gradient has no flat `view`.
     return grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,))
 
 

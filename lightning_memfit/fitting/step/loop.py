@@ -1,7 +1,8 @@
 """The one place that extends Lightning's optimization loop, which is private API. Written for Lightning 2.6.6.
 
 `_AutomaticOptimization` runs `training_step`, `zero_grad` and backward once per loader batch, then the optimizer. This
-loop hands the first three to `run_step`, for which `forward`, `backward` and `after_backward` do what Lightning would.
+loop leaves the first three to `run_step`, which calls `forward`, `backward` and `after_backward` to do what Lightning
+would.
 Counters, hooks, precision plugins, clipping, schedulers and checkpoints stay Lightning's.
 `tests/unit/fitting/test_loop.py` fails when upstream moves.
 """
@@ -33,7 +34,7 @@ class StepRequest:
     """One loader batch to run forward and backward on.
 
     Attributes:
-        arguments: What `training_step` gets, by name; `"batch"` is among them.
+        arguments: Arguments of `training_step` by name, `"batch"` among them.
         optimizer: The optimizer.
         batch_idx: Index of the loader batch in the epoch.
         zero_grad: Clears the gradients with all hooks; None within a window of `accumulate_grad_batches`.
@@ -71,9 +72,9 @@ class MicroBatchLoop(_AutomaticOptimization):
         trainer: The trainer, whose loop it replaces between `install` and `uninstall`.
 
     Attributes:
-        run_step: Runs forward and backward of one loader batch; to be set before training starts.
-        guard: Makes a context around the optimizer step; to be set before training starts.
-        results: Where `self.log` writes in training.
+        run_step: Runs forward and backward of one loader batch; must be set before training starts.
+        guard: Makes a context around the optimizer step; must be set before training starts.
+        results: Collection that `self.log` writes to in training.
     """
 
     run_step: Callable[[StepRequest], ClosureResult]
@@ -89,7 +90,7 @@ class MicroBatchLoop(_AutomaticOptimization):
     # --- taking Lightning's place -----------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Take the place of the trainer's loop, its counters included."""
+        """Replace the Trainer's loop, and take over its counters."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
         self._replaced = epoch_loop.automatic_optimization
         self.optim_progress = self._replaced.optim_progress
@@ -97,7 +98,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         epoch_loop.automatic_optimization = self
 
     def uninstall(self) -> None:
-        """Put the trainer's own loop back."""
+        """Restore the Trainer's own loop."""
         if self._replaced is not None:
             self._replaced.optim_progress = self.optim_progress
             self.trainer.fit_loop.epoch_loop.automatic_optimization = self._replaced
@@ -161,7 +162,7 @@ class MicroBatchLoop(_AutomaticOptimization):
             call._call_strategy_hook(self.trainer, "backward", loss, request.optimizer)
 
     def to_device(self, batch: Any) -> Any:
-        """Take a collated batch the way of a loader's batch to the device, the user's transfer hooks included."""
+        """Move a collated batch to the device like a loader's batch, with the user's transfer hooks."""
         batch = self.trainer.precision_plugin.convert_input(batch)
         batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
         return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
@@ -173,7 +174,7 @@ class MicroBatchLoop(_AutomaticOptimization):
             call._call_lightning_module_hook(self.trainer, "on_after_backward")
 
     def unsynchronized(self) -> AbstractContextManager[None]:
-        """A context in which backward does not reduce gradients over ranks."""
+        """Return a context in which backward does not reduce gradients over ranks."""
         if self._is_alone:
             return _NOTHING
         return _block_parallel_sync_behavior(self.trainer.strategy, block=True)
@@ -208,4 +209,4 @@ def _callbacks(trainer: Trainer) -> list[Any]:
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for a hook."""
+    """Replace a hook by nothing."""

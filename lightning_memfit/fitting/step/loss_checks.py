@@ -1,6 +1,6 @@
 """Refuse modules whose loss is not a mean over independent samples: micro-batches would change their results.
 
-Batch statistics are found in the module's layers, coupled losses by running two samples together and apart.
+Batch statistics are found in the module's layers; coupled losses are found by running two samples together and apart.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def check_batch_statistics(module: nn.Module) -> None:
     """Refuse layers that normalise with statistics of the batch.
 
     Raises:
-        MisconfigurationException: If there is one in training mode.
+        MisconfigurationException: If there is such a layer in training mode.
     """
     names = batch_statistics(module)
     if names:
@@ -35,7 +35,7 @@ def check_batch_statistics(module: nn.Module) -> None:
 
 
 def batch_statistics(module: nn.Module) -> list[str]:
-    """Names of layers that normalise with statistics of the batch while training."""
+    """Return the names of layers that normalise with statistics of the batch while training."""
     return [
         name
         for name, child in module.named_modules()
@@ -48,11 +48,10 @@ def check_independent_samples(
 ) -> None:
     """Compare the loss of two samples with the weighted mean of their own losses.
 
-    Runs in evaluation mode and leaves no trace.
+    The check runs in evaluation mode and changes nothing.
 
-    In-batch contrastive losses, sums in place of means, and means over something else than what they are weighted by
-    come to light. Losses that draw random numbers even in evaluation mode (diffusion, variational) can't be told and
-    pass.
+    It detects in-batch contrastive losses, sums instead of means, and means over something other than their weight.
+    Losses that draw random numbers even in evaluation mode (diffusion, variational) can't be checked and pass.
 
     Raises:
         MisconfigurationException: If the two differ.
@@ -71,7 +70,7 @@ def check_independent_samples(
         if not is_out_of_memory(error):
             raise
         failure = error
-    if failure is not None:  # two samples don't fit; no check, training will find its size
+    if failure is not None:  # two samples don't fit, so there is no check; training will find its size
         release(failure)
         return
     together, again, *apart = losses

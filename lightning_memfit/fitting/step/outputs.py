@@ -1,4 +1,4 @@
-"""What the micro-batches of a batch return, log and add to metrics, as the whole batch would have.
+"""Merge what the micro-batches of a batch return, log and add to metrics, as if the whole batch had run at once.
 
 `StepOutputs` collects all three during an attempt. Nothing reaches Lightning before the attempt has succeeded on all
 ranks and `commit` is called.
@@ -16,14 +16,14 @@ from torchmetrics import Metric
 
 
 def merge(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
-    """Merge equal structures.
+    """Merge values of equal structure.
 
-    Scalars become their weighted mean, tensors of samples follow one behind the other, the rest becomes a list.
+    Scalars become their weighted mean, tensors of samples are concatenated, everything else becomes a list.
 
     Args:
-        values: One per micro-batch.
-        weights: What each micro-batch counts.
-        sizes: Samples of each.
+        values: Value of each micro-batch.
+        weights: Weight of each micro-batch.
+        sizes: Number of samples of each micro-batch.
     """
     first = values[0]
     if len(values) == 1:
@@ -52,7 +52,7 @@ def _merge_tensors(values: list[Tensor], weights: list[float], sizes: list[int])
 
 
 def detached(value: Any) -> Any:
-    """The same structure without graphs."""
+    """Return the same structure without graphs."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, Mapping):
@@ -104,11 +104,11 @@ class _Record:
 
 
 class StepLogs:
-    """Stand in for a `_ResultCollection.log` while micro-batches run.
+    """Replaces `_ResultCollection.log` while micro-batches run.
 
-    Nothing reaches Lightning before `commit`: a failed attempt leaves no trace, `sync_dist=True` reduces once a step
-    and never between a failure and its discovery. Means are weighted by the `batch_size` passed to `self.log`,
-    otherwise as the loss is; values of micro-batches without weight (all labels masked) are left out.
+    Nothing reaches Lightning before `commit`: a failed attempt logs nothing, and `sync_dist=True` reduces once per
+    step and never between a failure and its discovery. Means are weighted by the `batch_size` passed to `self.log`,
+    otherwise like the loss; values of micro-batches without weight (all labels masked) are left out.
     """
 
     def __init__(self) -> None:
@@ -146,12 +146,12 @@ class StepLogs:
         }
 
     def record(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
-        """Take the place of `_ResultCollection.log`."""
+        """Record a value in place of `_ResultCollection.log`."""
         batch_size = arguments.get("batch_size")
         record = self._records.get((fx, name))
         if record is None:
             record = self._records[fx, name] = _Record(arguments)
-        # The clone is taken because what is logged may be changed in place by the next micro-batch.
+        # Cloned because the next micro-batch may change a logged tensor in place.
         value = value.detach().clone() if isinstance(value, Tensor) else value
         record.add(value, self.weight if batch_size is None else float(batch_size))
         if batch_size is not None and record.count > 1:
@@ -162,14 +162,14 @@ class StepLogs:
 
 
 class StepMetrics:
-    """Keep the metrics of a module exact: every sample counted once, step values over the whole batch.
+    """Keeps the metrics of a module exact: every sample counts once, and step values are over the whole batch.
 
     `metric(preds, target)` returns, and `self.log(name, metric, on_step=True)` logs, the value over the last call,
     which is one micro-batch. A second copy of each metric so logged sees all micro-batches of a step and supplies the
     value.
 
     Args:
-        module: Where the metrics are.
+        module: The module with the metrics.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -221,16 +221,16 @@ class StepMetrics:
 
 
 class StepOutputs:
-    """Collect what the micro-batches of a batch give: `begin`, `add` each, `end`, then `merged`, then `commit`.
+    """Collects what the micro-batches of a batch produce: `begin`, `add` each, `end`, then `merged`, then `commit`.
 
     Graphs are not kept. The result of a single micro-batch stays as it is.
 
     Args:
-        module: In training.
-        results: The collection of Lightning that `self.log` writes to.
+        module: The module in training.
+        results: Lightning's collection that `self.log` writes to.
 
     Attributes:
-        logs: What is logged; its `weight` is to be set before each micro-batch.
+        logs: Logged values; set its `weight` before each micro-batch.
         loss: Sum of the divided losses since `begin`, without a graph; None before the first of several.
     """
 
@@ -275,16 +275,16 @@ class StepOutputs:
             self._metrics.end()
 
     def merged(self, factor: float) -> ClosureResult:
-        """The result of the whole batch.
+        """Return the result of the whole batch.
 
         Args:
-            factor: From the sum of the divided losses to the loss Lightning reports: the mean over this rank's batch,
-                divided by `accumulate_grad_batches`.
+            factor: Factor from the sum of the divided losses to the loss that Lightning reports: the mean over this
+                rank's batch, divided by `accumulate_grad_batches`.
         """
         if self._observes_metrics:
             self._metrics.finish(self.logs.metrics_on_step())
         single, extras, loss = self._single, self._extras, self.loss if self.loss is not None else self._uncounted
-        self._begin_merging(1)  # what a batch gave is not kept while the next runs
+        self._begin_merging(1)  # the results of a batch are not kept while the next runs
         if single is not None:
             if factor != 1.0 and single.loss is not None:
                 single.loss = single.loss * factor

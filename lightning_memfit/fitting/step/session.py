@@ -1,7 +1,7 @@
 """`FitSession`: what one run of `fit` needs from the start of training to its end.
 
 It checks that the loader delivers what `global_batch_size` asks for, chooses the micro-batch size on the first batch,
-and then leaves every batch to an `EffectiveStep`: later batches do not come through here.
+and then leaves every batch to an `EffectiveStep`, which runs later batches without the session.
 """
 
 import time
@@ -38,10 +38,10 @@ _HINT = "`MicroBatching(last_resort='offload')` recomputes activations and uses 
 
 
 def local_batch_size_for(trainer: Trainer, global_batch_size: int) -> int:
-    """The batch size the loader of one device must have.
+    """Return the batch size that the loader of one device must have.
 
     Raises:
-        MisconfigurationException: If the global batch can't be divided so.
+        MisconfigurationException: If the global batch can't be divided by devices and accumulation.
     """
     parts = num_replicas(trainer) * trainer.accumulate_grad_batches
     if global_batch_size % parts:
@@ -56,7 +56,7 @@ def lend_batch_size(trainer: Trainer, module: LightningModule, size: int) -> tup
     """Set `batch_size` of the datamodule or module that makes the loaders to what they must deliver.
 
     Returns:
-        Its owner and the value it had, for putting back; None if there is none or it was right.
+        Its owner and former value, to restore it later; None if there is none or it was already right.
     """
     datamodule = getattr(trainer, "datamodule", None)
     if not trainer.fit_loop._data_source.is_module():
@@ -73,7 +73,7 @@ def lend_batch_size(trainer: Trainer, module: LightningModule, size: int) -> tup
 
 
 def loader_batch_size(trainer: Trainer) -> int | None:
-    """Batch size of the training loader, None if it doesn't tell (or there are several)."""
+    """Return the batch size of the training loader; None if it is unknown or there are several loaders."""
     loader = trainer.train_dataloader
     size = getattr(loader, "batch_size", None)
     if size is None:
@@ -85,7 +85,7 @@ def check_global_batch(trainer: Trainer, global_batch_size: int, found: int) -> 
     """Check the batch size that the loader delivers.
 
     Raises:
-        MisconfigurationException: If the effective batch would be another than the one asked for.
+        MisconfigurationException: If the effective batch would differ from the one asked for.
     """
     wanted = local_batch_size_for(trainer, global_batch_size)
     if found != wanted:
@@ -118,22 +118,22 @@ class Options:
 class FitSession:
     """One run of `fit` from the start of training on.
 
-    Constructing it makes what all ranks share and has the loop call it for the first batch.
+    Its constructor creates what all ranks share, and makes the loop call the session for the first batch.
 
     Args:
         loop: The loop in training.
-        options: What the user asked for.
-        splitter: Cuts and weighs batches.
-        device_memory: The device's memory; None where it has no known limit.
-        kept: What an earlier run found, as from `kept`; used on the same device with as many ranks.
+        options: The user's options.
+        splitter: Splits and weighs batches.
+        device_memory: The device's memory; None if it has no known limit.
+        kept: What an earlier run found, as `kept` returns it; used on the same device with as many ranks.
         note: Called with the size and the reason at every choice and change.
 
     Attributes:
-        sizes: The size in use, None before the first batch.
-        found: What the search found, None where there was none.
+        sizes: The size in use; None before the first batch.
+        found: Result of the search; None if there was none.
 
     Raises:
-        MisconfigurationException: If the loader tells a batch size that `global_batch_size` contradicts.
+        MisconfigurationException: If the loader's batch size contradicts `global_batch_size`.
     """
 
     def __init__(
@@ -157,13 +157,13 @@ class FitSession:
         self._note = note
         self._device: torch.device = trainer.strategy.root_device
         self._consensus = RankConsensus(trainer.world_size)
-        # Made before any trial, which then measures its buffer, too.
+        # Made before any trial, so that trials measure its buffer as well.
         self._reducer: GradientReducer | None = None
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._reducer = GradientReducer(module.parameters())
             # DistributedDataParallel would broadcast buffers in the first forward; we do it after each step.
             trainer.strategy.model.require_forward_param_sync = False
-        # A CPU without a simulated device has one memory only.
+        # A CPU without a simulated device has only one memory.
         kind = DeviceKind.of(self._device)
         has_host = kind.has_own_memory or (kind.is_host and device_memory is not None)
         rungs = rungs_up_to(options.last_resort, module, trainer.optimizers[0], has_host, trainer.num_devices)
@@ -174,12 +174,12 @@ class FitSession:
         loop.run_step = self._run_first
 
     def close(self) -> None:
-        """Destroy what ranks share, and put everything back that the ladder moved."""
+        """Destroy what ranks share, and undo everything that the ladder did."""
         self._consensus.close()
         self._ladder.close()
 
     def kept(self) -> dict[str, Any]:
-        """What a later run needs to reuse the size and the rungs of the ladder."""
+        """Return what a later run needs to reuse the size and the rungs of the ladder."""
         assert self.sizes is not None
         return {"micro_batch_size": self.sizes.target, "rungs": self._ladder.names, **self._setting()}
 
@@ -208,7 +208,7 @@ class FitSession:
             check_global_batch(self._loop.trainer, self._options.global_batch_size, local_batch_size)
         again = self._ladder.climb_to(self._kept.get("rungs", ())) if self._is_as_kept() else None
         size, reason = self._choose(request, local_batch_size)
-        # All ranks go by the smallest; their batches may differ.
+        # All ranks use the smallest size; their batches may differ.
         size = int(min(theirs for (theirs,) in self._consensus.exchange(size)))
         if size < local_batch_size and not self._options.allow_batch_statistics:
             check_batch_statistics(self._loop.module)
@@ -242,7 +242,7 @@ class FitSession:
         return size, describe(found, size, local_batch_size, limit_bytes, time.monotonic() - started)
 
     def _search(self, request: StepRequest, local_batch_size: int, limit_bytes: int) -> SizeSearchResult:
-        """Find the largest size that fits by trial steps on the longest samples the data has."""
+        """Find the largest size that fits by trial steps on the longest samples of the data."""
         loop, batch = self._loop, self._worst_case(request.batch, local_batch_size)
 
         def forward_and_backward(size: int) -> None:

@@ -1,7 +1,7 @@
-"""Cutting a batch of any nesting into micro-batches, each with its weight in the loss of the effective batch.
+"""Split a batch of any nesting into micro-batches, each with its weight in the loss of the effective batch.
 
-A mean over the effective batch is the weighted mean of the means over its micro-batches, where a micro-batch weighs as
-many as its mean was taken over: samples, or label tokens that are not masked.
+A mean over the effective batch is the weighted mean of the means over its micro-batches, where the weight of a
+micro-batch is the number its mean was taken over: samples, or label tokens that are not masked.
 """
 
 import copy
@@ -22,13 +22,13 @@ _WITHOUT_LABELS = (Tensor, list, tuple)
 
 
 class LocalBatch:
-    """How many samples a loader batch of this device has, and how much they count in the loss.
+    """The number of samples of this device's loader batch, and their weight in the loss.
 
     Args:
-        num_samples: Samples in it.
-        weight: What its loss is a mean over: samples or label tokens.
-        rows: Weight of every sample, where they differ and are independent of each other.
-        loss_weight: The user's function, called on every part, where it decides.
+        num_samples: Number of samples in the batch.
+        weight: Number of samples or label tokens that its loss is a mean over.
+        rows: Weight of every sample, if weights differ and are independent of each other.
+        loss_weight: The user's function, called on every part, if the user gave one.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class LocalBatch:
         self._loss_weight = loss_weight
 
     def weights_of(self, parts: list[Any], sizes: list[int]) -> list[float]:
-        """Weight of each micro-batch.
+        """Return the weight of each micro-batch.
 
         Raises:
-            ValueError: If the user's weights of the parts don't add up to that of the whole.
+            ValueError: If the user's weights for the parts don't add up to that for the whole.
         """
         if self._loss_weight is not None:
             weights = [float(self._loss_weight(part)) for part in parts]
@@ -68,17 +68,18 @@ class BatchSplitter:
 
     Mappings (Hugging Face `BatchEncoding` among them), lists, tuples, named tuples and dataclasses are walked through;
     tensors and NumPy arrays whose first dimension is the batch size are split without copying, columns of padding
-    included; lists of one object per sample are sliced; scalars, strings and tensors of other sizes go whole to every
-    micro-batch.
+    included; lists of one object per sample are sliced; scalars, strings and tensors of other sizes are passed whole to
+    every micro-batch.
 
     Args:
-        hook: `split_batch(batch, sizes) -> parts` for what can't be split so: graphs, ragged data, custom classes.
+        hook: `split_batch(batch, sizes) -> parts` for batches that can't be split that way: graphs, ragged data,
+            custom classes.
         num_samples: Number of samples in a batch, for use with `hook`; without it `len(batch)` counts, or what the
             tensors of the batch say.
-        loss_weight: From a batch or a part of it to what its loss is a mean over. Without it unmasked label tokens
-            count where the batch has integer `labels`, else samples.
+        loss_weight: Function from a batch or a part of it to the number that its loss is averaged over. Without it,
+            unmasked label tokens count if the batch has integer `labels`, else samples.
         shifts_labels: Whether the loss predicts the next token, so that the first label of each sample never counts.
-        expected: The loader's batch size where known. It settles what a list of equally sized tensors is: one tensor
+        expected: The loader's batch size, if known. It decides what a list of equally sized tensors is: one tensor
             per sample (`expected` of them) or one tensor per field.
     """
 
@@ -98,17 +99,17 @@ class BatchSplitter:
         self._per_sample_lists = False
 
     def count(self, batch: Any) -> int:
-        """Number of samples in a batch.
+        """Return the number of samples in a batch.
 
         Raises:
-            ValueError: If the number can't be told.
+            ValueError: If the number is ambiguous.
         """
         if self._num_samples is not None:
             return int(self._num_samples(batch))
         if self._hook is not None and hasattr(batch, "__len__") and not _is_container(batch):
             return len(batch)
         expected = self._expected
-        if expected is not None and expected > 1:  # a ragged batch tells nothing; what was learned before holds
+        if expected is not None and expected > 1:  # a ragged batch shows nothing; what was learned before stays valid
             if any(size == expected for size in _first_sizes(batch)):
                 self._per_sample_lists = False
                 return expected
@@ -121,18 +122,18 @@ class BatchSplitter:
     def read(self, batch: Any, num_samples: int | None = None) -> LocalBatch:
         """Count and weigh the samples of a batch: by the user's function, by unmasked label tokens, or one each.
 
-        Tokens count where the batch has integer `labels`, (samples, ...), with `-100` for what the loss ignores.
+        Tokens count if the batch has integer `labels`, (samples, ...), with `-100` for tokens that the loss ignores.
         Reading the counts waits for the device once.
 
         Args:
-            batch: What the loader delivered.
-            num_samples: Its number of samples where it has been counted.
+            batch: Batch from the loader.
+            num_samples: Its number of samples, if already counted.
         """
         count = self.count(batch) if num_samples is None else num_samples
         if self._loss_weight is not None:
             return LocalBatch(count, float(self._loss_weight(batch)), loss_weight=self._loss_weight)
         labels = None
-        if type(batch) not in _WITHOUT_LABELS:  # looking for them where there are none is slow
+        if type(batch) not in _WITHOUT_LABELS:  # looking for labels where there are none is slow
             labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0 or len(labels) != count:
             return LocalBatch(count, float(count))
@@ -141,7 +142,7 @@ class BatchSplitter:
         return LocalBatch(count, float(sum(rows)), rows)
 
     def micro_batches(self, batch: Any, local: LocalBatch, size: int) -> tuple[list[Any], list[int], list[float]]:
-        """Cut a batch into micro-batches of a size; only the last may be smaller.
+        """Split a batch into micro-batches of a size; only the last may be smaller.
 
         Returns:
             The micro-batches, their numbers of samples and their weights.
@@ -154,7 +155,7 @@ class BatchSplitter:
         """Split into parts of the given sizes, which add up to the number of samples.
 
         Raises:
-            ValueError: If part of the batch can't be split, or the hook returns another number of parts.
+            ValueError: If part of the batch can't be split, or the hook returns a wrong number of parts.
         """
         if self._hook is not None:
             parts = list(self._hook(batch, sizes))
@@ -198,7 +199,7 @@ class BatchSplitter:
 
 
 def sizes_of(num_samples: int, micro_batch_size: int) -> list[int]:
-    """Cut a number of samples into micro-batches; only the last may be smaller."""
+    """Return the sizes of micro-batches for a number of samples; only the last may be smaller."""
     full, rest = divmod(num_samples, micro_batch_size)
     return [micro_batch_size] * full + ([rest] if rest else [])
 
@@ -219,7 +220,7 @@ def _vote(batch: Any, expected: int | None) -> int:
 def _first_sizes(value: Any) -> Iterator[int]:
     if isinstance(value, Tensor) or _is_array(value):
         if value.ndim:
-            yield value.shape[0]  # `len` of a tensor is ten times as slow
+            yield value.shape[0]  # `len` of a tensor is ten times slower
     else:
         for child in _children(value):
             yield from _first_sizes(child)
@@ -287,7 +288,7 @@ def _rebuild_dataclass(value: Any, split: Callable[..., list[Any]], sizes: list[
 
 
 def predicts_next_token(module: nn.Module) -> bool:
-    """Whether a Hugging Face model inside shifts the labels before its loss, as `ForCausalLMLoss` does.
+    """Whether a Hugging Face model in the module shifts the labels before its loss, as `ForCausalLMLoss` does.
 
     Decoders of encoder-decoder models get their labels unshifted and don't count.
     """
