@@ -1,1 +1,1 @@
-"""What offloading to disk needs around DeepSpeed: run folders, preflight, sizes, tuning, a watch on free space."""
+"""Support for offloading to disk with DeepSpeed: run folders, preflight, sizes, tuning, a watch on free space."""

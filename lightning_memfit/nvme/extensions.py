@@ -1,7 +1,7 @@
-"""Locks on DeepSpeed's kernels for asynchronous I/O, which torch compiles when they are first asked for.
+"""Locks on DeepSpeed's kernels for asynchronous I/O, which torch compiles when they are first needed.
 
-A process that compiles, or only loads, holds a file named `lock`, and the others wait until it is gone. One that is
-killed leaves it, and all later ones wait for ever without a word. Written for torch 2.11 to 2.13
+A process that compiles, or only loads, holds a file named `lock`, and the others wait until it is gone. A process that
+is killed leaves the file, and all later processes wait forever without a message. Written for torch 2.11 to 2.13
 (`torch/utils/file_baton.py`, `cpp_extension._get_build_directory`).
 """
 
@@ -17,18 +17,18 @@ _KERNELS = ("async_io", "pin_memory")
 
 @dataclass(frozen=True)
 class BuildLock:
-    """A lock that is there."""
+    """A lock file that exists."""
 
     path: Path
     holder: int | None
-    """Process on this machine that has it open; None where there is none."""
+    """Process on this machine that has it open; None if there is none."""
 
 
 def build_locks(root: Path | None = None) -> list[BuildLock]:
     """Locks on the kernels that offloading to disk needs.
 
     Args:
-        root: Where extensions are compiled; by default where torch does it.
+        root: Folder where extensions are compiled; by default torch's.
     """
     folder = extensions_folder() if root is None else root
     found = (_look(folder / name / "lock") for name in _KERNELS)
@@ -36,10 +36,10 @@ def build_locks(root: Path | None = None) -> list[BuildLock]:
 
 
 def compile_kernels() -> None:
-    """Compile what offloading to disk needs, or load it where that was done before.
+    """Compile the kernels that offloading to disk needs, or load them if that was done before.
 
     Raises:
-        RuntimeError: If a process that ended while it compiled left its lock, for which torch would wait for ever.
+        RuntimeError: If a process that ended while compiling left its lock, for which torch would wait forever.
     """
     for lock in build_locks():
         if lock.holder is None:
@@ -50,7 +50,7 @@ def compile_kernels() -> None:
 
 
 def extensions_folder() -> Path:
-    """Where torch compiles extensions for this interpreter."""
+    """Folder in which torch compiles extensions for this interpreter."""
     import torch
     from torch.utils.cpp_extension import get_default_build_root
 
@@ -63,7 +63,7 @@ def extensions_folder() -> Path:
 
 
 def _look(path: Path) -> BuildLock | None:
-    """A lock that is the same after looking for its holder: a kernel that is loaded has one for a moment."""
+    """A lock that is still the same after looking for its holder; loading a kernel also takes one for a moment."""
     if (before := _inode(path)) is None:
         return None
     lock = BuildLock(path, _holder(path))
@@ -79,13 +79,13 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def _holder(path: Path) -> int | None:
-    """Who keeps a file open, as far as this user may see."""
+    """Process that keeps a file open, as far as this user may see."""
     wanted = str(path.resolve())
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if any(os.readlink(descriptor) == wanted for descriptor in (process / "fd").iterdir()):
                 return int(process.name)
-        except OSError:  # ended meanwhile, or another user's
+        except OSError:  # the process has ended or belongs to another user
             continue
     return None
 

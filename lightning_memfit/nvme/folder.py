@@ -1,7 +1,7 @@
-"""`RunFolder`: a run's own folder within the user's, locked while the run lives and removed when it ends.
+"""`RunFolder`: a run's own folder inside the user's, locked while the run lives and removed when it ends.
 
-`Owner` names the process that made it, apart from a later one with the same number; `find_runs` and `remove_stale_runs`
-find, judge and remove file by file what dead runs left behind.
+`Owner` identifies the process that made it, even after its number is used again; `find_runs` and `remove_stale_runs`
+find and judge what dead runs left behind, and remove it file by file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Owner:
-    """A process on a machine. Its number may be given out again; number, start and boot together may not."""
+    """A process on a machine. Its number may be used again, but not with the same start and boot."""
 
     run_id: str
     host: str
@@ -47,7 +47,7 @@ class Owner:
 
     @classmethod
     def read(cls, folder: Path) -> Owner | None:
-        """Read a folder's owner file; None where there is none that this version wrote."""
+        """Read a folder's owner file; None if there is none that this version wrote."""
         try:
             owner = cls(**json.loads((folder / OWNER_FILE).read_text()))
         except (OSError, ValueError, TypeError):
@@ -55,14 +55,14 @@ class Owner:
         return owner if owner.format == _FORMAT else None
 
     def write(self, folder: Path) -> None:
-        """Write the owner file; a crash leaves all of it or nothing."""
+        """Write the owner file; a crash leaves either all of it or nothing."""
         partial = folder / f"{OWNER_FILE}.partial"
         partial.write_text(json.dumps(asdict(self)) + "\n")
         partial.rename(folder / OWNER_FILE)
 
     @property
     def is_here(self) -> bool:
-        """Whether it ran on this machine, so that this machine can tell whether it still does."""
+        """Whether the process ran on this machine, so that this machine can tell whether it is still running."""
         return self.host == socket.gethostname()
 
     @property
@@ -76,7 +76,7 @@ class Owner:
 
 
 def _started(pid: int) -> int | None:
-    """Start of a process; None where there is none, or only a zombie that nobody has waited for."""
+    """Start of a process; None if there is none, or only a zombie that nobody has waited for."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -94,7 +94,7 @@ def _boot_id() -> str:
 LOCK_FILE = "lock"
 FOLDER_PREFIX = "memfit-run-"
 
-# What DeepSpeed 0.19 writes: zero_stage_3/{optimizer,bfloat16params}/rank0/*.tensor.swp
+# DeepSpeed 0.19 writes zero_stage_3/{optimizer,bfloat16params}/rank0/*.tensor.swp
 _SWAP_FOLDER = re.compile(r"zero_stage_3(/(optimizer|(float32|bfloat16|float16)params)(/rank\d+)?)?")
 _SWAP_FILE = re.compile(r"zero_stage_3/\w+/rank\d+/[^/]+\.tensor\.swp")
 _OWN_FILES = {OWNER_FILE, f"{OWNER_FILE}.partial", LOCK_FILE}
@@ -107,7 +107,7 @@ class RunState:
     path: Path
     owner: Owner
     size_bytes: int
-    """On the drive."""
+    """Bytes on the drive."""
     kept_because: str
     """Why it must stay; empty for what a dead run left."""
 
@@ -118,9 +118,9 @@ class RunState:
 
 
 def find_runs(parent: str | Path) -> list[RunState]:
-    """Look at every run folder directly in a folder. Changes nothing.
+    """Look at every run folder directly in a folder, without changing anything.
 
-    A folder without an owner file of ours is no run folder, whatever its name.
+    A folder without one of our owner files is not a run folder, whatever its name.
     """
     states = []
     for path in sorted(Path(parent).glob(f"{FOLDER_PREFIX}*")):
@@ -131,10 +131,10 @@ def find_runs(parent: str | Path) -> list[RunState]:
 
 
 def remove_stale_runs(parent: str | Path) -> list[RunState]:
-    """Remove what dead runs on this machine left. Callers hold the parent's lock, so that no run is just starting.
+    """Remove what dead runs on this machine left. Callers hold the parent's lock, so that no run is starting.
 
     Returns:
-        What was removed.
+        The runs that were removed.
     """
     removed = []
     for state in find_runs(parent):
@@ -145,10 +145,10 @@ def remove_stale_runs(parent: str | Path) -> list[RunState]:
 
 
 def remove_run(folder: Path) -> None:
-    """Remove a run folder file by file; the owner file goes last, so that an interrupted removal can be taken up again.
+    """Remove a run folder file by file, the owner file last, so that an interrupted removal can continue later.
 
     Raises:
-        OSError: If there is anything that no run writes: that stays, with the folder around it.
+        OSError: If it contains anything that no run writes; that stays, with the folder around it.
     """
     foreign = first_foreign(folder)
     if foreign is not None:
@@ -166,7 +166,7 @@ def remove_run(folder: Path) -> None:
 
 
 def first_foreign(folder: Path) -> str | None:
-    """The first entry that no run writes, as a path within the folder; symbolic links always are."""
+    """The first entry that no run writes, as a path within the folder; symbolic links always count as such."""
     for path in _walk(folder):
         inside = path.relative_to(folder).as_posix()
         if path.is_symlink():
@@ -178,12 +178,12 @@ def first_foreign(folder: Path) -> str | None:
 
 
 def folder_name(host: str, run_id: str) -> str:
-    """Name of a run's folder; of each machine its own, so that machines can share a file system."""
+    """Name of a run's folder, different on each machine, so that machines can share a file system."""
     return f"{FOLDER_PREFIX}{run_id}-{host}"
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether any process of the run lives: each holds the lock until it ends, however it ends."""
+    """Whether any process of the run is alive: each holds the lock until it ends, in whatever way."""
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR)
     except FileNotFoundError:
@@ -207,9 +207,9 @@ def _reason_to_keep(path: Path, owner: Owner) -> str:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Every entry below a folder, folders before what is in them; links are not followed.
+    """Every entry below a folder, folders before their contents; links are not followed.
 
-    A living run may be removing its files meanwhile: a folder that vanishes is empty.
+    A live run may be removing its files meanwhile: a folder that vanishes counts as empty.
     """
     try:
         entries = sorted(folder.iterdir())
@@ -237,22 +237,22 @@ _RUN_ID = re.compile(r"[0-9a-z]{4,40}")
 
 
 def new_run_id() -> str:
-    """A name no other run has. One rank makes it and tells the others."""
+    """A unique name for a run. One rank makes it and tells the others."""
     return uuid.uuid4().hex[:12]
 
 
 class RunFolder:
-    """Where one run keeps its swap files.
+    """The folder in which one run keeps its swap files.
 
-    DeepSpeed puts them straight into `nvme_path`, where a second run with the same path corrupts the first one's
-    training silently, and leaves them there. Here every run has a folder of its own. Each of its processes holds a
-    shared lock, which the kernel gives up when the process ends in whatever way; what is locked is never removed, and
-    what dead runs of this machine left is removed when the next one starts.
+    DeepSpeed writes them directly into `nvme_path`, where a second run with the same path silently corrupts the first
+    one's training, and leaves them there. Here every run has its own folder. Each of its processes holds a shared lock,
+    which the kernel releases however the process ends. A locked folder is never removed, and whatever dead runs of this
+    machine left is removed when the next one starts.
 
     Make one with `create` in one process per machine and with `join` in its other processes.
 
     Attributes:
-        path: The folder, DeepSpeed's `nvme_path`.
+        path: The folder, which becomes DeepSpeed's `nvme_path`.
         run_id: Shared by all processes of the run.
         is_owner: Whether this process made the folder and removes it.
         removed: Folders of dead runs that were removed.
@@ -272,12 +272,12 @@ class RunFolder:
         """Remove what dead runs left and make the folder.
 
         Args:
-            parent: The user's `nvme_path`. It is not made: a mistyped path would end on another drive.
-            run_id: Of `new_run_id`.
+            parent: The user's `nvme_path`. It is not created: a mistyped path would end up on another drive.
+            run_id: Made by `new_run_id`.
 
         Raises:
-            ValueError: If the parent is no folder, can't be written to, or is itself within a run's folder.
-            RuntimeError: If a run of this id lives.
+            ValueError: If the parent is not a folder, can't be written to, or is itself inside a run's folder.
+            RuntimeError: If a run of this id is alive.
         """
         parent = check_parent(parent)
         path = parent / _name(run_id)
@@ -299,7 +299,7 @@ class RunFolder:
         """Use the folder that another process of this run made on this machine.
 
         Raises:
-            ValueError: If the parent is no folder.
+            ValueError: If the parent is not a folder.
             RuntimeError: If there is no such folder, or its owner has ended.
         """
         parent = check_parent(parent)
@@ -313,23 +313,23 @@ class RunFolder:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the run's swap files on this machine, now."""
+        """Current bytes of the run's swap files on this machine."""
         return folder_bytes(self.path)
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Give up the lock; the owner waits for the run's other processes and removes the folder. Safe to call twice.
+        """Release the lock; the owner waits for the run's other processes and removes the folder. Safe to call twice.
 
         Args:
             timeout_s: How long the owner waits. After that the folder stays; a run that starts when this process has
                 ended removes it.
 
         Returns:
-            Whether the folder is gone, or was another process's to remove.
+            Whether the folder is gone, or another process is responsible for removing it.
 
         Raises:
             OSError: If somebody else put a file there; it stays.
         """
-        if self._lock is None or os.getpid() != self._pid:  # a forked worker has no part in it
+        if self._lock is None or os.getpid() != self._pid:  # a forked worker does not hold it
             return True
         atexit.unregister(self.close)
         lock, self._lock = self._lock, None
@@ -364,7 +364,7 @@ def check_parent(parent: str | Path) -> Path:
 
 
 def parent_problem(parent: str | Path) -> tuple[str, str] | None:
-    """What is wrong with the user's folder, and the fix: missing, no folder, read-only, or within a run's folder."""
+    """What is wrong with the user's folder, and the fix: missing, not a folder, read-only, or inside a run's folder."""
     path = Path(parent)
     another = "or name another folder on a local NVMe drive"
     if not path.exists():
@@ -386,7 +386,7 @@ def parent_problem(parent: str | Path) -> tuple[str, str] | None:
 
 @contextmanager
 def _locked(parent: Path) -> Iterator[None]:
-    """Hold the lock of a folder itself, for the moment that runs start or are removed."""
+    """Hold the lock of a folder itself while runs start or are removed."""
     descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

@@ -1,4 +1,4 @@
-"""`preflight`: everything that would end or corrupt a run with ZeRO-Infinity, looked at before any weight is loaded."""
+"""`preflight`: check everything that would end or corrupt a ZeRO-Infinity run, before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from lightning_memfit.nvme.watermark import free_bytes
 
 
 MIN_DAYS_OF_ENDURANCE = 30
-"""Below this a drive is worn out within a few runs; consumer drives reach it."""
+"""A drive with a lower endurance wears out within a few runs; consumer drives can be this low."""
 
 _SECONDS_PER_DAY = 86400
 
 
 def must_be_ok(finding: Finding) -> Finding:
-    """What the doctor only notes because not everybody needs it, a run with offloading can't do without."""
+    """Turn a warning into a failure: the doctor only notes it, but a run with offloading can't do without it."""
     return finding if finding.level == "ok" else replace(finding, level="problem")
 
 
 def check_parent_folder(folder: str, problem: tuple[str, str] | None) -> Finding:
-    """The folder that the user named.
+    """Check the folder that the user named.
 
     Args:
-        folder: As the user wrote it.
-        problem: What is wrong, and the fix; None where nothing is.
+        folder: Path as the user wrote it.
+        problem: What is wrong, and the fix; None if nothing is.
     """
     if problem is None:
         return Finding("nvme_path", "ok", f"{folder!r} is a folder that can be written to")
@@ -46,7 +46,7 @@ def check_parent_folder(folder: str, problem: tuple[str, str] | None) -> Finding
 
 
 def check_other_runs(states: Sequence[RunState]) -> list[Finding]:
-    """Runs that share the drive, what dead ones left, and what can't be told."""
+    """Check for runs that share the drive, leftovers of dead runs, and folders whose state is unknown."""
     findings = []
     for state in states:
         size = format_bytes(state.size_bytes)
@@ -63,7 +63,7 @@ def check_other_runs(states: Sequence[RunState]) -> list[Finding]:
 
 
 def check_build_lock(lock: BuildLock) -> Finding:
-    """A lock on kernels, for which a run would wait, for ever if nobody holds it."""
+    """Check a lock on kernels, for which a run would wait, forever if nobody holds it."""
     if lock.holder is not None:
         fix = "nothing to do, this run waits for it"
         return Finding("kernels", "note", f"process {lock.holder} compiles or loads those in {lock.path.parent}", fix)
@@ -72,12 +72,12 @@ def check_build_lock(lock: BuildLock) -> Finding:
 
 
 def check_disk_room(needed_bytes: int, free_bytes: int, reserve_bytes: int) -> Finding:
-    """Room for the swap files, and the reserve below which a run stops itself.
+    """Check the room for the swap files, and the reserve below which a run stops itself.
 
     Args:
-        needed_bytes: By all ranks on this machine.
-        free_bytes: Of the file system, with what dead runs left counted as free.
-        reserve_bytes: Of `DiskWatermark`.
+        needed_bytes: Bytes for all ranks on this machine.
+        free_bytes: Free bytes of the file system, with leftovers of dead runs counted as free.
+        reserve_bytes: Reserve of `DiskWatermark`.
     """
     found = f"{format_bytes(needed_bytes)} of swap files and {format_bytes(reserve_bytes)} of reserve"
     if needed_bytes + reserve_bytes <= free_bytes:
@@ -92,13 +92,13 @@ def check_disk_room(needed_bytes: int, free_bytes: int, reserve_bytes: int) -> F
 
 
 def check_memory(name: str, needed_bytes: int, available_bytes: int, fix: str) -> Finding:
-    """Host or device memory.
+    """Check host or device memory.
 
     Args:
-        name: Which.
-        needed_bytes: By the states and buffers of all ranks that share it; activations come on top.
-        available_bytes: What is free of it.
-        fix: What to do where it doesn't suffice.
+        name: Name of the memory.
+        needed_bytes: Bytes of the states and buffers of all ranks that share it; activations come on top.
+        available_bytes: Free bytes.
+        fix: What to do if it isn't enough.
     """
     found = f"{format_bytes(needed_bytes)} needed, {format_bytes(available_bytes)} available"
     return Finding(name, "ok", found) if needed_bytes <= available_bytes else Finding(name, "problem", found, fix)
@@ -107,15 +107,15 @@ def check_memory(name: str, needed_bytes: int, available_bytes: int, fix: str) -
 def check_host_memory(
     needed_bytes: int, available_bytes: int, ranks: int, moment: str, parts: Sequence[tuple[str, int]], fix: str
 ) -> Finding:
-    """Host memory at its peak, and what most of it is for, of which a fix follows.
+    """Check host memory at its peak, and name what most of it is for, from which a fix follows.
 
     Args:
-        needed_bytes: By all ranks on this machine, beyond what they have now; activations come on top.
-        available_bytes: Free, and within the limits of this process's cgroup.
-        ranks: On this machine.
+        needed_bytes: Bytes for all ranks on this machine, beyond what they have now; activations come on top.
+        available_bytes: Free bytes within the limits of this process's cgroup.
+        ranks: Number of ranks on this machine.
         moment: When a rank takes most.
-        parts: What for, the largest first, of one rank.
-        fix: What to do where it doesn't suffice.
+        parts: Uses of the memory of one rank, the largest first.
+        fix: What to do if it isn't enough.
     """
     most = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts)
     by = "1 rank" if ranks == 1 else f"{ranks} ranks"
@@ -129,13 +129,13 @@ def check_host_memory(
 
 
 def check_pinned(needed_bytes: int, limit_bytes: int | None) -> Finding:
-    """Buffers for asynchronous I/O, which are locked (`mlock`) and bound by `ulimit -l`.
+    """Check buffers for asynchronous I/O, which are locked (`mlock`) and limited by `ulimit -l`.
 
-    DeepSpeed ends the process where the limit is reached, so this has to be known before.
+    DeepSpeed ends the process if the limit is reached, so this has to be known before.
 
     Args:
-        needed_bytes: By one rank.
-        limit_bytes: Of each process; None without a limit.
+        needed_bytes: Bytes of one rank.
+        limit_bytes: Limit of each process; None without a limit.
     """
     found = f"buffers of {format_bytes(needed_bytes)}, " + (
         "no limit" if limit_bytes is None else f"limit of {format_bytes(limit_bytes)}"
@@ -147,13 +147,13 @@ def check_pinned(needed_bytes: int, limit_bytes: int | None) -> Finding:
 
 
 def check_aio_contexts(aio: AioSettings, num_handles: int, used: int, limit: int) -> Finding:
-    """Requests that asynchronous I/O may hold in the whole system; beyond that DeepSpeed ends the process.
+    """Check the requests that asynchronous I/O may hold in the whole system; beyond that DeepSpeed ends the process.
 
     Args:
         aio: Settings in use.
-        num_handles: Of all ranks on this machine, about four each.
-        used: `/proc/sys/fs/aio-nr`.
-        limit: `/proc/sys/fs/aio-max-nr`.
+        num_handles: Handles of all ranks on this machine, about four each.
+        used: Value of `/proc/sys/fs/aio-nr`.
+        limit: Value of `/proc/sys/fs/aio-max-nr`.
     """
     wanted = num_handles * aio.intra_op_parallelism * aio.queue_depth
     found = f"{wanted} requests wanted, {limit - used} of {limit} left"
@@ -163,7 +163,7 @@ def check_aio_contexts(aio: AioSettings, num_handles: int, used: int, limit: int
 
 
 def check_step_time(traffic: Traffic, read_bytes_per_s: float, write_bytes_per_s: float) -> Finding:
-    """How long a step's transfers take at least."""
+    """Report the least time that a step's transfers take."""
     seconds = traffic.seconds(read_bytes_per_s, write_bytes_per_s)
     found = (
         f"at least {seconds:.1f} s per step for {format_bytes(traffic.read_bytes)} read and "
@@ -173,12 +173,12 @@ def check_step_time(traffic: Traffic, read_bytes_per_s: float, write_bytes_per_s
 
 
 def check_endurance(traffic: Traffic, seconds_per_step: float, terabytes_written: float | None) -> Finding:
-    """Bytes written per day against what the drive is rated for.
+    """Check bytes written per day against the drive's rating.
 
     Args:
-        traffic: Of a step.
-        seconds_per_step: As fast as the drive allows, the worst case for its life.
-        terabytes_written: Rated endurance (TBW); None where the user did not say.
+        traffic: Traffic of a step.
+        seconds_per_step: Step time at the drive's full speed, the worst case for its life.
+        terabytes_written: Rated endurance (TBW); None if the user did not give it.
     """
     per_day = traffic.written_per_day(seconds_per_step)
     found = f"up to {per_day / 1e12:.1f} TB written per day"
@@ -195,57 +195,57 @@ def check_endurance(traffic: Traffic, seconds_per_step: float, terabytes_written
 
 
 SAMPLE_BYTES = 64 * MIB
-"""Written to a drive and read back, to know its speed."""
-_HANDLES_PER_RANK = 4  # two each of the parameters' and of the pipelined optimizer's swapper
+"""Size of the file written to a drive and read back to measure its speed."""
+_HANDLES_PER_RANK = 4  # two of the parameters' swapper, two of the pipelined optimizer's
 _HOST_FIX = "end other programs, raise the container's limit, or divide the states among more machines"
 _DEVICE_FIX = "cut its largest layer into tiles (`tiling_hints`), make the reduce bucket smaller, or use more ranks"
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks of one machine."""
+    """What a run needs of one machine."""
 
     run: DeepSpeedRun
     traffic: Traffic
-    """Of all ranks on this machine."""
+    """Traffic of all ranks on this machine."""
     ranks: int = 1
-    """On this machine."""
+    """Number of ranks on this machine."""
     device_free_bytes: int | None = None
-    """Of a rank's accelerator; None on the CPU, where the device's share is host memory."""
+    """Free bytes of a rank's accelerator; None on the CPU, where the device's share is host memory."""
     reserve_bytes: int = GIB
-    """What stays free on the drive; the run's `DiskWatermark`."""
+    """Bytes that stay free on the drive, by the run's `DiskWatermark`."""
     endurance_tbw: float | None = None
-    """Terabytes that the drive is rated to be written; None where unknown."""
+    """Terabytes that the drive is rated to be written; None if unknown."""
 
     @cached_property
     def memory(self) -> DeepSpeedMemory:
-        """Of one rank."""
+        """Memory of one rank."""
         return deepspeed_memory(self.run)
 
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What was found. `problems` is empty where the run can start."""
+    """What the preflight found. `problems` is empty if the run can start."""
 
     nvme_path: str
     findings: tuple[Finding, ...]
     states: MemoryBreakdown
-    """Needed by one rank while it computes, without activations."""
+    """Bytes that one rank needs while it computes, without activations."""
     seconds_per_step: float | None = None
-    """A bound from below, by the transfers; None where the drive could not be measured."""
+    """Lower bound from the transfers; None if the drive could not be measured."""
     host_peak_bytes: int | None = None
-    """The most host memory that a rank takes, without activations; on the CPU with what is the device's elsewhere."""
+    """Most host memory that a rank takes, without activations; on the CPU this includes the device's share."""
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One sentence each, with the fix."""
+        """Problems in one sentence each, with the fix."""
         return tuple(sentence(finding) for finding in self.findings if finding.level == "problem")
 
     def require(self) -> None:
         """Refuse a run that can't succeed.
 
         Raises:
-            RuntimeError: Naming every problem.
+            RuntimeError: If there are problems; the message names every one.
         """
         if self.problems:
             lines = "\n".join(f"- {problem}" for problem in self.problems)
@@ -271,13 +271,13 @@ class PreflightReport:
 
 
 def preflight(nvme_path: str | Path, needs: Needs) -> PreflightReport:
-    """Look at the folder, the drive, and all memory; a file of 64 MiB is written there and removed.
+    """Check the folder, the drive and all memory; a file of 64 MiB is written there and removed.
 
-    Nothing else is changed: no folder is made, and what dead runs left is only counted.
+    Nothing else is changed: no folder is created, and leftovers of dead runs are only counted.
 
     Args:
         nvme_path: The folder that the user named.
-        needs: Of the run.
+        needs: What the run needs.
     """
     problem = parent_problem(nvme_path)
     findings = [check_parent_folder(str(nvme_path), problem)]
@@ -292,7 +292,7 @@ def preflight(nvme_path: str | Path, needs: Needs) -> PreflightReport:
 
 
 def sentence(finding: Finding) -> str:
-    """A finding that is not `ok` in one sentence."""
+    """Describe a finding that is not `ok` in one sentence."""
     return f"{finding.name}: {finding.found}; {finding.fix}."
 
 
@@ -314,13 +314,13 @@ def _drive(folder: str | Path, needs: Needs) -> tuple[list[Finding], float | Non
 
 
 def host_memory(memory: DeepSpeedMemory, ranks: int, available_bytes: int, fix: str) -> Finding:
-    """Whether all ranks of this machine find the host memory of their largest moment.
+    """Check that there is enough host memory for the largest moment of all ranks of this machine.
 
     Args:
-        memory: Of one rank.
-        ranks: On this machine.
-        available_bytes: For all of them.
-        fix: What to do where it doesn't suffice.
+        memory: Memory of one rank.
+        ranks: Number of ranks on this machine.
+        available_bytes: Bytes available to all of them.
+        fix: What to do if it isn't enough.
     """
     moment, peak = memory.host_peak
     needed = ranks * memory.host_peak_bytes

@@ -1,11 +1,11 @@
-"""What a training step moves between memory and disk, how long that takes at least, and what it costs the drive."""
+"""What a training step moves between memory and disk, how long that takes at least, and how it wears the drive."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 _STATE_BYTES = 4
-"""Master weights, gradients and optimizer states are fp32 on disk, whatever the weights are."""
+"""Master weights, gradients and optimizer states are fp32 on disk, whatever the dtype of the weights."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class Traffic:
     written_bytes: int
 
     def seconds(self, read_bytes_per_s: float, write_bytes_per_s: float) -> float:
-        """Time for one step's transfers at a drive's rates, one after the other: a bound from below for the step.
+        """Time of one step's transfers at a drive's rates, one after the other: a lower bound on the step.
 
-        Pipelining can hide computation behind them, not the other way round.
+        Pipelining can hide computation behind the transfers, but not the other way round.
         """
         return self.read_bytes / read_bytes_per_s + self.written_bytes / write_bytes_per_s
 
@@ -31,7 +31,7 @@ class Traffic:
 
         Args:
             terabytes_written: TBW of the data sheet, in decimal terabytes.
-            seconds_per_step: Of the whole step.
+            seconds_per_step: Time of the whole step.
         """
         return terabytes_written * 1e12 / self.written_per_day(seconds_per_step)
 
@@ -48,15 +48,15 @@ def step_traffic(
 
     A step reads master weights, gradient and states (4 bytes each) and writes master weights and states back; the
     gradient was written after the backward pass. Parameters are read for every forward and every backward pass, once
-    more where activations are recomputed, and written once. With Adam, bf16 and everything on disk that is 20 bytes
-    read and 18 written per parameter. A tied weight is read once more, which is not counted.
+    more if activations are recomputed, and written once. With Adam, bf16 and everything on disk, that is 20 bytes read
+    and 18 written per parameter. A tied weight is read once more, which is not counted.
 
     Args:
-        swapped_states: Elements of this machine's parameters whose optimizer states lie on disk.
-        swapped_parameters: Elements of those that lie there themselves.
+        swapped_states: Elements of this machine's parameters whose optimizer states are on disk.
+        swapped_parameters: Elements of the parameters that are on disk themselves.
         itemsize: Bytes per element of the weights.
-        num_states: State tensors of the optimizer's, 2 for Adam.
-        micro_batches: Per optimizer step.
+        num_states: State tensors of the optimizer, 2 for Adam.
+        micro_batches: Micro-batches per optimizer step.
         recomputes: Whether activation checkpointing runs forward passes again.
     """
     stepped = (1 + num_states) * _STATE_BYTES

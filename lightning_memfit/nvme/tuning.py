@@ -1,8 +1,8 @@
-"""The fastest settings of asynchronous I/O for a drive: measured in seconds, once, in this process.
+"""The fastest settings of asynchronous I/O for a drive, measured once in a few seconds, in this process.
 
-DeepSpeed's own `ds_nvme_tune` starts an interpreter per point and takes many minutes, and its configuration does not
-accept what that prints. The points here are few, since drives differ little between them, and no block is longer than
-1 MiB: tensors below one block are never swapped.
+DeepSpeed's own `ds_nvme_tune` starts an interpreter per setting and takes many minutes, and its configuration does not
+accept the output. Only a few settings are tried here, since drives differ little between them, and no block is longer
+than 1 MiB: tensors below one block are never swapped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POINTS = tuple(
 
 @dataclass(frozen=True)
 class AioRate:
-    """What one point reached."""
+    """Rates that one setting reached."""
 
     settings: AioSettings
     read_bytes_per_s: float
@@ -42,8 +42,8 @@ def tuned_aio(folder: str | Path, cache: str | Path | None = None) -> AioRate:
 
     Args:
         folder: Where swap files will be; a file of 64 MiB is written and removed.
-        cache: File of earlier results, by drive and DeepSpeed version. By default in the folder that
-            profiles are kept in.
+        cache: File of earlier results, by drive and DeepSpeed version. By default it is in the folder of the cached
+            profiles.
 
     Raises:
         ValueError: If the folder can't be written to.
@@ -65,9 +65,9 @@ def sweep(
     """Write and read one file with every setting.
 
     Args:
-        folder: Where; must exist and be writable.
-        size_bytes: Of the file.
-        repeats: The best of so many counts.
+        folder: Folder for the file; it must exist and be writable.
+        size_bytes: Size of the file.
+        repeats: Number of measurements, of which the best counts.
         points: Settings to try.
 
     Raises:
@@ -79,7 +79,7 @@ def sweep(
 
 
 def fastest(rates: list[AioRate]) -> AioRate:
-    """The one that takes least time for a step, which reads and writes about as much: the largest harmonic mean."""
+    """The rate with the shortest step, which reads and writes about as much: the largest harmonic mean."""
     return min(rates, key=lambda rate: 1 / rate.read_bytes_per_s + 1 / rate.write_bytes_per_s)
 
 
@@ -97,7 +97,7 @@ def _measure(name: str, settings: AioSettings, size_bytes: int, repeats: int) ->
     handle = AsyncIOBuilder().load(verbose=False).aio_handle(**options)
     buffer = handle.new_cpu_locked_tensor(size_bytes, torch.empty(0, dtype=torch.uint8))
     try:
-        # Drives that compress would flatter themselves on zeros. The run's own random numbers stay where they are.
+        # Drives that compress would look too fast on zeros. The run's own random numbers stay where they are.
         buffer.random_(0, 256, generator=torch.Generator())
         writes = [_seconds(handle, handle.async_pwrite, buffer, name) for _ in range(repeats)]
         reads = [_seconds(handle, handle.async_pread, buffer, name) for _ in range(repeats)]
@@ -146,7 +146,7 @@ def _read(path: Path) -> dict[str, AioRate]:
         document = json.loads(path.read_text())
         return {key: AioRate(AioSettings(**value.pop("settings")), **value) for key, value in document.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}  # absent, or of another version: measured anew
+        return {}  # absent or of another version, so that the drive is measured again
 
 
 def _write(path: Path, rates: dict[str, AioRate]) -> None:

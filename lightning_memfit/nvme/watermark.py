@@ -17,14 +17,14 @@ class DiskWatermarkError(RuntimeError):
 class DiskWatermark:
     """Stop a run while its drive still has room.
 
-    A thread looks several times a second, for a step can take minutes; `check` is called between steps, where raising
-    does no harm. `statvfs` costs microseconds. Swap files are allocated once and then rewritten, so what eats the rest
-    is checkpoints and other programs.
+    A thread looks several times a second, because a step can take minutes; `check` is called between steps, when
+    raising does no harm. `statvfs` costs microseconds. Swap files are allocated once and then rewritten, so the
+    remaining space is only used up by checkpoints and other programs.
 
     Args:
-        folder: On the drive to watch.
-        reserve_bytes: What must stay free.
-        interval_s: Between two looks of the thread.
+        folder: Folder on the drive to watch.
+        reserve_bytes: Bytes that must stay free.
+        interval_s: Seconds between two looks of the thread.
 
     Attributes:
         least_free_bytes: Smallest free space seen.
@@ -44,10 +44,10 @@ class DiskWatermark:
         self._thread: threading.Thread | None = None
 
     def check(self) -> None:
-        """Look, and stop the run if too little was free now or since the start.
+        """Look at the free space, and stop the run if there was too little now or at any time since the start.
 
         Raises:
-            DiskWatermarkError: Then nothing of this step or later ones should be trusted or saved.
+            DiskWatermarkError: If so; nothing of this step or later ones should be trusted or saved.
         """
         self._look()
         if self.least_free_bytes < self.reserve_bytes:

@@ -1,1 +1,1 @@
-"""Choosing for a module, a global batch and a machine the fastest setting that fits, with reasons."""
+"""Choose the fastest setting that fits, for a module, a global batch and a machine, with reasons."""

@@ -16,7 +16,7 @@ from lightning_memfit.techniques.core.technique import Kind, Technique
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
 
 SEARCHED: tuple[Kind, ...] = ("adapter", "optimizer", "precision", "gradient", "loss", "matmul")
-"""Kinds that the search combines. Checkpointing and micro-batch are solved inside, the rest is the recipe's."""
+"""Kinds of technique that the search combines. The solver chooses checkpointing and micro-batch."""
 
 _PLAIN = optimizer_family("adamw")
 
@@ -28,17 +28,17 @@ class Rejected:
     setting: Setting
     reason: str
     needed_bytes: int | None = None
-    """Of the device, where that is the reason."""
+    """Bytes that the setting needs on a device, if that is why it was rejected."""
     resource_limited: bool = False
     """Whether a limit of the machine is the reason: host memory, disk, or what may be written to it."""
     slower: float | None = None
-    """Share of the best plan's time that it takes longer at least, where that is the reason."""
+    """At least this share of the best plan's time is added by the setting, if that is why it was rejected."""
 
 
 def candidates(workload: Workload) -> tuple[list[Setting], list[Rejected]]:
-    """Settings without micro-batch and checkpointing, in a fixed order, and those that rules refuse.
+    """Settings without micro-batch and checkpointing, in a fixed order, and the settings that rules refuse.
 
-    Combinations that need what is not allowed are left out in silence; `missing_permissions` names them if nothing
+    Combinations that need something not allowed are left out silently; `missing_permissions` names them if nothing
     fits.
     """
     kept, refused, without = [], [], []
@@ -55,9 +55,9 @@ def candidates(workload: Workload) -> tuple[list[Setting], list[Rejected]]:
 
 
 def arrangements(workload: Workload) -> list[Setting]:
-    """One device that holds everything, and every strategy: on all devices, or where there is one, those that offload.
+    """One device that holds everything, and every strategy on all devices; on a single device only those that offload.
 
-    A part of the devices is not tried: what fits on fewer of them fits on all, and is faster there.
+    Using only some of the devices is not tried: what fits on fewer of them fits on all, and is faster there.
     """
     found = [Setting()]
     if not workload.strategies:
@@ -71,15 +71,15 @@ def arrangements(workload: Workload) -> list[Setting]:
 
 
 def with_losses(setting: Setting) -> list[tuple[str, Setting]]:
-    """A setting with the plain loss, with each technique for the loss instead: its name, and the setting."""
+    """Pairs of name and setting: the plain loss replaced by each technique for the loss, one at a time."""
     if setting.of_kind("loss") is not None:
         return []
     return [(technique.name, setting.choose(technique.name)) for technique in techniques() if technique.kind == "loss"]
 
 
 def conflict(setting: Setting, workload: Workload) -> str | None:
-    """Why techniques don't go together, or with the module; None where they do."""
-    # Batches are cut by the loader, so that the rules of the micro-batch loop don't apply.
+    """Why techniques don't go together or don't go with the module; None if they do."""
+    # The loader cuts batches to size, so the rules of the micro-batch loop don't apply.
     run = setting.without_sizes().run(workload.facts)
     for choice in setting.chosen:
         reason = choice.technique.missing() or choice.technique.unsupported(run, choice.options)
@@ -89,12 +89,12 @@ def conflict(setting: Setting, workload: Workload) -> str | None:
 
 
 def conflict_of_sizes(setting: Setting, run: Run, loader_batch: int | None = None) -> str | None:
-    """Why techniques don't go with a number of accumulated micro-batches.
+    """Why techniques don't go with a number of accumulated micro-batches; None if they do.
 
     Args:
-        setting: With its sizes.
-        run: Of the setting.
-        loader_batch: Samples that the loader gives at once where smaller micro-batches have to be cut from it.
+        setting: A setting with its sizes.
+        run: The run of that setting.
+        loader_batch: Samples that the loader gives at once, if smaller micro-batches have to be cut from it.
     """
     if loader_batch is not None and setting.micro_batch_size != loader_batch:
         reason = MICRO_BATCHING.unsupported(run, {})
@@ -118,11 +118,11 @@ def missing_permissions(workload: Workload) -> list[tuple[Technique, tuple[str, 
 
 
 def state_bytes(setting: Setting, profile: ModelProfile, precision_itemsize: int) -> int:
-    """Weights, gradients and optimizer states in closed form: what a setting needs at least on the device."""
+    """Weights, gradients and optimizer states in closed form: the least that a setting needs on the device."""
     parameters = tuple(_stored(p, precision_itemsize) for p in profile.parameters)
     weights = sum(p.numel * p.itemsize for p in parameters if not p.shared_with)
     if setting.of_kind("adapter") is not None:
-        return 0  # what is trained and how weights are stored is the adapter's choice
+        return 0  # the adapter chooses what is trained and how weights are stored
     if not setting.frees_gradients:
         weights += sum(p.numel * p.itemsize for p in trained(parameters))
     choice = setting.of_kind("optimizer")
@@ -135,9 +135,9 @@ def state_bytes(setting: Setting, profile: ModelProfile, precision_itemsize: int
 
 
 def _choices(workload: Workload, base: Setting) -> tuple[list[list[TechniqueChoice | None]], list[Rejected]]:
-    """What may be chosen of every kind beside a strategy, and what that strategy refuses by itself.
+    """What may be chosen of every kind besides a strategy, and what that strategy itself refuses.
 
-    A strategy goes with few techniques, which are looked for one by one, so that their products stay few.
+    Few techniques go with a strategy. They are looked up one by one, so that their combinations stay few.
     """
     reason = conflict(base, workload)
     if reason is not None:
@@ -166,7 +166,7 @@ def _choices(workload: Workload, base: Setting) -> tuple[list[list[TechniqueChoi
 
 
 def _beside(base: Setting, technique: Technique, workload: Workload) -> TechniqueChoice | Rejected:
-    """A technique with the first of its presets that goes with a strategy."""
+    """A technique with the first of its presets that goes with a strategy, or why none does."""
     if base.of_kind("strategy") is None:
         return TechniqueChoice(technique.name, technique.presets[0])
     reason: str | None = None
@@ -186,5 +186,5 @@ def _combinations(base: Setting, choices: Sequence[Sequence[TechniqueChoice | No
 
 
 def _stored(parameter: ParameterInfo, itemsize: int) -> ParameterInfo:
-    """The parameter as a precision stores it; quantized and integer weights stay."""
+    """The parameter as a precision stores it; quantized and integer weights stay as they are."""
     return replace(parameter, itemsize=itemsize) if parameter.itemsize in (2, 4) else parameter

@@ -1,4 +1,4 @@
-"""`PlanFeedback`: hold a plan against the first steps of the run it was made for, and learn from them."""
+"""`PlanFeedback`: compare a plan with the first steps of the run it was made for, and learn from them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from lightning_memfit.memory.kind import DeviceKind, synchronize
 from lightning_memfit.planner.time import CalibrationFile, cpu_name
 
 _SKIPPED_STEPS = 2
-"""The first ones make states, load kernels and fill caches."""
+"""The first steps create optimizer states, load kernels and fill caches, so they are not measured."""
 
 _TOLERANCE = 0.05
 
 
 class PlanFeedback(pl.Callback):
-    """Measure the first optimizer steps of a run, keep them as an observation for later plans, and say what is off.
+    """Measure the first optimizer steps of a run, save them as an observation for later plans, and report differences.
 
-    Where the device is not the one that the plan was made for, nothing is kept, and that is said; of several processes
-    the first one keeps and says it. Steps are timed from the end of one to the end of the next, validation in between
-    left out.
+    If the device is not the one that the plan was made for, nothing is saved, and a message says so. With several
+    processes, the first one saves and reports. Steps are timed from the end of one to the end of the next, without any
+    validation in between.
+
 
     Args:
-        seconds: Of an optimizer step by component, as the plan predicted them without corrections.
+        seconds: Seconds of an optimizer step by component, as the plan predicted them without corrections.
         rates: Name of the device's rates in the plan.
         peak_bytes: Predicted peak of `torch.cuda.max_memory_allocated`.
         num_steps: Optimizer steps to measure.
 
     Attributes:
-        measured_seconds: Median of a step's time, None until it is known.
+        measured_seconds: Median time of a step, None until it is known.
 
     Raises:
         ValueError: If `num_steps` is less than 1.
@@ -56,7 +57,7 @@ class PlanFeedback(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin with the next step."""
+        """Start timing with the next step."""
         self._last, self._last_step, self._durations = None, trainer.global_step, []
         self.measured_seconds = None
 

@@ -1,4 +1,4 @@
-"""`PlanLock`: a plan kept in a file with everything it depends on. Reading one needs neither torch nor Lightning."""
+"""`PlanLock`: a plan saved in a file with everything it depends on. Reading one needs neither torch nor Lightning."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _OWN = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class PlanKey:
-    """What a plan is the answer to, part by part."""
+    """Everything that a plan depends on, part by part."""
 
     parts: Mapping[str, str]
 
     @property
     def digest(self) -> str:
-        """Short name of it all."""
+        """Short hash of all parts."""
         return hashlib.sha256(json.dumps(dict(self.parts), sort_keys=True).encode()).hexdigest()[:24]
 
     def differences(self, other: Mapping[str, str]) -> list[str]:
@@ -35,12 +35,12 @@ class PlanKey:
 
 
 def plan_key(recipes: Sequence[Path], overrides: Sequence[str], device: str, limits: Mapping[str, Any]) -> PlanKey:
-    """Key of a recipe, its overrides, the device asked for and the limits, with versions and our own code.
+    """Key of a recipe, its overrides, the requested device and the limits, with versions and our own code.
 
     Args:
         recipes: Files behind `--config`, in order.
         overrides: The other arguments of the recipe.
-        device: As the user named it.
+        device: The device as the user named it.
         limits: Everything else that a plan depends on.
     """
     return PlanKey(
@@ -56,7 +56,7 @@ def plan_key(recipes: Sequence[Path], overrides: Sequence[str], device: str, lim
 
 
 class PlanLock:
-    """A file with a plan, its key, and the user's code and data it was made from.
+    """A file with a plan, its key, and the user's code and data from which it was made.
 
     Args:
         path: The file; written by `save`.
@@ -66,10 +66,10 @@ class PlanLock:
         self.path = path
 
     def load(self, key: PlanKey) -> tuple[dict[str, Any] | None, list[str]]:
-        """The plan if everything it depends on is as it was; else None and what changed.
+        """The plan, if everything it depends on is unchanged; otherwise None and what changed.
 
         Raises:
-            ValueError: If the file is no such file.
+            ValueError: If the file is not a plan lock.
         """
         if not self.path.is_file():
             return None, []
@@ -84,7 +84,7 @@ class PlanLock:
         return (None, changed) if changed else (plan, [])
 
     def save(self, key: PlanKey, plan: Mapping[str, Any], files: Iterable[Path]) -> None:
-        """Write a plan with the files it was made from, in place of an older one."""
+        """Write a plan with the files from which it was made, replacing an older one."""
         content = {
             "key": dict(key.parts),
             "files": {str(path): stamp for path in files if (stamp := _stamp(path)) is not None},
@@ -123,7 +123,7 @@ def paths_in(values: Any) -> list[Path]:
 
 
 def _stamp(path: Path) -> str | None:
-    """Size and time of a file, or of all files directly in a folder; None where there is neither."""
+    """Size and time of a file, or of all files directly in a folder; None if there is neither."""
     try:
         if path.is_dir():
             entries = sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in os.scandir(path) if e.is_file())

@@ -1,13 +1,13 @@
-"""`LowerBound`: what a combination of techniques takes and needs at least, from closed forms to what traces showed.
+"""`LowerBound`: the least time and memory that a combination of techniques takes, from closed forms and past traces.
 
-The search asks in the order of what an answer costs:
+The search asks in order of cost:
 
-- `refuse` and `seconds` are closed forms: weights, gradients and states against what there is, and the time of matrix
-  products and of the optimizer's step.
-- `traced_seconds` takes one trace, of forward and backward without checkpointing.
-- `solve` takes no further trace. Most combinations that are left are a few percent slower than the best plan, as they
-  leave less of the device to activations, so that more is recomputed. The solver shows that on a memory model that
-  needs no more than the combination will (`MemoryModels.at_least`).
+- `refuse` and `seconds` are closed forms: they compare weights, gradients and states with the memory there is, and add
+  up the time of matrix products and of the optimizer's step.
+- `traced_seconds` needs one trace, of forward and backward without checkpointing.
+- `solve` needs no further trace. Most remaining combinations are a few percent slower than the best plan: they leave
+  less of the device to activations, so that more is recomputed. The solver shows that with a memory model that needs no
+  more than the combination will (`MemoryModels.at_least`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lightning_memfit.techniques.core.setting import Setting
 
 
 class LowerBound:
-    """Bounds that no plan of a combination of techniques gets below.
+    """Lower bounds on the time and memory of every plan with a combination of techniques.
 
     Args:
-        store: Makes the traces; gives the plain step.
-        solver: Whose budget, times and memory models the bounds follow.
+        store: Makes the traces, and gives the plain step.
+        solver: Gives the budget, times and memory models that the bounds follow.
     """
 
     def __init__(self, store: TraceStore, solver: Solver) -> None:
@@ -35,11 +35,11 @@ class LowerBound:
         self._solver = solver
 
     def least_bytes(self, setting: Setting) -> int:
-        """Bytes of the device that weights, gradients and states need at least, by closed form."""
+        """The least bytes that weights, gradients and states need on the device, by closed form."""
         return self._solver.models.least_bytes(setting) + self._solver.budget.overhead_bytes
 
     def refuse(self, setting: Setting) -> Rejected | None:
-        """Why a combination can't fit, by closed form; None where it may."""
+        """Why a combination can't fit, by closed form; None if it may."""
         budget, least = self._solver.budget, self.least_bytes(setting)
         if least > budget.usable_bytes:
             return Rejected(setting, budget.over(least, "weights, gradients and states alone need"), least)
@@ -48,7 +48,7 @@ class LowerBound:
         return Rejected(setting, refusal, resource_limited=True) if refusal is not None else None
 
     def seconds(self, setting: Setting) -> float:
-        """Seconds per step that matrix products, once per sample, and the optimizer's step take."""
+        """Seconds per step for matrix products, once per sample, and for the optimizer's step."""
         flops = sum(self._plain.flops.get(phase, 0) for phase in PHASES) / self._plain.micro_batch_size
         per_step = flops * self._solver.workload.samples_on_each(setting.world_size)
         return self._solver.time.step(setting, PassWork(per_step, 0.0, 0.0), 1).total
@@ -67,12 +67,12 @@ class LowerBound:
         )
 
     def solve(self, setting: Setting) -> Solution | Rejected | Unknown:
-        """Find a plan that no plan of these techniques is better than, from what is traced already.
+        """Find a plan that is at least as good as every plan of these techniques, from existing traces.
 
-        The setting's step without checkpointing must be traced.
+        The setting's step without checkpointing must be traced already.
 
         Returns:
-            `Rejected` where not even this plan fits; `Unknown` where too little is traced.
+            `Rejected` if not even this plan fits; `Unknown` if too little is traced.
         """
         model = self._solver.models.at_least(setting)
         if model is None:

@@ -1,8 +1,8 @@
-"""`MemoryModel`: what a setting needs at any micro-batch and checkpointing plan, put together from a few traces.
+"""`MemoryModel`: the memory that a setting needs at any micro-batch and checkpointing plan, from a few traces.
 
-`ForwardBackward` reads figures off the traces of forward and backward; settings that differ in optimizer or strategy
-alone share one. A `MemoryModel` adds what the optimizer and the strategy keep. `MemoryModels` makes both, in two ways:
-`of` traces what is missing; `at_least` traces nothing, and gives a model that needs no more than the setting will.
+`ForwardBackward` reads figures off the traces of forward and backward; settings that differ only in optimizer or
+strategy share one. A `MemoryModel` adds what the optimizer and the strategy keep. `MemoryModels` makes both, in two
+ways: `of` traces what is missing; `at_least` traces nothing and gives a model that needs no more than the setting will.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _INPUT = CATEGORIES.index(Category.INPUT)
 
 
 class ForwardBackward:
-    """Traces of a setting's forward and backward under every checkpointing choice, and what is read off them.
+    """Traces of a setting's forward and backward under every checkpointing choice, and the figures read off them.
 
     Args:
         store: Makes the traces.
-        setting: Its techniques; those that only decide how the optimizer steps don't matter.
-        rounding: The allocator's, in bytes.
+        setting: A setting, of which the techniques that only decide how the optimizer steps don't matter.
+        rounding: Rounding of the allocator, in bytes.
 
     Attributes:
         none: Profile without checkpointing.
@@ -63,13 +63,13 @@ class ForwardBackward:
         self._lender: ForwardBackward | None = None
 
     def with_blocks_of(self, lender: ForwardBackward) -> ForwardBackward:
-        """Make a lower bound where only the pass without checkpointing is traced.
+        """Make a lower bound when only the pass without checkpointing is traced.
 
-        Blocks keep and recompute the same under every loss. Where the plain blocks of another loss need no more than
-        these (`is_bounded_at`), its checkpointed blocks bound these, without what the allocator makes of them.
+        Blocks keep and recompute the same under every loss. If the plain blocks of another loss need no more than these
+        (`is_bounded_at`), its checkpointed blocks bound these, allocator effects left out.
 
         Args:
-            lender: Passes with the same blocks, of which every choice is traced.
+            lender: Passes with the same blocks and with every choice traced.
         """
         borrowed = copy(self)  # shares the figures that are known already
         borrowed._lender = lender
@@ -77,7 +77,7 @@ class ForwardBackward:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Checkpointing choices that all blocks may follow; without blocks only `none`."""
+        """Checkpointing choices that all blocks may follow; only `none` if there are no blocks."""
         return CHOICES if self.none.num_blocks > 1 else CHOICES[:1]
 
     @property
@@ -87,7 +87,7 @@ class ForwardBackward:
 
     @property
     def knows_every_size(self) -> bool:
-        """Whether another micro-batch than the traced one can be had by arithmetic."""
+        """Whether the figures of a micro-batch that was not traced can be computed from the traces."""
         if self._lender is not None:
             return self.none.knows_every_size and self._lender.knows_every_size
         return all(self._profile(choice).knows_every_size for choice in self.choices)
@@ -98,12 +98,12 @@ class ForwardBackward:
         return SteadyState.of(self.none, self.rounding)
 
     def figures(self, choice: Choice, size: int, released: ReleasedGradients = ()) -> BlockFigures:
-        """What blocks keep and need at a micro-batch.
+        """Bytes that blocks keep and need at a micro-batch.
 
         Args:
             choice: Checkpointing of all blocks.
             size: Micro-batch.
-            released: What gradients take that are stepped and freed during backward; they are left out of the figures.
+            released: Sizes of gradients that are stepped and freed during backward; the figures leave them out.
 
         Raises:
             BudgetError: If the blocks can't be told apart.
@@ -118,7 +118,7 @@ class ForwardBackward:
         return self._figures[key]
 
     def is_bounded_at(self, size: int, released: ReleasedGradients = ()) -> bool:
-        """Whether `figures` are known or bound the true ones; only borrowed blocks may be no bound."""
+        """Whether `figures` are exact or a lower bound at a micro-batch; only borrowed blocks may be no bound."""
         if self._lender is None or len(self.choices) == 1:
             return True
         try:
@@ -128,7 +128,7 @@ class ForwardBackward:
         return bool(np.all(plain.kept <= own.kept) and np.all(plain.peak <= own.peak) and plain.head <= own.head)
 
     def recomputed(self, choice: Choice, size: int) -> PassWork:
-        """What a pass does beyond the plain one when every block follows a choice."""
+        """Work of a pass beyond the plain one when every block follows a choice."""
         if self._lender is not None:
             return self._lender.recomputed(choice, size)
         weight = RECOMPUTED_OPERATOR.get(choice, 1.0)
@@ -154,12 +154,12 @@ class ForwardBackward:
         return self._inputs[size]
 
     def fragmentation_bytes(self, choice: Choice, size: int, other_steps: bool) -> int:
-        """What the caching allocator reserves beyond the live tensors.
+        """Bytes that the caching allocator reserves beyond the live tensors.
 
         Args:
             choice: Checkpointing of all blocks.
             size: Micro-batch.
-            other_steps: Whether another optimizer steps than in these traces, which leaves other cached blocks.
+            other_steps: Whether the step uses another optimizer than these traces, which leaves other cached blocks.
         """
         if self._lender is not None:
             return 0
@@ -181,7 +181,7 @@ def _at(profile: ModelProfile, size: int) -> ModelProfile:
 
 
 def _without_scratch(events: EventList) -> EventList:
-    """Events without the scratch memory of optimizer steps, whose cached blocks another optimizer doesn't leave."""
+    """Events without the scratch memory of optimizer steps, because another optimizer leaves other cached blocks."""
     allocations = np.flatnonzero(events.events > 0)
     made_in_step = np.zeros(len(events.sizes), dtype=bool)
     starts = [*(at for at, _ in events.phases), len(events)]
@@ -196,15 +196,15 @@ def _without_scratch(events: EventList) -> EventList:
 class MemoryModel:
     """Memory and recomputation time of one setting's techniques.
 
-    The peak of forward and backward comes from traces with the module's own optimizer. What another optimizer or
-    other master weights keep is a constant, which is added; the peak of the step comes from a trace of steps alone.
+    The peak of forward and backward comes from traces with the module's own optimizer. What another optimizer or other
+    master weights keep is a constant, which is added; the peak of the step comes from a trace of steps alone.
 
     Args:
         store: Makes the traces of steps.
-        setting: Techniques; its sizes and its checkpointing don't matter.
+        setting: Techniques; sizes and checkpointing don't matter.
         passes: Traces of the setting's forward and backward.
-        time: Says what recomputation takes.
-        placement: What is kept where, if that is known without a trace, as of DeepSpeed.
+        time: Gives the time of recomputation.
+        placement: What is kept where, if that is known without a trace, as for DeepSpeed.
 
     Raises:
         TraceError: If a step can't be traced.
@@ -233,7 +233,7 @@ class MemoryModel:
 
     @property
     def knows_every_size(self) -> bool:
-        """Whether another micro-batch than the traced one can be had by arithmetic."""
+        """Whether the memory of a micro-batch that was not traced can be computed from the traces."""
         return self._passes.knows_every_size
 
     # --- what is alive all the time ---------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class MemoryModel:
 
     @cached_property
     def _on_one_device(self) -> SteadyState:
-        """What the setting's techniques keep where one device holds everything."""
+        """What the setting's techniques keep if one device holds everything."""
         if not self._setting.changes_step:
             return self._passes.steady_state
         if self._setting.masters_on_host:
@@ -292,17 +292,17 @@ class MemoryModel:
 
     @cached_property
     def _shift(self) -> int:
-        """What the setting keeps alive in forward and backward beyond the traces with the module's own optimizer."""
+        """Bytes alive in forward and backward beyond those in the traces with the module's own optimizer."""
         plain, released = self._passes.steady_state, self._steady_state.released_gradients
         shift = self._steady_state.kept_bytes - plain.kept_bytes
         if released:
-            shift += plain.gradient_bytes  # levels without any gradient, but with those on their way
+            shift += plain.gradient_bytes  # these levels have no gradients but those being released
         elif self._setting.frees_gradients:
             shift += max(0, self._steady_state.backward_bytes - self._steady_state.kept_bytes)
         return shift
 
     def off_device(self) -> MemoryBreakdown:
-        """Bytes per rank elsewhere: what DeepSpeed offloads, paged states, master weights with gradients and states."""
+        """Bytes per rank off the device: DeepSpeed's offload, paged states, host master weights and their states."""
         if self._placement is not None:
             return self._placement.elsewhere
         if not self._cuda:
@@ -320,11 +320,11 @@ class MemoryModel:
     # --- checkpointing ----------------------------------------------------------------------------------------------
 
     def is_bounded_at(self, size: int) -> bool:
-        """Whether this model needs no more than the setting at a micro-batch; always so where all is traced."""
+        """Whether this model needs no more than the setting at a micro-batch; always true if everything is traced."""
         return self._passes.is_bounded_at(size, self._steady_state.released_gradients)
 
     def frontier(self, size: int) -> PlanFrontier | None:
-        """Every checkpointing plan worth having at a micro-batch; None where there are no blocks to choose among."""
+        """Every checkpointing plan worth having at a micro-batch; None if there are no blocks to choose among."""
         if len(self._passes.choices) == 1:
             return None
         try:
@@ -352,7 +352,7 @@ class MemoryModel:
         return max(peak + self._shift, self._step_bytes(size))
 
     def fragmentation_bytes(self, choices: Collection[Choice], size: int) -> int:
-        """What the caching allocator reserves beyond the live tensors, at most over uniform plans of these choices."""
+        """Bytes that the allocator caches beyond live tensors, the most over uniform plans of these choices."""
         if not self._cuda:
             return 0
         used = [choice for choice in self._passes.choices if choice in choices] or list[Choice](("none",))
@@ -360,7 +360,7 @@ class MemoryModel:
         return max(self._passes.fragmentation_bytes(choice, size, other_steps) for choice in used)
 
     def breakdown(self, peak_bytes: int, size: int) -> MemoryBreakdown:
-        """Bytes on the device by category at a peak: what is always there, and activations for the rest."""
+        """Bytes on the device by category at a peak: what is always alive, and activations for the rest."""
         steady = self._steady_state
         fixed = {
             Category.PARAMETER: steady.parameter_bytes,
@@ -374,7 +374,7 @@ class MemoryModel:
         return MemoryBreakdown.device({**fixed, Category.ACTIVATION: rest})
 
     def work(self, size: int, choices: Sequence[Choice] = ()) -> PassWork:
-        """Forward and backward of one micro-batch, with what the blocks recompute by their choices."""
+        """Forward and backward of one micro-batch, including what the blocks recompute by their choices."""
         work = PassWork.of(self.none, size)
         for choice, count in Counter(choices).items():
             work += self._passes.recomputed(choice, size) * (count / len(choices))
@@ -398,11 +398,11 @@ class MemoryModel:
 
 
 class MemoryModels:
-    """Memory models of the settings of one workload, each made once.
+    """Memory models of the settings of one workload. Each is made once.
 
     Args:
         store: Makes the traces.
-        time: Says what recomputation takes.
+        time: Gives the time of recomputation.
     """
 
     def __init__(self, store: TraceStore, time: TimeModel) -> None:
@@ -416,7 +416,7 @@ class MemoryModels:
         self._bounds: dict[Setting, MemoryModel] = {}
 
     def of(self, setting: Setting) -> MemoryModel:
-        """Memory of a setting's techniques; what isn't traced yet is traced.
+        """Memory of a setting's techniques; missing traces are made.
 
         Raises:
             TraceError: If the setting's step can't be traced.
@@ -428,10 +428,10 @@ class MemoryModels:
         return self._models[techniques]
 
     def at_least(self, setting: Setting) -> MemoryModel | None:
-        """Memory that a setting's techniques need at least, by what is traced; None where that is too little.
+        """A lower bound on the memory of a setting's techniques, from existing traces; None if there are too few.
 
-        Closed forms (`least_bytes`) take the place of a trace of the optimizer's step, and the blocks of another loss
-        that of a trace of checkpointing. The setting's pass without checkpointing must be traced.
+        Closed forms (`least_bytes`) replace a trace of the optimizer's step, and the blocks of another loss replace a
+        trace of checkpointing. The setting's pass without checkpointing must be traced already.
         """
         techniques = setting.without_sizes().without("checkpointing")
         if techniques not in self._bounds:
@@ -452,7 +452,7 @@ class MemoryModels:
         return self._passes[pure]
 
     def _traced_passes(self, setting: Setting) -> ForwardBackward | None:
-        """A setting's passes, or its plain one with the blocks of another loss; None where neither is traced."""
+        """A setting's passes, or its plain pass with the blocks of another loss; None if neither is traced."""
         own = self._passes_of(setting)
         if own.is_traced:
             return own
@@ -464,7 +464,7 @@ class MemoryModels:
     # --- closed forms -----------------------------------------------------------------------------------------------
 
     def least_bytes(self, setting: Setting) -> int:
-        """Bytes of tensors that weights, gradients and states keep on the device at least, by closed form."""
+        """The least bytes of tensors that weights, gradients and states keep on the device, by closed form."""
         placement = self.deepspeed(setting)
         if placement is not None:
             return max(placement.standing.kept_bytes, placement.standing.step_bytes)
@@ -476,7 +476,7 @@ class MemoryModels:
         return states // (setting.world_size if sharding.stage == 3 else 1) + nccl
 
     def deepspeed(self, setting: Setting) -> Placement | None:
-        """What DeepSpeed keeps where, by the plain step's parameters; None where it isn't the strategy."""
+        """What DeepSpeed keeps where, by the plain step's parameters; None if it isn't the strategy."""
         sharding = setting.sharding
         if sharding is None or not sharding.deepspeed:
             return None
@@ -485,15 +485,15 @@ class MemoryModels:
     def deepspeed_run(self, setting: Setting, sharding: Sharding) -> DeepSpeedRun:
         """A setting as DeepSpeed would run it, with the sizes that our strategies configure.
 
-        The micro-batch isn't chosen yet: buffers for accumulating are counted where a step has more than one sample.
+        The micro-batch isn't chosen yet: buffers for accumulating are counted if a step has more than one sample.
         """
         optimizer = setting.of_kind("optimizer")
-        if optimizer is not None and optimizer.technique.states is not None:  # the one that DeepSpeed goes with
+        if optimizer is not None and optimizer.technique.states is not None:  # an optimizer that DeepSpeed supports
             states, scratch = optimizer.technique.states.bytes_per_parameter(), 0
         else:
             stepped = sum(p.numel * p.itemsize for p in self._plain.parameters if p.trainable and not p.shared_with)
             states = 4 * step_cost.state_bytes(self._plain) / max(1, stepped)
-            scratch = 4 if self._cuda else 0  # on the CPU strategies choose the fused kernel
+            scratch = 4 if self._cuda else 0  # on the CPU, strategies choose the fused kernel
         return DeepSpeedRun.with_our_sizes(
             self._plain.parameters,
             sharding.stage,

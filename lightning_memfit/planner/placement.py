@@ -1,8 +1,8 @@
-"""`Placement`: what a strategy keeps on one rank's device, in host memory and on disk. Closed forms, no trace.
+"""`Placement`: what a strategy keeps on one rank's device, in host memory and on disk, in closed forms without a trace.
 
-Torch's strategies (DDP, FSDP2) divide what a trace shows. DeepSpeed keeps other tensors than a trace: weights in half
-precision, fp32 master weights with the states, buckets. `estimate.deepspeed` counts them; the strategies' own checks
-ask the same model before a run.
+Torch's strategies (DDP, FSDP2) divide what a trace shows. DeepSpeed keeps other tensors than a trace shows: weights in
+half precision, fp32 master weights with the states, buckets. `estimate.deepspeed` counts them, and the strategies' own
+checks use the same model before a run.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Placement:
     """What one rank keeps all the time."""
 
     standing: SteadyState
-    """On its device."""
+    """Bytes on its device."""
     elsewhere: MemoryBreakdown = field(default_factory=MemoryBreakdown)
-    """In host memory, at its largest moment, and on disk."""
+    """Bytes in host memory, at its largest moment, and on disk."""
 
 
 def deepspeed_placement(run: DeepSpeedRun) -> Placement:
     """What DeepSpeed keeps on every rank.
 
-    Host memory is asked for as the strategies do (`strategies.host_check`, `nvme.preflight`): at the largest moment
-    once the model is built, with what libraries take, and only where something is offloaded. Where the CPU is the
+    Host memory is counted as the strategies check it (`strategies.host_check`, `nvme.preflight`): at the largest moment
+    once the model is built, including what libraries take, and only if something is offloaded. If the CPU is the
     device, live tensors of all memory count as the device's.
     """
     memory = deepspeed_memory(run).once_built()
@@ -69,17 +69,18 @@ def deepspeed_placement(run: DeepSpeedRun) -> Placement:
 def torch_placement(
     whole: SteadyState, sharding: Sharding, ranks: int, parameters: Sequence[ParameterInfo], cuda: bool = True
 ) -> Placement:
-    """What DDP or FSDP2 keeps on every rank of what a trace shows of one device that holds everything.
+    """What DDP or FSDP2 keeps on every rank, derived from a trace of one device that holds everything.
 
-    DDP keeps gradients in its buckets, and makes new ones in the order in which gradients came, once, while those
-    before are alive. FSDP2 gathers the running block and the next one, whose whole gradients are on every rank, too.
+    DDP keeps gradients in its buckets. It rebuilds them once, in the order in which gradients arrived, while the old
+    buckets are still alive. FSDP2 gathers the running block and the next one, whose whole gradients are on every rank
+    too.
 
     Args:
         whole: Read off a trace of the optimizer's steps.
-        sharding: Of the strategy.
-        ranks: That share the model.
-        parameters: As they are stored.
-        cuda: Whether device and host are two.
+        sharding: Sharding of the strategy.
+        ranks: Ranks that share the model.
+        parameters: Parameters as they are stored.
+        cuda: Whether device memory is separate from host memory.
     """
     nccl = NCCL_BYTES if cuda and ranks > 1 else 0
     if sharding.stage == 0:
@@ -93,7 +94,7 @@ def torch_placement(
 
 
 def _moved(standing: SteadyState, more_bytes: int) -> SteadyState:
-    """The same with so many bytes more at every moment."""
+    """The same steady state with this many more bytes at every moment."""
     return replace(
         standing,
         kept_bytes=standing.kept_bytes + more_bytes,

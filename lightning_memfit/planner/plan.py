@@ -1,4 +1,4 @@
-"""`Plan`: what was chosen, what it is predicted to need and to take, why, and what was passed over. Plain data."""
+"""`Plan`: what was chosen, the memory and time predicted for it, why, and what was passed over. Plain data."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class TechniqueEffect:
-    """What one technique of the plan is for."""
+    """What one technique of the plan contributes."""
 
     technique: str
     saved_bytes: int
-    """Of the device, against the plan without it; negative where it costs memory."""
+    """Bytes of the device saved against the plan without it; negative if it costs memory."""
     extra_seconds: float
-    """Per optimizer step; negative where it saves time."""
+    """Seconds added per optimizer step; negative if it saves time."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """What was not chosen."""
+    """A setting that was not chosen."""
 
     techniques: str
     reason: str
@@ -42,38 +42,38 @@ class Plan:
     """Samples per optimizer step, over all devices."""
     sequence_length: int | None
     device: str
-    """Of one device."""
+    """Name of one device."""
     usable_bytes: int
-    """Of one device."""
+    """Bytes of one device that the plan may use."""
     setting: Setting | None
-    """None where nothing fits."""
+    """None if nothing fits."""
     devices: int = 1
-    """That there are; the plan takes `setting.world_size` of them."""
+    """Number of devices available; the plan takes `setting.world_size` of them."""
     peak_bytes: int = 0
-    """Of live tensors (`torch.cuda.max_memory_allocated`)."""
+    """Peak bytes of live tensors (`torch.cuda.max_memory_allocated`)."""
     needed_bytes: int = 0
-    """With fragmentation and the runtime context: what the device must have."""
+    """Bytes that the device must have, including fragmentation and the runtime context."""
     breakdown: MemoryBreakdown = field(default_factory=MemoryBreakdown)
-    """At the peak, by tier, per device: what lies in host memory and on disk, too."""
+    """Bytes per device at the peak, by tier, including host memory and disk."""
     written_bytes: int = 0
-    """To disk in every optimizer step, by all devices of a machine."""
+    """Bytes that all devices of a machine write to disk in every optimizer step."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of an optimizer step by component."""
+    """Seconds of an optimizer step by component."""
     uncorrected: Mapping[str, float] = field(default_factory=dict)
-    """The same without what was measured on the device before; for calibration."""
+    """The same without corrections from earlier measurements on the device; used for calibration."""
     rates: str = ""
     """Name under which measured steps correct the device's rates."""
     verified_bytes: int | None = None
-    """What a trace of the plan itself needs of the device; None where none was made."""
+    """Bytes of the device that a trace of the plan itself needs; None if no such trace was made."""
     bought: tuple[TechniqueEffect, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     largest_micro_batch: int = 0
-    """That would still fit with the same techniques, checkpointing as needed."""
+    """Largest micro-batch that would still fit with the same techniques, with checkpointing as needed."""
     advice: tuple[str, ...] = ()
-    """What to change or buy where nothing fits."""
+    """What to change or buy if nothing fits."""
     notes: tuple[str, ...] = ()
     searched: Mapping[str, int] = field(default_factory=dict)
-    """How many combinations there were, how many were worked out, how many steps were traced."""
+    """How many combinations there were, how many were worked out, and how many steps were traced."""
 
     @property
     def fits(self) -> bool:
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def headroom_bytes(self) -> int:
-        """What stays free, the safety margin not counted."""
+        """Bytes that stay free, not counting the safety margin."""
         return self.usable_bytes - self.needed_bytes
 
     @property
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def samples_per_s(self) -> float:
-        """Predicted samples per second, over all devices; 0 where nothing fits."""
+        """Predicted samples per second, over all devices; 0 if nothing fits."""
         return self.batch_size / self.seconds_per_step if self.seconds else 0.0
 
     @property
@@ -107,12 +107,12 @@ class Plan:
 
     @property
     def written_per_day(self) -> int:
-        """Bytes to disk that a day of training writes."""
+        """Bytes that a day of training writes to disk."""
         return round(self.written_bytes * 86400 / self.seconds_per_step) if self.written_bytes else 0
 
     @property
     def longest_sequence(self) -> int | None:
-        """About the longest sequence that would still fit one at a time, as memory grows with the tokens."""
+        """Roughly the longest sequence that would still fit one at a time, as memory grows with the tokens."""
         return None if self.sequence_length is None else self.sequence_length * self.largest_micro_batch
 
     def to_dict(self) -> dict[str, Any]:
@@ -212,27 +212,27 @@ def label(setting: Setting) -> str:
     return f"{' + '.join(names)}, {on}micro-batch {setting.micro_batch_size} x {setting.accumulate_grad_batches}"
 
 
-# A plan as YAML that is laid over its recipe: `fit --config recipe.yaml --config plan.yaml`.
+# A plan as YAML that is applied on top of its recipe: `fit --config recipe.yaml --config plan.yaml`.
 
 
 _OWN = "lightning_memfit"
-FEEDBACK = "lightning_memfit.PlanFeedback"  # as a parsed recipe names it, which drops that of an earlier plan
+FEEDBACK = "lightning_memfit.PlanFeedback"  # as a parsed recipe names it, so that an earlier plan's is dropped
 BATCHING = "lightning_memfit.fitting.step.callback.MicroBatching"
 
 
 def overlay_of(
     plan: Plan, callbacks: Sequence[dict[str, Any]], batch_size_in_data: bool, nvme_path: str | None = None
 ) -> dict[str, Any]:
-    """What the plan says, in the recipe's words.
+    """What the plan says, as recipe configuration.
 
     Every callback of the recipe that isn't a technique stays; lists replace each other in YAML, so they are repeated.
-    Micro-batches are the loader's where the data module takes a `batch_size`; else `MicroBatching` cuts them.
+    The loader makes the micro-batches if the data module takes a `batch_size`; otherwise `MicroBatching` cuts them.
 
     Args:
-        plan: That fits.
-        callbacks: Of the recipe, each with `class_path` and maybe `init_args`.
+        plan: A plan that fits.
+        callbacks: Callbacks of the recipe, each with `class_path` and optionally `init_args`.
         batch_size_in_data: Whether `data` has an argument `batch_size`.
-        nvme_path: Folder for what goes to disk; by default the strategy asks the environment.
+        nvme_path: Folder for data offloaded to disk; by default the strategy reads it from the environment.
 
     Raises:
         ValueError: If the plan doesn't fit.
@@ -243,7 +243,7 @@ def overlay_of(
     laid = setting.without_sizes().overlay().get("trainer", {})
     chosen = laid.pop("callbacks+", [])
     kept = [spec for spec in callbacks if not is_technique(spec["class_path"])]
-    alone = {"strategy": "auto", "devices": 1, "num_nodes": 1}  # where the recipe says otherwise
+    alone = {"strategy": "auto", "devices": 1, "num_nodes": 1}  # overrides the recipe
     trainer: dict[str, Any] = {"precision": setting.precision, **alone, **laid}
     if setting.sharding is not None and setting.sharding.on_disk:
         trainer["strategy"]["init_args"] = {**trainer["strategy"]["init_args"], "nvme_path": nvme_path}

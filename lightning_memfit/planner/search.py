@@ -1,8 +1,8 @@
 """`make_plan`: search for the fastest setting of a workload that fits, and say why it was chosen.
 
 `Search` is branch and bound over combinations of techniques: it proves its answer against all others while most of them
-are never traced. `make_plan` puts what it found into a `Plan`: what every technique does for it, what was passed over
-and why, and what would help where nothing fits.
+are never traced. `make_plan` turns the result into a `Plan`: what every technique contributes, what was passed over and
+why, and what would help if nothing fits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.setting import Setting
 
 _UNSURE = 0.05
-"""What the times of several devices may be wrong against each other: they rest on data sheets, not on measurements."""
+"""Error to expect between the times of several devices, which rest on data sheets and not on measurements."""
 
 _NUM_ALTERNATIVES = 6
 _MAX_MICRO_BATCH = 1 << 12
@@ -49,9 +49,9 @@ class Outcome:
 class Search:
     """Search for the fastest setting of a workload that fits.
 
-    Combinations are visited in the order of a bound on their time (products alone, no recomputation) and, where that is
-    equal, of their names; one whose bound is no better than the best found is never traced. The result depends on
-    neither the order of the registry nor on what is cached.
+    Combinations are visited in order of a bound on their time (products alone, no recomputation) and, if that is equal,
+    of their names; a combination whose bound is no better than the best found is never traced. The result depends
+    neither on the order of the registry nor on what is cached.
 
     Args:
         store: Makes the traces.
@@ -59,7 +59,7 @@ class Search:
     Attributes:
         plain: Profile of the step without techniques.
         solver: Solves one combination.
-        bound: What combinations take and need at least.
+        bound: The least time and memory that combinations take.
     """
 
     def __init__(self, store: TraceStore) -> None:
@@ -100,11 +100,11 @@ class Search:
         return outcome
 
     def verify(self, solution: Solution) -> int | None:
-        """Trace a plan itself, every block of it, and say what it needs of the device, in bytes.
+        """Trace the plan itself, with every block, and return the bytes that it needs of the device.
 
         Returns:
-            None where parts of it are kept elsewhere, on other devices for instance, which no trace of one process
-            shows.
+            None if parts of it are kept elsewhere, for instance on other devices, because a trace of one process does
+            not show them.
 
         Raises:
             TraceError: If it can't be traced.
@@ -116,11 +116,11 @@ class Search:
 
     @property
     def _unsure(self) -> float:
-        """Share of each other's time within which strategies are alike, so that the simplest one is taken."""
+        """Share of each other's time within which strategies count as equal, so that the simplest one is taken."""
         return _UNSURE if self.workload.devices.total > 1 else 0.0
 
     def _possible(self, settings: list[Setting], outcome: Outcome) -> list[Setting]:
-        """Leave out, and note as rejected, settings of which closed forms say that they can't fit."""
+        """Leave out settings that can't fit by closed form, and note them as rejected."""
         kept = []
         for setting in settings:
             refusal = self.bound.refuse(setting)
@@ -131,7 +131,7 @@ class Search:
         return kept
 
     def _hopeless(self, setting: Setting, others: list[Setting], best: Solution | None) -> Rejected | None:
-        """Why a combination can't be the best, by what is traced already; None where it may be."""
+        """Why a combination can't be the best, by existing traces; None if it may be."""
         better = self._better_loss(setting, others)
         if better is not None:
             return Rejected(setting, f"{better} needs less memory and no more time")
@@ -187,11 +187,11 @@ def make_plan(
         workload: What is trained, where, within which limits.
         cache: Where traces are kept between runs; none by default.
         overlap: Trace two sizes at a time, in a fork; for commands only.
-        verify: Trace the plan itself, too, and plan again if it needs more than the device has.
+        verify: Trace the plan itself as well, and plan again if it needs more than the device has.
         withheld_bytes: Bytes of the device that a run of an earlier plan needed beyond its prediction.
 
     Raises:
-        TraceError: If the plain step can't be traced, so that nothing can be said.
+        TraceError: If the plain step can't be traced.
         ValueError: If there is no device to plan for.
     """
     search = Search(TraceStore(workload, cache, overlap))
@@ -235,7 +235,7 @@ def make_plan(
 
 
 def _verified(search: Search) -> tuple[Outcome, int | None]:
-    """Search until a trace of the plan itself fits; every time with that much less for it."""
+    """Search until a trace of the plan itself fits, each time with less of the device by the bytes it was over."""
     capacity = search.workload.target.usable_bytes or 0
     while True:
         outcome = search.run()
@@ -246,7 +246,7 @@ def _verified(search: Search) -> tuple[Outcome, int | None]:
 
 
 def largest_micro_batch(search: Search, setting: Setting) -> int:
-    """Largest micro-batch that would still fit with the same techniques, checkpointing as needed."""
+    """Largest micro-batch that would still fit with the same techniques, with checkpointing as needed."""
     alone = replace(setting, accumulate_grad_batches=1).without("checkpointing")
     assert setting.micro_batch_size is not None
     model = search.solver.models.of(alone)
@@ -292,7 +292,7 @@ def _effects(search: Search, best: Solution) -> Iterator[TechniqueEffect]:
 
 
 def _alternatives(outcome: Outcome) -> Iterator[Alternative]:
-    """The next best ones: slower first, then those that need least too much, then refusals; each reason once."""
+    """The next best settings: slower ones first, then those that need too much, then refusals; each reason once."""
     slower = sorted(_slower(outcome), key=lambda item: item[0])[: _NUM_ALTERNATIVES // 2]
     yield from (alternative for _, alternative in slower)
     shown = len(slower)
@@ -305,7 +305,7 @@ def _alternatives(outcome: Outcome) -> Iterator[Alternative]:
             yield Alternative(label(rejected.setting), rejected.reason)
             shown += 1
     reasons: set[str] = set()
-    # First those that a larger machine would make possible.
+    # Settings that a larger machine would make possible come first.
     for rejected in sorted(outcome.rejected, key=lambda r: not r.resource_limited):
         if rejected.needed_bytes is not None or rejected.slower is not None:
             continue
@@ -315,7 +315,7 @@ def _alternatives(outcome: Outcome) -> Iterator[Alternative]:
 
 
 def _slower(outcome: Outcome) -> Iterator[tuple[float, Alternative]]:
-    """Those that would fit, by the share of the best one's time that they take longer."""
+    """Settings that would fit, with the share of the best one's time that they take longer."""
     best = outcome.best
     for solution in outcome.solutions:
         if best is not None and solution is not best:
@@ -357,19 +357,19 @@ def _advice(search: Search, outcome: Outcome) -> Iterator[str]:
 
 
 def _needs(rejected: list[Rejected]) -> list[tuple[int, Setting]]:
-    """Bytes and setting of those that need too much, the least first."""
+    """Bytes and setting of everything that needs too much, smallest need first."""
     found = [(r.needed_bytes, label(r.setting), r.setting) for r in rejected if r.needed_bytes is not None]
     return [(needed, setting) for needed, _, setting in sorted(found, key=lambda item: item[:2])]
 
 
 def smallest_device(needed_bytes: int) -> str | None:
-    """The smallest device of the catalogue that has as much to give; None where none has."""
+    """The smallest device of the catalogue with that much usable memory; None if there is none."""
     fitting = [spec for spec in DEVICES if spec.memory_bytes - safety_margin_bytes(spec.memory_bytes) >= needed_bytes]
     return min(fitting, key=lambda spec: (spec.memory_bytes, spec.name)).name if fitting else None
 
 
 def _with_everything_allowed(search: Search) -> list[str]:
-    """Classes of numerics that would admit combinations whose states fit."""
+    """Classes of numerics that would allow combinations whose states fit."""
     workload = search.workload
     free = replace(workload, allow=frozenset(NUMERICS))
     kept, _ = candidates(free)

@@ -24,27 +24,27 @@ from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.setting import Setting
 
 _CORRECTIONS = 4
-"""How often a checkpointing plan is made again with less memory, because fragmentation takes some of it."""
+"""How often a checkpointing plan is made again with less memory because of fragmentation."""
 
 TIE = 0.005
-"""Settings within this share of each other's time are alike; the simpler one is taken, then that of less memory."""
+"""Settings within this share of each other's time count as equal: the simpler one wins, then the smaller one."""
 
 _NO_CHOICES: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A complete setting, with what is predicted for it."""
+    """A complete setting and its predicted time and memory."""
 
     setting: Setting
     time: StepTime
     peak_bytes: int
-    """Of live tensors, library workspaces included."""
+    """Peak bytes of live tensors, library workspaces included."""
     needed_bytes: int
-    """Of the device: fragmentation and runtime context, too."""
+    """Bytes needed of the device, including fragmentation and runtime context."""
     breakdown: MemoryBreakdown
     choices: tuple[Choice, ...] = ()
-    """Checkpointing by block."""
+    """Checkpointing choice of every block."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TooLarge:
     """No plan at a micro-batch fits."""
 
     needed_bytes: int
-    """Bytes of the device that the smallest plan needs at least."""
+    """The least bytes of the device that any plan needs."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class Solver:
         store: Makes the traces.
 
     Attributes:
-        workload: What is trained, where.
-        budget: What a plan may need.
-        time: What plans take.
-        models: What plans need.
+        workload: What is trained, and where.
+        budget: Limits on what a plan may need.
+        time: Predicts how long plans take.
+        models: Predict how much memory plans need.
     """
 
     def __init__(self, store: TraceStore) -> None:
@@ -103,14 +103,14 @@ class Solver:
         return found
 
     def solve_with(self, model: MemoryModel, setting: Setting) -> Solution | Rejected | Unknown:
-        """Find the same by another memory model.
+        """Do the same as `solve` with another memory model.
 
         Args:
             model: What the setting's techniques need, or need at least.
             setting: Techniques without sizes.
 
         Returns:
-            `Unknown` where the model is a lower bound that doesn't hold at one of the micro-batches tried.
+            `Unknown` if the model is a lower bound that doesn't hold at one of the micro-batches tried.
         """
         refusal = self.budget.refuse_off_device(model.off_device(), setting.world_size)
         if refusal is not None:
@@ -151,12 +151,12 @@ class Solver:
 
         Args:
             model: What the setting's techniques need, or need at least.
-            setting: With its sizes.
+            setting: A setting with its sizes.
             rival: A plan to beat. With one, `Slower` is the answer as soon as no plan can be better, and `TooLarge`
                 leaves fragmentation out.
 
         Returns:
-            `Unknown` where the model is a lower bound that doesn't hold at this micro-batch.
+            `Unknown` if the model is a lower bound that doesn't hold at this micro-batch.
         """
         size = _size_of(setting)
         if not model.is_bounded_at(size):
@@ -173,7 +173,7 @@ class Solver:
             if budget < frontier.minimum_bytes:
                 break
             plan = frontier.plan_for(budget)
-            # Replaying the allocator takes long, and what it takes of the budget never makes a plan faster.
+            # Replaying the allocator is slow, and the memory it takes from the budget never makes a plan faster.
             if rival is not None and self._time(model, setting, plan.choices).total > rival.time.total * (1 + TIE):
                 return Slower()
             needed = plan.peak_bytes + model.fragmentation_bytes(plan.choices, size) + overhead
@@ -241,7 +241,7 @@ class Solver:
         return self.time.step(setting, model.work(_size_of(setting), choices), setting.accumulate_grad_batches)
 
     def _sized(self, model: MemoryModel, setting: Setting) -> Iterator[Setting]:
-        """The setting at every micro-batch that divides the step; only the traced one where no other is known."""
+        """The setting at every micro-batch that divides the step; only the traced one if no other is known."""
         samples = self.workload.samples_on_each(setting.world_size)
         sizes: tuple[int, ...] = self.workload.sizes(setting.world_size)
         if not model.knows_every_size:
@@ -260,7 +260,7 @@ def _size_of(setting: Setting) -> int:
 
 
 def is_better(one: Solution, other: Solution) -> bool:
-    """Clearly faster; or as fast, and simpler, or needing less."""
+    """Whether a solution is clearly faster, or as fast and simpler, or as fast and as simple and needs less memory."""
     if one.time.total < other.time.total * (1 - TIE):
         return True
     if one.time.total > other.time.total * (1 + TIE):
@@ -275,18 +275,18 @@ def _rank(solution: Solution) -> tuple[int, int, int, float, tuple[str, ...]]:
 
 
 def complexity_of(setting: Setting) -> int:
-    """How much has to work together for a setting's strategy; least of all on one device that holds everything."""
+    """How many parts have to work together for a setting's strategy; least if one device holds everything."""
     return setting.sharding.complexity if setting.sharding is not None else -1
 
 
 def key_of(setting: Setting) -> tuple[str, ...]:
-    """A setting's place among others that are alike: fewer devices first, then fewer techniques, then by name."""
+    """Sort key among equal settings: fewer devices first, then fewer techniques, then by name."""
     chosen = (f"{choice.name}{sorted(choice.options.items())}" for choice in setting.chosen)
     return (f"{setting.world_size:04}", f"{len(setting.chosen):02}", *chosen)
 
 
 def _with_checkpointing(setting: Setting, choices: tuple[Choice, ...]) -> Setting:
-    """The setting with a checkpointing plan, as short as it can be said."""
+    """The setting with a checkpointing plan, written as briefly as possible."""
     plain = setting.without("checkpointing")
     options = options_for(choices)
     return plain if options is None else plain.choose(CHECKPOINTING.name, **options)

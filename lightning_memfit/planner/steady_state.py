@@ -1,8 +1,8 @@
 """`SteadyState`: the memory that weights, gradients and optimizer states take from the second optimizer step on.
 
-It is read off a trace (`SteadyState.of`). Where gradients are stepped and freed during backward (gradient release), the
-trace of the optimizer's steps says how much each gradient takes while that happens (`ReleasedGradients`), and
-`released_levels` puts this into a trace of forward and backward that keeps its gradients.
+It is read off a trace (`SteadyState.of`). If gradients are stepped and freed during backward (gradient release), the
+trace of the optimizer's steps shows how much each gradient takes while that happens (`ReleasedGradients`), and
+`released_levels` applies this to a trace of forward and backward that keeps its gradients.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ ReleasedGradients = tuple[tuple[int, int], ...]
 """`(bytes of a gradient, highest level in bytes while it is made and stepped, the gradient included)`, ascending."""
 
 _NEGLIGIBLE = 4096
-"""Bytes of the loss, of its gradient and the like, which are alive between two gradients of parameters."""
+"""Bytes of the loss, its gradient and other small tensors that are alive between two gradients of parameters."""
 
 _PRODUCT = "aten.mm.default"
 _GRADIENT = CATEGORIES.index(Category.GRADIENT)
 
 
 def released_gradients_of(levels: Integers) -> ReleasedGradients:
-    """Read off a backward pass of steps alone how much each gradient takes that is stepped and freed at once.
+    """Read off a backward pass of steps alone how much each gradient takes if it is stepped and freed at once.
 
     Args:
         levels: Live bytes after every event; the first is what is alive between two gradients.
 
     Returns:
-        Levels by size of the gradient, which is the first allocation above that level; empty where the pass ends
-        higher than it began, because gradients are kept.
+        Levels by size of the gradient, which is the first allocation above that level; empty if the pass ends higher
+        than it began, because gradients are kept.
     """
     above = levels - levels[0]
     if above[-1] > _NEGLIGIBLE:
@@ -53,14 +53,14 @@ def released_gradients_of(levels: Integers) -> ReleasedGradients:
 def released_levels(events: EventList, rounding: int, released: ReleasedGradients) -> tuple[Integers, Integers]:
     """Compute live bytes after every event as if gradients were stepped and freed as soon as they are complete.
 
-    A gradient is on its way from its allocation until another operator allocates: before that, what its own operator
-    read is freed, autograd hands the gradient on, and it is stepped with what that takes beside it. A product that
-    follows a single gradient is the other half of the same operator: the gradient of its input.
+    A gradient is on its way from its allocation until another operator allocates: before that, the inputs of its own
+    operator are freed, autograd hands the gradient on, and it is stepped with the extra memory that this takes. A
+    product that follows a single gradient is the other half of the same operator: the gradient of its input.
 
     Args:
-        events: Of steps that keep their gradients.
-        rounding: Of the allocator, in bytes.
-        released: What each gradient takes with the optimizer that steps it.
+        events: Events of steps that keep their gradients.
+        rounding: Rounding of the allocator, in bytes.
+        released: Bytes of each gradient with the optimizer that steps it.
 
     Returns:
         Live bytes without any gradient, and with those gradients that are on their way.
@@ -101,7 +101,7 @@ class SteadyState:
     """Bytes on the device from the second optimizer step on, when optimizer states exist."""
 
     kept_bytes: int
-    """Alive when the second step begins: weights, gradients, states."""
+    """Bytes alive when the second step begins: weights, gradients, states."""
     backward_bytes: int
     """Highest level of the second backward pass."""
     step_bytes: int
@@ -111,13 +111,13 @@ class SteadyState:
     buffer_bytes: int = 0
     gradient_bytes: int = 0
     communication_bytes: int = 0
-    """Buckets and gathered weights of a strategy."""
+    """Bytes of a strategy's buckets and gathered weights."""
     released_gradients: ReleasedGradients = ()
-    """What gradients take that are stepped and freed during backward; empty where they are kept."""
+    """Bytes of gradients that are stepped and freed during backward; empty if gradients are kept."""
 
     @classmethod
     def of(cls, profile: ModelProfile, rounding: int) -> SteadyState:
-        """Read it off a trace of two steps; `rounding` is the allocator's, in bytes."""
+        """Read the steady state off a trace of two steps; `rounding` is the allocator's, in bytes."""
         events = profile.events
         live = events.live_bytes(rounding)
         spans = second_step(events)
@@ -136,12 +136,12 @@ class SteadyState:
         )
 
     def extended(self, larger: SteadyState, blocks: int, larger_blocks: int, num_blocks: int) -> SteadyState:
-        """Extrapolate to more repeated blocks, each of which adds what one adds between two traced numbers of them.
+        """Extrapolate to more repeated blocks from two traced numbers of blocks, each block adding the same.
 
         Args:
             larger: Read off a trace with more blocks.
-            blocks: Number of blocks behind this one.
-            larger_blocks: Number of blocks behind `larger`.
+            blocks: Number of blocks in the trace of this one.
+            larger_blocks: Number of blocks in the trace of `larger`.
             num_blocks: Number of blocks to extrapolate to.
         """
         values = {}
@@ -152,7 +152,7 @@ class SteadyState:
 
 
 def later_phases(events: EventList, wanted: str) -> list[tuple[int, int]]:
-    """Find the spans of events of every phase of a name, those before the second optimizer step left out."""
+    """Find the spans of events of every phase of a name, leaving out those before the second optimizer step."""
     names = [name for _, name in events.phases]
     starts = [*(at for at, _ in events.phases), len(events)]
     second = names.index("step") + 1

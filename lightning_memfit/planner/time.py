@@ -1,4 +1,4 @@
-"""Step time from work: what a step computes and moves, divided by a device's rates.
+"""Predict the time of a step: what it computes and moves, divided by a device's rates.
 
 Roofline (Williams, Waterman & Patterson 2009) by phase instead of by operator: matrix products are bound by arithmetic,
 everything else by the device's memory. With `F` FLOP/s of the products' dtype, `B` bytes/s of device memory, `L` of the
@@ -8,12 +8,13 @@ host link and `o` seconds to launch an operator, a micro-batch of `f` FLOPs, `b`
     device  = max(compute, n o)                   where the host runs ahead of the device (CUDA): the launch floor
     micro   = device + link / L                   or max(device, link / L) where traffic hides behind computing
 
-and a step of `k` micro-batches `k micro + optimizer`. Of several devices, gradients are exchanged beside the backward
-pass and weights gathered beside forward and backward: what takes longer than two thirds of `device`, the backward pass,
-is added. What is exchanged after the step is added whole, and so is reading and writing a drive.
+and a step of `k` micro-batches takes `k micro + optimizer`. With several devices, gradients are exchanged during the
+backward pass and weights are gathered during forward and backward: whatever takes longer than the backward pass, two
+thirds of `device`, is added. Exchanges after the step are added whole, as are reads and writes of a drive.
 
 The optimizer step is elementwise: its bytes over `B`, with the number of passes by family from `techniques.core.cost`;
-on the CPU seconds per parameter measured by family. Where the host steps, it takes as long as its cores or its memory.
+on the CPU, measured seconds per parameter by family. If the host steps, its cores or its memory limit the step. Rates
+come from a catalogue or a short measurement (`rates_of`) and are corrected by measured steps (`calibrated`).
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from lightning_memfit.techniques.core.setting import Setting
 PHASES = ("forward", "backward")
 
 _BACKWARD = 2 / 3
-"""Share of a pass that is backward, beside which gradients are exchanged: two of three products."""
+"""Share of a pass that is backward, during which gradients are exchanged: two of three products."""
 
 COMPONENTS = ("arithmetic", "memory", "launch", "link", "interconnect", "disk", "optimizer")
 """What step time is made of, and what calibration corrects separately."""
 
 RECOMPUTED_OPERATOR: Mapping[str, float] = {"full": 4.0, "keep_matmul_attention": 12.0}
-"""Launches of a plain operator that one which is recomputed costs the program: hooks around every saved tensor, and for
-selective checkpointing a mode in Python that sees all operators twice. `benchmarks/planner/operators` measures them."""
+"""Cost of a recomputed operator to the program, in launches of a plain one: hooks around every saved tensor, and for
+selective checkpointing a Python mode that sees all operators twice. `benchmarks/planner/operators` measures them."""
 
 
 @dataclass(frozen=True)
@@ -54,26 +55,26 @@ class Rates:
 
     name: str
     flops_per_s: Mapping[str, float]
-    """By dtype of matrix products: `float32`, `tf32`, `bfloat16`, `float16`."""
+    """FLOP/s by dtype of matrix products: `float32`, `tf32`, `bfloat16`, `float16`."""
     bytes_per_s: float
     launch_seconds: float
-    """Per operator, of the program that issues it."""
+    """Seconds per operator that the program takes to issue it."""
     asynchronous: bool
     """Whether the device works while the program goes on."""
     link_bytes_per_s: float | None = None
-    """To pinned host memory, one direction; None where host and device are one."""
+    """Rate to pinned host memory, in one direction; None if host and device are one."""
     disk_bytes_per_s: float | None = None
-    """Of a machine's drive, reading as much as writing."""
+    """Rate of a machine's drive, the same for reading and writing."""
     num_cores: float = 1
-    """That host work is spread over."""
+    """Cores that share host work."""
     host_bytes_per_s: float | None = None
-    """Of a machine's memory; None leaves host work to the cores."""
+    """Rate of a machine's memory; if None, only the cores limit host work."""
     interconnect_bytes_per_s: float | None = None
-    """That one device sends to others of its machine while it receives as much."""
+    """Rate at which one device sends to others of its machine while it receives as much."""
     network_bytes_per_s: float | None = None
-    """That a machine sends to others while it receives as much."""
+    """Rate at which a machine sends to others while it receives as much."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """Measured over predicted time by component; 1 where nothing was measured."""
+    """Measured over predicted time by component; 1 if nothing was measured."""
 
     def factor(self, component: str) -> float:
         """Correction of one component."""
@@ -82,7 +83,7 @@ class Rates:
     def shared(self, per_machine: int, machines: int = 1) -> Rates:
         """Rates of one of several devices, which share their machine's cores, memory and drive, and its network.
 
-        A ring over several machines passes every byte through the network of each once, so that its rate is the ring's.
+        A ring over several machines passes every byte through the network of each once, so its rate is the ring's.
 
         Args:
             per_machine: Devices of a machine.
@@ -131,7 +132,7 @@ class PassWork:
         return PassWork(self.flops * factor, self.traffic_bytes * factor, self.operators * factor)
 
     def recomputing(self, other: PassWork, operator_weight: float) -> PassWork:
-        """What a pass that recomputes, `other`, does beyond this one.
+        """The work of a pass that recomputes, `other`, beyond this one.
 
         Args:
             other: The same micro-batch with every block checkpointed alike.
@@ -143,7 +144,7 @@ class PassWork:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step by component; `launch` is the part that the device waits for."""
+    """Seconds of one optimizer step by component; `launch` is the part for which the device waits."""
 
     seconds: Mapping[str, float]
 
@@ -154,12 +155,12 @@ class StepTime:
 
 
 def pass_seconds(work: PassWork, rates: Rates, dtype: str) -> dict[str, float]:
-    """Seconds of one micro-batch by component, link traffic left out.
+    """Seconds of one micro-batch by component, without link traffic.
 
     Args:
-        work: Of the micro-batch.
-        rates: Of the device.
-        dtype: Of matrix products.
+        work: Work of the micro-batch.
+        rates: Rates of the device.
+        dtype: Dtype of matrix products.
 
     Raises:
         ValueError: If the device has no rate for the dtype.
@@ -187,11 +188,11 @@ def step_seconds(
 
     Args:
         work: Forward and backward of one micro-batch as traced, techniques and recomputation included.
-        cost: Of all techniques together; of its work per micro-batch only what a trace can't see is added.
+        cost: Cost of all techniques together; of its work per micro-batch, only what a trace can't see is added.
         plain: Profile of the plain step, whose parameters the optimizer steps.
-        rates: Of the device.
-        dtype: Of matrix products.
-        num_micro_batches: Per optimizer step.
+        rates: Rates of the device.
+        dtype: Dtype of matrix products.
+        num_micro_batches: Micro-batches per optimizer step.
     """
     seconds = pass_seconds(work, rates, dtype)
     seconds["memory"] += _staging_seconds(cost.micro_batch, rates)
@@ -214,12 +215,12 @@ _DTYPES = {"bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float
 
 
 class TimeModel:
-    """Step time of settings of one workload.
+    """Step time of the settings of one workload.
 
     Args:
         plain: Profile of the step without techniques.
-        rates: One device's, on a machine of its own.
-        per_machine: Devices of each machine, which share it where a setting takes several.
+        rates: Rates of one device on a machine of its own.
+        per_machine: Devices of each machine, which share it if a setting takes several.
         machines: Machines.
     """
 
@@ -234,9 +235,9 @@ class TimeModel:
         """Seconds of one optimizer step.
 
         Args:
-            setting: Its techniques and its number of devices count.
+            setting: Only its techniques and its number of devices count.
             work: Forward and backward of one micro-batch, recomputation included.
-            num_micro_batches: Per optimizer step.
+            num_micro_batches: Micro-batches per optimizer step.
         """
         cost, rates = self._cost(setting), self._shared_rates if setting.world_size > 1 else self._rates
         return step_seconds(work, cost, self._plain, rates, self._dtype(setting, cost), num_micro_batches)
@@ -251,7 +252,7 @@ class TimeModel:
         return round(each * self._cost(setting).step.disk_written_bytes)
 
     def _cost(self, setting: Setting) -> Cost:
-        """Cost of all techniques but checkpointing, per micro-batch of one sample where it grows with the batch."""
+        """Cost of all techniques but checkpointing; what grows with the batch is for a micro-batch of one sample."""
         techniques = setting.without_sizes().without("checkpointing")
         if techniques not in self._costs:
             self._costs[techniques] = techniques.cost(self._plain)
@@ -289,11 +290,11 @@ def _disk_seconds(work: Work, rates: Rates) -> float:
 
 
 def _optimizer_seconds(step: Work, plain: ModelProfile, rates: Rates) -> float:
-    """The plain batched AdamW and what techniques add to or save of it; never less than reading the weights once."""
+    """Plain batched AdamW plus what techniques add or save, but never less than reading the weights once."""
     count = num_trained(plain)
     itemsize = max((p.itemsize for p in plain.parameters), default=4)
     least = itemsize * count / rates.bytes_per_s
-    host = step.host_seconds / rates.num_cores  # below zero where techniques save some of it
+    host = step.host_seconds / rates.num_cores  # below zero if techniques save some of it
     if step.host_bytes and rates.host_bytes_per_s:
         host = max(host, step.host_bytes / rates.host_bytes_per_s)
     launch = step.kernels * rates.launch_seconds
@@ -303,7 +304,7 @@ def _optimizer_seconds(step: Work, plain: ModelProfile, rates: Rates) -> float:
     return max(least, device) + host + launch
 
 
-# `device_rates`, `cpu_rates`: where rates come from before anything was measured on a device.
+# --- rates before anything was measured on a device ------------------------------------------------------------------
 
 
 _OF_FLOPS, _OF_BANDWIDTH, _OF_LINK = 0.5, 0.75, 0.8
@@ -317,17 +318,17 @@ _OF_NVLINK, _OF_PCIE_PEERS = 0.75, 0.4
 """Shares that collectives reach: NCCL's ring over NVLink; over PCIe through host memory, as consumer cards must."""
 
 NETWORK_BYTES_PER_S = 12.5e9
-"""Between machines: 100 Gbit/s, an assumption."""
+"""Bytes per second between machines: 100 Gbit/s, an assumption."""
 
 DISK_BYTES_PER_S = 2e9
-"""What an NVMe drive keeps up for hours, an assumption where none is measured; its data sheet says two to three times
-as much."""
+"""Rate that an NVMe drive sustains for hours, an assumption if none is measured; data sheets say two to three times as
+much."""
 
 HOST_BYTES_PER_S = 40e9
-"""Of memory on the host: two channels of DDR4-3200 at 0.8 of their rate."""
+"""Bytes per second of host memory: two channels of DDR4-3200 at 0.8 of their rate."""
 
 _STAND_INS = (("RTX 3060", 16), ("RTX 3090", 32), ("A100 40GB", 60), ("A100 80GB", 1 << 20))
-"""What a device of which only the size is known is taken for: a common one of at most that many GiB."""
+"""Catalogue device whose rates are used when only the size is known, by the largest size in GiB for each."""
 
 
 def rates_of(target: Target) -> Rates:
@@ -336,7 +337,7 @@ def rates_of(target: Target) -> Rates:
 
 
 def device_rates(target: Target) -> Rates:
-    """Rates of a CUDA device from the catalogue; a bare size takes those of a common card of that size."""
+    """Rates of a CUDA device from the catalogue; a bare size uses the rates of a common card of that size."""
     known = _known(target.name)
     spec = known or _stand_in(target.capacity_bytes or 0)
     assert spec.bandwidth_bytes_per_s is not None
@@ -376,7 +377,7 @@ def _stand_in(capacity_bytes: int) -> DeviceSpec:
 
 
 def cpu_rates() -> Rates:
-    """Rates of this CPU with the threads that torch has, measured in about a quarter of a second."""
+    """Rates of this CPU with torch's number of threads, measured in about a quarter of a second."""
     import torch
 
     flops = {name: _matmul_rate(dtype) for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))}
@@ -408,7 +409,7 @@ def _matmul_rate(dtype: object) -> float:
 
 
 def _copy_rate() -> float:
-    """Bytes read and written per second by an elementwise operator beyond the caches."""
+    """Bytes read and written per second by an elementwise operator on more data than the caches hold."""
     import torch
 
     a = torch.ones(1 << 22)
@@ -429,10 +430,11 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# Correcting rates by measured steps, kept per device in the cache folder. Every observation is a step's predicted
-# seconds by component and its measured seconds. The factors minimise the squared relative errors of their weighted
-# sums, with a pull towards one common factor, so that a single observation scales everything alike and many tell the
-# components apart (ridge regression, Hoerl & Kennard 1970; factors stay positive).
+# --- rates corrected by measured steps -------------------------------------------------------------------------------
+# Steps are kept per device in the cache folder. Every observation is a step's predicted seconds by component and its
+# measured seconds. The factors minimise the squared relative errors of their weighted sums, with a pull towards one
+# common factor, so that a single observation scales everything alike and many tell the components apart (ridge
+# regression, Hoerl & Kennard 1970; factors stay positive).
 
 
 _MAX_OBSERVATIONS = 64
@@ -446,7 +448,7 @@ class Observation:
     """One measured step."""
 
     seconds: Mapping[str, float]
-    """Predicted by component, with the rates as they are without correction."""
+    """Predicted seconds by component, from rates without correction."""
     measured: float
 
 
@@ -454,8 +456,8 @@ class CalibrationFile:
     """Observations of one device.
 
     Args:
-        name: Of the device, with the number of threads for a CPU.
-        folder: Where files lie; the cache folder by default.
+        name: Name of the device; for a CPU with the number of threads.
+        folder: Folder of the files; the cache folder by default.
     """
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
@@ -463,7 +465,7 @@ class CalibrationFile:
         self.path = (folder or default_cache_folder()) / "rates" / f"{slug}.json"
 
     def load(self) -> list[Observation]:
-        """What was measured; nothing where there is no file that can be read."""
+        """What was measured; empty if there is no readable file."""
         try:
             rows = json.loads(self.path.read_text(encoding="utf-8"))
             return [Observation(row["seconds"], row["measured"]) for row in rows]
@@ -471,7 +473,7 @@ class CalibrationFile:
             return []
 
     def add(self, seconds: Mapping[str, float], measured: float) -> None:
-        """Keep an observation; of many the newest.
+        """Save an observation; if there are many, only the newest are kept.
 
         Args:
             seconds: Predicted by component, without corrections (`uncorrected`).
@@ -491,18 +493,18 @@ class CalibrationFile:
 
 
 def uncorrected(seconds: Mapping[str, float], rates: Rates) -> dict[str, float]:
-    """Predicted seconds by component as they were without what was measured before."""
+    """Predicted seconds by component, without corrections from earlier measurements."""
     return {name: value / rates.factor(name) for name, value in seconds.items()}
 
 
 def calibrated(rates: Rates, folder: Path | None = None) -> Rates:
-    """Rates corrected by what was measured on that device, if anything was."""
+    """Rates corrected by earlier measurements on that device, if there are any."""
     observations = CalibrationFile(rates.name, folder).load()
     return replace(rates, factors=fit_factors(observations)) if observations else rates
 
 
 def fit_factors(observations: Sequence[Observation], rounds: int = 200) -> dict[str, float]:
-    """Factor of every component, by coordinate descent; each within 0.1 and 10.
+    """Factor of every component, by coordinate descent; each is between 0.1 and 10.
 
     Raises:
         ValueError: If there are no observations.

@@ -28,13 +28,13 @@ CHOICES: tuple[Choice, ...] = ("none", "full", "keep_matmul_attention")
 """The checkpointing choices that a plan mixes: keep everything, nothing, or only what is expensive to recompute."""
 
 _TRACED_SIZE = 2
-"""Samples in a trace: one sample is laid out in memory differently, larger batches follow from two and three."""
+"""Samples in a trace: memory is laid out differently for one sample; two and three give the line for larger batches."""
 
 _FEW_BLOCKS, _MORE_BLOCKS = 3, 5
-"""Numbers of blocks whose optimizer step is traced where a module has many equal ones."""
+"""Numbers of blocks with which the optimizer step is traced if a module has many equal ones."""
 
 _LARGEST_CHUNK = 1 << 25
-"""Elements: smaller blocks share the chunks in which optimizers step (`Float32Step`), so that they don't add up."""
+"""Number of elements: optimizers step smaller blocks in shared chunks (`Float32Step`), so that they don't add up."""
 
 
 class TraceStore:
@@ -85,11 +85,11 @@ class TraceStore:
     def stepping(self, setting: Setting, rounding: int) -> SteadyState:
         """What the optimizer's steps alone, over all parameters, keep and need.
 
-        Where there are many equal blocks, two small numbers of them are traced and extrapolated.
+        If there are many equal blocks, two small numbers of them are traced and extrapolated.
 
         Args:
-            setting: Its optimizer, precision and gradient technique count.
-            rounding: The allocator's, in bytes.
+            setting: Only its optimizer, precision and gradient technique count.
+            rounding: Rounding of the allocator, in bytes.
 
         Raises:
             TraceError: If it can't be traced.
@@ -108,7 +108,7 @@ class TraceStore:
         return self._profile(("stepping", pure, num_blocks), module, options, pure.traced_callbacks(), whole=True)
 
     def exactly(self, setting: Setting) -> ModelProfile:
-        """The step of a complete setting at its own micro-batch, all of its techniques applied.
+        """The step of a complete setting at its own micro-batch, with all of its techniques applied.
 
         Raises:
             TraceError: If it can't be traced.
@@ -158,7 +158,7 @@ _NOT_IN_PASSES: tuple[Kind, ...] = ("optimizer", "gradient", "checkpointing", "s
 
 
 def passes_of(setting: Setting) -> Setting:
-    """Reduce a setting to what decides forward and backward: Lightning's precision replaces what is built on it.
+    """Reduce a setting to what decides forward and backward; Lightning's precision replaces techniques built on it.
 
     DeepSpeed computes in the weights' own half precision, whatever Lightning calls it.
     """
@@ -186,7 +186,7 @@ def only_stepping(module: Any, num_blocks: int | None = None) -> Any:
     """A shallow copy of a module whose training step gives every parameter a gradient and does nothing else.
 
     Args:
-        module: LightningModule; not changed, as only a copy of the copy configures itself.
+        module: LightningModule, which is not changed, as only a copy of the copy configures itself.
         num_blocks: How many of its repeated blocks are kept; all by default.
     """
     base = type(module)
@@ -204,7 +204,7 @@ def only_stepping(module: Any, num_blocks: int | None = None) -> Any:
 
 
 def _keep_blocks(module: Any, num_blocks: int) -> None:
-    """Take all but the first of the largest group of repeated blocks out."""
+    """Remove all but the first of the largest group of repeated blocks."""
     group = max(find_blocks(module), key=lambda candidate: candidate.num_parameters)
     container = module.get_submodule(group.container)
     for name in group.names[num_blocks:]:

@@ -1,6 +1,7 @@
-"""`Workload`: what shall be trained, on what, within which limits; everything a plan depends on.
+"""`Workload`: what to train, on what, and within which limits; everything that a plan depends on.
 
-`Budget` compares what a plan needs with these limits, and says in words why it is too much.
+`Budget` compares what a plan needs with these limits, and says in words why it is too much. The parsers at the end read
+what a user names: allowed numerics, the module, the number of devices.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from lightning_memfit.techniques.core.technique import Numerics
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 
 DEFAULT_ALLOW: frozenset[Numerics] = frozenset({"exact", "tf32", "bf16", "stochastic", "8bit"})
-"""What a plan may change unless told otherwise: not what is trained, nor the optimizer's formula."""
+"""What a plan may change by default: neither what is trained nor the optimizer's formula."""
 
 _RESERVE = 0.03
-"""Share of a device left free beyond its safety margin, for errors of putting a plan together from several traces."""
+"""Share of a device left free beyond its safety margin, because a plan put together from several traces has errors."""
 
 _RESERVE_OF_TENSORS = 0.005
-"""The same where only live tensors count: plans were 0.2 % below their runs at most (`benchmarks/planner/pairs`)."""
+"""The same if only live tensors count: plans were 0.2 % below their runs at most (`benchmarks/planner/pairs`)."""
 
 _DAY = 86400
-"""Seconds."""
+"""Seconds in a day."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may use of each machine apart from its devices. None is unlimited."""
+    """What a run may use of each machine apart from its devices. None means unlimited."""
 
     host_bytes: int | None = None
-    """Pageable and pinned together."""
+    """Pageable and pinned memory together."""
     disk_bytes: int | None = None
     disk_writes_per_day: int | None = None
     """Bytes that training without a pause may write."""
@@ -97,10 +98,10 @@ class Workload:
     fixed: tuple[Any, ...] = ()
     """Callbacks of the user that change a step and that no record describes; part of every trace."""
     loader_batch: int | None = None
-    """Samples in a batch of a loader that stays as it is, so that `MicroBatching` cuts it; None where it can be set."""
+    """Batch size of a loader that can't be changed, so that `MicroBatching` cuts its batches; None if it can be set."""
     devices: Devices = field(default_factory=Devices)
     strategies: bool = False
-    """Whether strategies are searched, too; else a plan is for one device alone."""
+    """Whether strategies are searched as well; if not, a plan is for one device alone."""
 
     def __post_init__(self) -> None:
         samples = self.samples_per_step
@@ -122,7 +123,7 @@ class Workload:
         return tuple(size for size in range(1, whole + 1) if whole % size == 0)
 
     def waiting_bytes(self, size: int) -> int:
-        """Bytes on the device of the samples that wait there until their micro-batch runs."""
+        """Bytes on the device of samples that wait for their micro-batch to run."""
         if self.loader_batch is None:
             return 0
         total = sum(tensor.nbytes for tensor in tensors_in(self.batch))
@@ -137,7 +138,7 @@ class Budget:
     """What a plan may use of a device, and of the host memory and disk of a machine.
 
     Args:
-        workload: Its target and its limits are what there is.
+        workload: Its target and limits say what is available.
         withheld_bytes: Bytes of the device that may not be used, because an earlier plan needed them beyond its
             prediction.
     """
@@ -163,7 +164,7 @@ class Budget:
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes on the device outside of all tensors that a trace shows."""
+        """Bytes on the device outside the tensors that a trace shows."""
         runtime = self._workload.target.runtime
         return runtime.context_bytes + runtime.allocated_bytes if runtime is not None else 0
 
@@ -173,7 +174,7 @@ class Budget:
         return f"{what} {format_bytes(needed_bytes)}, {format_bytes(excess)} over"
 
     def refuse_off_device(self, off_device: MemoryBreakdown, world_size: int) -> str | None:
-        """Why what a plan keeps off the devices is too much for a machine; None where it isn't.
+        """Why what a plan keeps off the devices is too much for a machine; None if it isn't.
 
         Args:
             off_device: Bytes per rank in host memory and on disk.
@@ -196,7 +197,7 @@ class Budget:
         return None
 
     def refuse_writes(self, written_bytes: int, seconds: float) -> str | None:
-        """Why a plan writes too much to disk; None where it doesn't.
+        """Why a plan writes too much to disk; None if it doesn't.
 
         Args:
             written_bytes: Bytes to the drive of a machine in every optimizer step.
@@ -230,7 +231,7 @@ def check_allow(names: Iterable[str]) -> frozenset[Numerics]:
 
 
 def facts_of(module: Any, target: Target, options: StepOptions, optimizer: str = "") -> Facts:
-    """Read the facts of a module, built without memory where it has `configure_model`.
+    """Read the facts of a module, which is built without memory if it has `configure_model`.
 
     Raises:
         ValueError: If the module has no training step.
@@ -248,10 +249,10 @@ def facts_of(module: Any, target: Target, options: StepOptions, optimizer: str =
 
 
 def check_trainable(module: Any) -> None:
-    """Refuse a module that can't be planned for.
+    """Refuse a module for which no plan can be made.
 
     Raises:
-        ValueError: If it is no LightningModule with a training step.
+        ValueError: If it is not a LightningModule with a training step.
     """
     from lightning.pytorch import LightningModule
     from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -267,7 +268,7 @@ _COUNT = re.compile(r"\s*(\d+)\s*x\s*(\S.*)", re.IGNORECASE)
 
 
 def parse_device_count(name: str) -> tuple[int | None, str]:
-    """Split `8x A100 80GB` into 8 and `A100 80GB`; None where a name says no number.
+    """Split `8x A100 80GB` into 8 and `A100 80GB`; the number is None if the name has none.
 
     Raises:
         ValueError: If the number is 0.
@@ -282,10 +283,10 @@ def parse_device_count(name: str) -> tuple[int | None, str]:
 
 
 def devices_for(named: int | None, per_node: int, nodes: int, on_cpu: bool) -> Devices:
-    """Choose the devices to plan for: those that are named, on one machine, else those of the recipe.
+    """Choose the devices to plan for: the named ones, on one machine, or else those of the recipe.
 
     Args:
-        named: Number in the device's name, None where it has none.
+        named: Number in the device's name, None if it has none.
         per_node: `trainer.devices` of the recipe.
         nodes: `trainer.num_nodes` of the recipe.
         on_cpu: Whether the run is on the CPU.

@@ -1,7 +1,7 @@
 """Checkpoint folders of sharded runs: replaced as a whole, read as one file, resumed with other ranks or another stage.
 
 `rewritten` never leaves half a checkpoint; `consolidated` joins the shards of ZeRO or FSDP2; `SavedRun` and `convert`
-take a ZeRO run on through DeepSpeed's universal checkpoints.
+continue a ZeRO run through DeepSpeed's universal checkpoints.
 """
 
 import shutil
@@ -21,10 +21,10 @@ from lightning_memfit.strategies.upstream.deepspeed import SUB_GROUPS, reading_s
 
 @contextmanager
 def rewritten(path: str | Path, is_writer: bool, barrier: Callable[[], None]) -> Iterator[Path]:
-    """Give a folder next to `path` to write to, which takes its place once everything is written.
+    """Give a folder next to `path` to write to, which replaces `path` once everything is written.
 
-    All ranks enter and leave together. An earlier checkpoint at `path` is there until then; a run that dies in between
-    leaves it, and a folder `<path>.partial`, which the next save replaces.
+    All ranks enter and leave together. An earlier checkpoint at `path` stays until then. A run that dies in between
+    leaves it untouched, together with a folder `<path>.partial`, which the next save replaces.
 
     Args:
         path: Where the checkpoint is to be.
@@ -32,13 +32,13 @@ def rewritten(path: str | Path, is_writer: bool, barrier: Callable[[], None]) ->
         barrier: Waits for all ranks.
 
     Raises:
-        FileExistsError: If something else than a DeepSpeed checkpoint is at `path`.
+        FileExistsError: If something other than a DeepSpeed checkpoint is at `path`.
     """
     target = Path(path)
     partial, former = (target.with_name(f"{target.name}.{suffix}") for suffix in ("partial", "former"))
     if target.exists() and not (target / "latest").is_file():
         raise FileExistsError(f"{str(target)!r} is not a DeepSpeed checkpoint, and is not overwritten. Name another.")
-    barrier()  # nobody writes before all have looked
+    barrier()  # no rank writes before all have looked
     if is_writer:
         _remove(partial)
     barrier()
@@ -58,7 +58,7 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-# What DeepSpeed 0.19 adds to the file that also holds what Lightning saves.
+# Keys that DeepSpeed 0.19 adds to the file that also holds what Lightning saves.
 _DEEPSPEED_KEYS = {
     "buffer_names",
     "checkpoint_parallel_dimensions",
@@ -85,18 +85,18 @@ _DEEPSPEED_KEYS = {
 def consolidated(folder: str | Path) -> dict[str, Any]:
     """Read the checkpoint folder of a ZeRO strategy as if it were the file of a run on one device.
 
-    ZeRO's weights come from the optimizer's fp32 master weights. Needs host memory for all of them; optimizer states
-    are left out. The file written with `torch.save` can be loaded with `load_from_checkpoint`, `load_full_weights`, and
-    `memfit export`.
+    ZeRO's weights come from the optimizer's fp32 master weights. This needs host memory for all of them; optimizer
+    states are left out. Saved with `torch.save`, the result can be loaded with `load_from_checkpoint`,
+    `load_full_weights`, and `memfit export`.
 
     Args:
-        folder: What `Trainer.save_checkpoint` wrote, under ZeRO or FSDP2.
+        folder: The folder that `Trainer.save_checkpoint` wrote, under ZeRO or FSDP2.
 
     Returns:
-        `state_dict` and everything that Lightning and the module saved.
+        `state_dict` and everything else that Lightning and the module saved.
 
     Raises:
-        ValueError: If it is no such folder.
+        ValueError: If the folder is not such a checkpoint.
     """
     root = Path(folder)
     if (root / "latest").is_file():
@@ -119,7 +119,7 @@ def _from_zero(root: Path) -> dict[str, Any]:
 
 
 def _from_fsdp2(root: Path) -> dict[str, Any]:
-    with TemporaryDirectory() as folder:  # torch joins shards by way of a file
+    with TemporaryDirectory() as folder:  # torch joins shards through a file
         whole = Path(folder) / "whole.pt"
         dcp_to_torch_save(root, whole)
         state_dict = torch.load(whole, map_location="cpu", weights_only=True)["state_dict"]
@@ -144,7 +144,7 @@ class SavedRun:
 
     @classmethod
     def read(cls, folder: Path) -> "SavedRun":
-        """Read it from the optimizer's files, which are mapped and not loaded.
+        """Read this from the optimizer's files, which are mapped and not loaded.
 
         Raises:
             ValueError: If the folder holds no states of a ZeRO optimizer.
@@ -163,8 +163,8 @@ class SavedRun:
         """Whether a run must go through a universal checkpoint to resume from this one.
 
         Raises:
-            ValueError: If that would not be exact. Stage 3's conversion changes the moments a little: the next losses
-                of a small GPT-2 differ by 2e-4. Between stage 3 and the others DeepSpeed 0.19 fails.
+            ValueError: If the conversion would not be exact. For stage 3 it changes the moments a little: the next
+                losses of a small GPT-2 differ by 2e-4. Between stage 3 and the others, DeepSpeed 0.19 fails.
         """
         if (stage, world_size) == (self.stage, self.world_size):
             return False
@@ -178,9 +178,9 @@ class SavedRun:
 
 
 def convert(folder: Path) -> None:
-    """Write a universal checkpoint into a checkpoint folder of stage 1 or 2, in addition to what is there.
+    """Write a universal checkpoint into a checkpoint folder of stage 1 or 2, in addition to its contents.
 
-    It takes 12 bytes per parameter. One that was finished is kept.
+    It takes 12 bytes per parameter. A finished one is kept.
     """
     if (folder / f"latest_{_TAG}").is_file():
         return
@@ -195,6 +195,6 @@ def convert(folder: Path) -> None:
             num_merge_workers=1,
             keep_temp_folder=False,
             strict=True,
-            inject_missing_state=True,  # Lightning saves no description of the parameters for this
+            inject_missing_state=True,  # Lightning does not save the description of the parameters that this needs
         )
     )

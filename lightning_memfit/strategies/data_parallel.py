@@ -1,4 +1,4 @@
-"""`DataParallelStrategy`: Lightning's DDP with the settings that cost no memory for nothing."""
+"""`DataParallelStrategy`: Lightning's DDP with settings that avoid wasting memory."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from lightning.pytorch.strategies import DDPStrategy
 class DataParallelStrategy(DDPStrategy):
     """A whole copy of the model on every device; gradients are averaged while they are computed.
 
-    Gradients are views of the communication buckets, which saves one copy of all gradients against Lightning's default.
+    Gradients are views of the communication buckets, which saves one copy of all gradients over Lightning's default.
 
     Args:
         gradient_as_bucket_view: Keep gradients inside the buckets.
-        static_graph: The same parameters take part in every step, which DDP can use; needed for reentrant
-            checkpointing.
+        static_graph: Tell DDP that the same parameters take part in every step, which it can use; needed for
+            reentrant checkpointing.
         find_unused_parameters: Search the graph in every step for parameters that take no part.
         bucket_cap_mb: Size of a bucket in MiB.
         options: Further arguments of `DDPStrategy`.

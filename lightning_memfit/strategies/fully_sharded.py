@@ -24,24 +24,24 @@ from lightning_memfit.strategies.upstream.torch import save_states_plainly
 class FullyShardedStrategy(ModelParallelStrategy):
     """Shard parameters, gradients and optimizer states with torch's FSDP2; a block is gathered while it computes.
 
-    Lightning's strategy leaves the sharding to the module's `configure_model`. Here it follows by itself, after
-    `configure_model` and whatever techniques changed there: checkpointing lies inside a sharded block, so that the
+    Lightning's strategy leaves the sharding to the module's `configure_model`. This one shards by itself, after
+    `configure_model` and whatever techniques changed there: checkpointing is inside a sharded block, so that the
     recomputation finds the block gathered. A module that has sharded itself is left as it is.
 
-    With `tensor_parallel_size`, so many neighbouring ranks also compute each block together, on one batch: its linear
+    With `tensor_parallel_size`, that many neighbouring ranks also compute each block together, on one batch: its linear
     layers and their activations are divided, at the price of two sums over these ranks per block and pass. FSDP2 then
     shards over the other ranks, which are the data-parallel ones: an effective batch is micro-batch x accumulation x
     ranks / `tensor_parallel_size`.
 
     Args:
-        sharding_size: Ranks that one copy of the model is divided among (hybrid sharding): the copies' gradients are
-            averaged. Chosen as the ranks of one machine, gathering stays within machines. By default all ranks. A
-            multiple of `tensor_parallel_size`.
+        sharding_size: Number of ranks among which one copy of the model is divided (hybrid sharding); the gradients of
+            the copies are averaged. With the ranks of one machine, gathering stays within machines. By default all
+            ranks. It must be a multiple of `tensor_parallel_size`.
         reshard_after_forward: False keeps blocks gathered until their backward: more memory, less communication.
-        blocks: Class name or dotted names of what is sharded as a unit; by default repeated blocks are found.
-        tensor_parallel_size: Ranks that compute a block together, for blocks like GPT-2's and Llama's. It must divide
-            their heads; choose devices of one machine.
-        save_distributed_checkpoint: A checkpoint is a folder of shards; False gathers it into one file on rank 0.
+        blocks: Class name or dotted names of the units to shard; by default repeated blocks are found.
+        tensor_parallel_size: Number of ranks that compute a block together, for blocks like GPT-2's and Llama's. It
+            must divide their heads; choose devices of one machine.
+        save_distributed_checkpoint: Save a checkpoint as a folder of shards; False gathers it into one file on rank 0.
         process_group_backend: Backend of `torch.distributed`; by default nccl on CUDA, gloo on the CPU.
         timeout: How long a collective waits.
     """
@@ -92,7 +92,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Divide and shard the module, then as Lightning does."""
+        """Divide and shard the module, then set up as Lightning does."""
         module = self.lightning_module
         assert module is not None
         self._compared.clear()
@@ -104,7 +104,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """As Lightning does; checkpoints of the states then don't depend on how layers were divided."""
+        """Set up as Lightning does; checkpoints of the states then don't depend on how layers were divided."""
         super().setup_optimizers(trainer)
         if self.tensor_parallel_size > 1:
             for optimizer in self.optimizers:
@@ -112,7 +112,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch; the first of each stage is compared over the ranks that compute together."""
+        """Move a batch; the first of each stage is compared across the ranks that compute together."""
         assert self.lightning_module is not None
         stage = self.lightning_module.trainer.state.stage
         if self.tensor_parallel_size > 1 and stage is not None and stage not in self._compared:
@@ -136,7 +136,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         rank_zero_info(f"{type(self).__name__}: sharded {units} over mesh {tuple(mesh.shape)}{divided}.")
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
-        """Ranks that FSDP2 shards over, and those that compute together, of one mesh."""
+        """Ranks over which FSDP2 shards, and ranks that compute together, as parts of one mesh."""
         if self.sharding_size in (None, self.world_size):
             return self.device_mesh["data_parallel"], self._together
         together = self.tensor_parallel_size

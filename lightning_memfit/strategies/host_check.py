@@ -1,4 +1,4 @@
-"""Whether a run under ZeRO that offloads to host memory, or runs on the CPU, will find it: asked before its engine."""
+"""Check, before the engine is built, that a ZeRO run that offloads or runs on the CPU will find enough host memory."""
 
 from typing import Any
 
@@ -26,20 +26,20 @@ def require_host_memory(
 ) -> None:
     """Refuse a run that would swap or be killed when its optimizer first steps.
 
-    Only with torch's Adam and AdamW, whose states are known.
+    This covers only torch's Adam and AdamW, whose states are known.
 
     Args:
-        model: Built, and not yet DeepSpeed's; what it holds now is part of what it needs.
-        optimizer: That will step.
+        model: Built, but not yet wrapped by DeepSpeed; what it holds now is part of what it needs.
+        optimizer: The optimizer that will step.
         zero: The `zero_optimization` section, with all sizes.
         itemsize: Bytes per element of the weights while training.
-        world_size: Ranks that divide the states.
-        ranks: Of them, those on this machine.
+        world_size: Number of ranks that divide the states.
+        ranks: Number of those ranks on this machine.
         on_cpu: Whether the CPU is the device.
         accumulates: Whether a step takes more than one micro-batch.
 
     Raises:
-        RuntimeError: With what is needed, what is free, and the fix.
+        RuntimeError: If there is too little; it gives what is needed, what is free, and the fix.
     """
     places: list[OffloadTarget] = [_place(zero, name) for name in ("offload_optimizer", "offload_param")]
     known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
@@ -71,6 +71,6 @@ def _place(zero: dict[str, Any], section: str) -> OffloadTarget:
 
 
 def _held(model: nn.Module) -> int:
-    """Bytes of host memory that weights take now: whole ones, or with stage 3 this rank's shares."""
+    """Bytes of host memory that weights take now: whole weights, or with stage 3 this rank's shares."""
     tensors = [getattr(parameter, "ds_tensor", parameter) for parameter in model.parameters()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device.type == "cpu")

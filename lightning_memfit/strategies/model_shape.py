@@ -1,4 +1,4 @@
-"""The parameters of a module before it is built: what has to be known before weights are put on disk one by one."""
+"""The parameters of a module before it is built, which must be known before weights go to disk one by one."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ from lightning_memfit.profile.step import parameter_table
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Parameters of a module, and how they are spread over its submodules."""
+    """Parameters of a module, and how they are distributed over its submodules."""
 
     parameters: tuple[ParameterInfo, ...]
     numels_by_module: tuple[tuple[int, ...], ...]
-    """Elements of what each submodule owns itself; it needs those at one time."""
+    """Elements that each submodule owns itself and needs at the same time."""
 
     def most_per_module(self, min_numel: int) -> int:
         """Largest number of parameters of at least `min_numel` elements that one submodule owns."""
@@ -26,12 +26,12 @@ class ModelShape:
 
     @classmethod
     def of(cls, module: LightningModule) -> "ModelShape":
-        """Build a copy on fake tensors, which have shapes and no memory. The module and all random numbers stay.
+        """Build a copy on fake tensors, which have shapes and no memory. The module and random state stay unchanged.
 
-        What callbacks add to `configure_model` is left out: adapters are small.
+        What callbacks add to `configure_model` is left out, because adapters are small.
 
         Raises:
-            MisconfigurationException: If the module can't be built so.
+            MisconfigurationException: If the module can't be built this way.
         """
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         random_state = torch.get_rng_state()

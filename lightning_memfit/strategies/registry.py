@@ -6,7 +6,7 @@ from lightning_memfit.techniques.core.registry import all_strategies
 from lightning_memfit.techniques.core.technique import CallbackSpec
 
 _ONLY_IN_PLANS = ("pin_memory",)
-"""Arguments that records have because a plan made sure that there is room; by name a strategy has its own default."""
+"""Arguments that records set because a plan made sure of the room; chosen by name, a strategy uses its own default."""
 
 
 def register() -> None:

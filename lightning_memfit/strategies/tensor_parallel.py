@@ -1,9 +1,9 @@
 """Tensor parallelism of blocks like GPT-2's and Llama's: several ranks compute one model on one batch together.
 
-`divide_blocks` divides the layers; `share_random_state` and `check_same_batch` see to what such ranks must have in
-common, the random numbers of dropout and the batch.
+`divide_blocks` divides the layers. `share_random_state` and `check_same_batch` ensure what such ranks must have in
+common: the random numbers of dropout and the batch.
 
-Plans are made of the blocks' structure. Those that transformers keeps in its configurations (`base_model_tp_plan`) have
+Plans follow from the blocks' structure. The plans in the configurations of transformers (`base_model_tp_plan`) include
 none for GPT-2, and work only for models that transformers itself loads onto the mesh.
 """
 
@@ -33,7 +33,7 @@ class BlockPlan:
     attention: str
     feed_forward: str
     styles: dict[str, ParallelStyle]
-    """Of attention and feed-forward, and of every layer in them that has parameters."""
+    """Styles of attention and feed-forward, and of every layer in them that has parameters."""
     heads: tuple[str, ...]
     """Layers of the attention whose outputs are whole heads, `parts` times."""
     parts: int = 1
@@ -96,14 +96,14 @@ PLANS = (
 
 
 def divide_blocks(module: nn.Module, mesh: DeviceMesh) -> str:
-    """Divide every block of a module, and at rest all that is not in a block, among the ranks of a mesh.
+    """Divide every block of a module, and at rest everything outside the blocks, among the ranks of a mesh.
 
     Args:
-        module: Whole and alike on all ranks; those of rank 0 are taken.
-        mesh: Of one dimension, the ranks that compute together.
+        module: Whole and identical on all ranks; the parameters of rank 0 are used.
+        mesh: One-dimensional mesh of the ranks that compute together.
 
     Returns:
-        What was divided, in words.
+        A description of what was divided.
 
     Raises:
         MisconfigurationException: If a block has no plan, or can't be divided into as many parts.
@@ -175,8 +175,8 @@ def _check(name: str, block: nn.Module, plan: BlockPlan, size: int) -> None:
 def share_random_state(mesh: DeviceMesh, device: torch.device) -> None:
     """Give all ranks of a group the random state of its first one, of the CPU and of the device.
 
-    Dropout on what all ranks hold must drop the same. On the heads that a rank holds it drops the same positions as on
-    other ranks' heads.
+    Dropout on what all ranks hold must drop the same elements. On the heads that a rank holds, it drops the same
+    positions as on other ranks' heads.
     """
     first = distributed.get_global_rank(mesh.get_group(), 0)
     state = torch.get_rng_state().to(device)
@@ -189,10 +189,10 @@ def share_random_state(mesh: DeviceMesh, device: torch.device) -> None:
 
 
 def check_same_batch(batch: Any, mesh: DeviceMesh, device: torch.device, stage: str) -> None:
-    """Compare a batch over the ranks of a group by number of elements, sum and weighted sum of its tensors.
+    """Compare a batch across the ranks of a group by number of elements, sum and weighted sum of its tensors.
 
     Raises:
-        MisconfigurationException: On every rank of the group, if they were given different batches.
+        MisconfigurationException: On every rank of the group, if the ranks were given different batches.
     """
     mine = _fingerprint(batch).to(device)
     all_of_them = [torch.empty_like(mine) for _ in range(mesh.size())]

@@ -1,8 +1,9 @@
-"""What tensor parallelism does to one layer: how its parameters are divided, and what they are while it computes.
+"""How tensor parallelism divides the parameters of one layer, and what they are while the layer computes.
 
-A parameter is a DTensor at rest, for FSDP2, the optimizer, clipping and checkpoints to handle as one tensor. While its
-layer runs it is an ordinary local tensor, so that the layer needs no operators for DTensors. As in Megatron-LM (Shoeybi
-et al. 2019, arXiv 1909.08053) a `Region` sums the gradients of what enters it, and its last layer, `Rows`, what leaves.
+A parameter is a DTensor at rest, so that FSDP2, the optimizer, clipping and checkpoints handle it as one tensor. While
+its layer runs it is an ordinary local tensor, so that the layer needs no operators for DTensors. As in Megatron-LM
+(Shoeybi et al. 2019, arXiv 1909.08053), a `Region` sums the gradients of its inputs, and its last layer, `Rows`, sums
+its outputs.
 """
 
 from typing import Any
@@ -23,15 +24,15 @@ class _Layer(ParallelStyle):
     mesh: DeviceMesh
 
     def divided(self, layer: nn.Module, name: str, value: Tensor) -> DTensor:
-        """A parameter as it lies on the ranks, of the first one's numbers."""
+        """Distribute a parameter over the ranks, with the values of the first rank."""
         return distribute_tensor(value, self.mesh, [self.placement(layer, name, value)])
 
     def placement(self, layer: nn.Module, name: str, value: Tensor) -> Placement:
-        """How the ranks share it."""
+        """How the ranks share the parameter."""
         raise NotImplementedError
 
     def local(self, layer: nn.Module, name: str, parameter: DTensor) -> Tensor | None:
-        """What it is while the layer runs."""
+        """Local tensor of the parameter while the layer runs."""
         return parameter.to_local()
 
     def _divided(self, layer: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -48,10 +49,10 @@ class _Layer(ParallelStyle):
 
 
 class Columns(_Layer):
-    """A linear layer of which each rank computes some of the outputs; the first of a region.
+    """A linear layer of which each rank computes some of the outputs; it comes first in a region.
 
     Args:
-        parts: How many equal parts lie side by side in the outputs (`q|k|v`). A rank gets its part of each.
+        parts: Number of equal parts that follow each other in the outputs (`q|k|v`). A rank gets its share of each.
     """
 
     def __init__(self, parts: int = 1) -> None:
@@ -60,14 +61,14 @@ class Columns(_Layer):
 
     @override
     def divided(self, layer: nn.Module, name: str, value: Tensor) -> DTensor:
-        """By outputs."""
+        """Divide by outputs."""
         if self.parts > 1 and name == "weight":
             return distribute_packed(value, self.mesh, output_dim(layer), self.parts)
         return super().divided(layer, name, value)
 
     @override
     def placement(self, layer: nn.Module, name: str, value: Tensor) -> Placement:
-        """By outputs; the small bias of a fused layer is whole, as FSDP2 can't divide further what is packed."""
+        """Divide by outputs; the small bias of a fused layer is whole, as FSDP2 can't divide packed parts further."""
         if self.parts > 1:
             return Replicate()
         return Shard(output_dim(layer) if name == "weight" else 0)
@@ -89,11 +90,11 @@ class Columns(_Layer):
 
 
 class Rows(_Layer):
-    """A linear layer of which each rank computes a summand from some of the inputs; the last of a region."""
+    """A linear layer of which each rank computes a summand from some of the inputs; it comes last in a region."""
 
     @override
     def placement(self, layer: nn.Module, name: str, value: Tensor) -> Placement:
-        """By inputs; every rank has the whole bias."""
+        """Divide by inputs; every rank has the whole bias."""
         return Shard(1 - output_dim(layer)) if name == "weight" else Replicate()
 
     @override
@@ -105,7 +106,7 @@ class Rows(_Layer):
 
     @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        super()._apply(module, device_mesh)  # its hook comes first, and puts the bias back
+        super()._apply(module, device_mesh)  # its hook runs first and puts the bias back
 
         def summed(layer: nn.Module, _: Any, output: Tensor) -> Tensor:
             parts = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
@@ -120,10 +121,10 @@ class Rows(_Layer):
 
 
 class Whole(_Layer):
-    """A layer that every rank computes alike: norms, embeddings, the head.
+    """A layer that every rank computes in the same way: norms, embeddings, the head.
 
-    Matrices are divided at rest all the same, along their last dimension where that is a multiple of the ranks, and
-    gathered to be used. One style serves all such layers of a model, so that tied parameters stay tied.
+    Matrices are still divided at rest, along their last dimension if that is a multiple of the number of ranks, and
+    gathered for use. One style serves all such layers of a model, so that tied parameters stay tied.
     """
 
     def __init__(self) -> None:
@@ -138,13 +139,13 @@ class Whole(_Layer):
 
     @override
     def placement(self, layer: nn.Module, name: str, value: Tensor) -> Placement:
-        """Matrices by their last dimension."""
+        """Divide matrices by their last dimension."""
         divisible = value.ndim > 1 and value.shape[-1] % self.mesh.size() == 0
         return Shard(value.ndim - 1) if divisible else Replicate()
 
     @override
     def local(self, layer: nn.Module, name: str, parameter: DTensor) -> Tensor | None:
-        """All of it."""
+        """The whole parameter."""
         return parameter.full_tensor()
 
 
@@ -152,7 +153,7 @@ class Region(ParallelStyle):
     """A module (attention, feed-forward) whose first layers are `Columns` and whose last is `Rows`.
 
     Args:
-        counts: Integer attributes that count heads or widths of this rank, where the module has them.
+        counts: Integer attributes that count heads or widths of this rank, if the module has them.
     """
 
     def __init__(self, *counts: str) -> None:
@@ -186,17 +187,17 @@ def output_dim(layer: nn.Module) -> int:
 
 
 def output_features(layer: nn.Module) -> int:
-    """Outputs of a linear layer, of all ranks."""
+    """Outputs of a linear layer over all ranks."""
     return layer.get_parameter("weight").shape[output_dim(layer)]
 
 
 def _set_outputs(layer: nn.Module, features: int) -> None:
     if not isinstance(layer, nn.Linear):
-        layer.nf = features  # type: ignore[assignment]  # which the Conv1D of transformers shapes its output by
+        layer.nf = features  # type: ignore[assignment]  # the Conv1D of transformers shapes its output by this
 
 
 def _use_while_running(layer: nn.Module, style: _Layer) -> None:
-    """Put local tensors in the places of a layer's parameters for the time of each call."""
+    """Replace a layer's parameters with local tensors for the duration of each call."""
     kept: dict[str, nn.Parameter | None] = {}
 
     def before(_: nn.Module, args: Any) -> None:
@@ -210,4 +211,4 @@ def _use_while_running(layer: nn.Module, style: _Layer) -> None:
         kept.clear()
 
     layer.register_forward_pre_hook(before)
-    layer.register_forward_hook(after, always_call=True)  # recomputation in checkpoints leaves by an exception
+    layer.register_forward_hook(after, always_call=True)  # recomputation in checkpoints ends with an exception

@@ -35,10 +35,10 @@ from lightning_memfit.strategies.zero_config import Config, ZeroOptions, with_ra
 
 
 def prefer_fused(optimizer: Optimizer) -> bool:
-    """Let a plain Adam or AdamW of torch step with its fused kernel, several times faster on the CPU.
+    """Make a plain Adam or AdamW of torch step with its fused kernel, which is several times faster on the CPU.
 
     Args:
-        optimizer: Changed in place, before its first step. Other optimizers, and one whose user chose `foreach`, stay.
+        optimizer: Changed in place, before its first step. Others, and those with `foreach` chosen, are left alone.
 
     Returns:
         Whether it was changed.
@@ -54,19 +54,19 @@ def prefer_fused(optimizer: Optimizer) -> bool:
 class ZeroStrategy(DeepSpeedStrategy):
     """Shard optimizer states, gradients and parameters over ranks with DeepSpeed ZeRO, and offload them to the host.
 
-    Runs on CUDA devices and, for trying a recipe out, on the CPU over gloo. Precision is DeepSpeed's: `bf16-mixed` and
+    It runs on CUDA devices and, to try a recipe out, on the CPU over gloo. Precision is DeepSpeed's: `bf16-mixed` and
     `16-mixed` keep half-precision weights, without autocast, and fp32 master weights in the optimizer.
 
     Args:
-        stage: 1 shards optimizer states, 2 gradients too, 3 parameters too.
+        stage: 1 shards optimizer states, 2 also gradients, 3 also parameters.
         offload_optimizer: Keep optimizer states on the host and step there.
         offload_parameters: With stage 3, keep parameters on the host between uses.
-        pin_memory: Pin what is kept on the host: faster copies, but nothing else can have that memory.
+        pin_memory: Pin what is kept on the host: copies are faster, but nothing else can use that memory.
         bucket_size: Elements reduced or gathered at once. By default the model's largest parameter, at most 2e8.
         sub_group_size: With stage 3, elements updated at once. By default a sixteenth of a rank's share.
-        config: Raw DeepSpeed options, or the path of a JSON file of them, laid over what the arguments make. What an
-            argument sets can't be set here.
-        load_full_weights: With stage 3, `ckpt_path` names one file with whole weights.
+        config: Raw DeepSpeed options, or the path of a JSON file of them, applied on top of the configuration that the
+            arguments make. Options that an argument sets can't be set here.
+        load_full_weights: With stage 3, read `ckpt_path` as one file with whole weights.
         exclude_frozen_parameters: Leave frozen parameters out of checkpoints.
         accelerator: Set by Lightning.
         parallel_devices: Set by Lightning.
@@ -141,7 +141,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """As Lightning's, without its check of device indices, which a CPU has none of."""
+        """Do the same as Lightning's, without its check of device indices, which a CPU does not have."""
         if not self._on_cpu:
             super().setup_distributed()
             return
@@ -173,7 +173,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @override
     def _init_config_if_needed(self) -> None:
-        """Add what the Trainer says; Lightning lets raw options silently win over it."""
+        """Add the Trainer's settings; Lightning lets raw options silently override them."""
         if self._config_initialized or self.lightning_module is None:
             super()._init_config_if_needed()
             return
@@ -199,7 +199,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Partition parameters as they are made, with stage 3."""
+        """With stage 3, partition parameters as they are made."""
         with super().model_sharded_context():
             if not self.zero_stage_3:
                 yield
@@ -230,13 +230,13 @@ class ZeroStrategy(DeepSpeedStrategy):
     @override
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
         if self._train_engine is not None:
-            self._train_engine.destroy()  # of an earlier `fit`: its hooks would run beside the new engine's
+            self._train_engine.destroy()  # an earlier `fit` made it: its hooks would run as well as the new engine's
         super()._initialize_deepspeed_train(model)
         self._train_engine = self.model
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        """After `fit`, evaluate with the engine that trained: a second one would partition what is partitioned."""
+        """After `fit`, evaluate with the engine that trained; a second engine would partition the partitions again."""
         if self._train_engine is not None and self._train_engine.module is model:
             model.to(self.root_device)
             self.model = self._train_engine
@@ -250,8 +250,8 @@ class ZeroStrategy(DeepSpeedStrategy):
     ) -> torch.Tensor:
         """Leave the division by `accumulate_grad_batches` to Lightning.
 
-        With Lightning's own strategy DeepSpeed divides once more: gradients become too small by that factor, which
-        Adam hides and clipping does not.
+        Lightning's own strategy makes DeepSpeed divide once more: gradients become too small by that factor, which Adam
+        hides and clipping does not.
         """
         return super().backward(closure_loss, optimizer, *args, **{"scale_wrt_gas": False, **kwargs})
 
@@ -259,13 +259,13 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint folder; one that is there already is replaced when the new one is complete."""
+        """Write a checkpoint folder; an existing one is replaced when the new one is complete."""
         with rewritten(self.broadcast(filepath), self.local_rank == 0, self.barrier) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and, to go on training, optimizer states: converted where ranks or stage have changed."""
+        """Load weights and, to continue training, optimizer states, converted if ranks or stage have changed."""
         assert self.lightning_module is not None
         if self.load_full_weights or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return super().load_checkpoint(checkpoint_path, weights_only)

@@ -1,4 +1,4 @@
-"""DeepSpeed configurations from few typed arguments, with every raw option reachable beside them."""
+"""DeepSpeed configurations from a few typed arguments, with every raw option still available."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 Config = dict[str, Any]
 Typed = Mapping[str, tuple[str, Any]]
-"""By dotted path of a DeepSpeed option: the argument that sets it, and the value it gives, None for absent."""
+"""Maps the dotted path of a DeepSpeed option to the argument that sets it and its value; None means absent."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class ZeroOptions:
             raise ValueError("`pin_memory=True` pins what is offloaded: set `offload_optimizer` or leave it out.")
 
     def config(self, raw: Mapping[str, Any]) -> Config:
-        """Return DeepSpeed's configuration; sizes nobody named are left open until the model is known.
+        """Return DeepSpeed's configuration; sizes that the user did not give are left open until the model is known.
 
         Args:
-            raw: Options as in DeepSpeed's JSON, laid over what the arguments make.
+            raw: Options as in DeepSpeed's JSON, applied on top of what the arguments make.
 
         Raises:
             ValueError: If `raw` contradicts an argument.
@@ -81,7 +81,7 @@ class ZeroOptions:
 
 
 def with_raw_options(config: Config, raw: Mapping[str, Any], typed: Typed) -> Config:
-    """Lay raw DeepSpeed options over a configuration, which stays as it is.
+    """Apply raw DeepSpeed options on top of a configuration, which itself stays unchanged.
 
     Raises:
         ValueError: If a raw option contradicts a typed argument.
@@ -99,7 +99,7 @@ def with_raw_options(config: Config, raw: Mapping[str, Any], typed: Typed) -> Co
 
 
 def _check_offload(zero: Config) -> None:
-    """Refuse sections that only look as if they offloaded something."""
+    """Refuse sections that look as if they offloaded something but don't."""
     for section in ("offload_optimizer", "offload_param"):
         if section in zero and "device" not in zero[section]:
             argument = "offload_optimizer" if section == "offload_optimizer" else "offload_parameters"

@@ -51,23 +51,23 @@ _STEPS_WELL = ("torch.optim.", "deepspeed.ops.")
 
 
 class ZeroInfinityStrategy(ZeroStrategy):
-    """Train models that fit in neither device nor host memory: their states lie on disk and are stepped piece by piece.
+    """Train models that fit in neither device nor host memory: states are kept on disk and stepped piece by piece.
 
-    Before weights are loaded, a preflight looks at the drive and at all memory, and refuses what would fail, with the
-    fix. Every run has a folder of its own below `nvme_path`, gone when the process ends. While it trains, free space is
-    watched: a full disk would corrupt the weights silently. Sizes of all buffers follow from the model, settings of
-    asynchronous I/O from a measurement of the drive; `config` may set others.
+    Before weights are loaded, a preflight checks the drive and all memory, and refuses what would fail, with the fix.
+    Every run has its own folder below `nvme_path`, which is removed when the process ends. Free space is watched during
+    training, because a full disk would corrupt the weights silently. Sizes of all buffers follow from the model, and
+    settings of asynchronous I/O from a measurement of the drive; `config` may set others.
 
     Args:
-        nvme_path: Folder on a local NVMe drive. It must exist. By default what MEMFIT_NVME_PATH names, so that a recipe
-            can go from machine to machine.
+        nvme_path: Folder on a local NVMe drive. It must exist. By default the folder in MEMFIT_NVME_PATH, so that a
+            recipe can move from machine to machine.
         offload_optimizer: Put optimizer states and gradients on disk.
         offload_parameters: Put parameters on disk.
-        pipeline: Read the next and write the last sub-group while one is stepped; takes three times the buffers.
+        pipeline: Read the next and write the last sub-group while one is stepped; this takes three times the buffers.
         params_in_host: Elements of parameters that stay in host memory, for fewer reads.
-        disk_reserve: What must stay free on the drive.
-        endurance_tbw: Terabytes the drive is rated to be written, to hear how long that lasts.
-        **options: Of `ZeroStrategy`.
+        disk_reserve: Space that must stay free on the drive.
+        endurance_tbw: Terabytes that the drive is rated to be written, to report how long that lasts.
+        **options: Further arguments of `ZeroStrategy`.
 
     Attributes:
         report: What the preflight found, on the first rank of each machine; None before.
@@ -144,7 +144,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         first, run_id = self.local_rank == 0, self.broadcast(new_run_id())
         self.report = self._on_all_ranks(lambda: self._preflight(shape) if first else None)
         self._on_all_ranks(lambda: self._tune() if first else None)
-        self._on_all_ranks(lambda: None if first else self._tune())  # reads what the first has measured
+        self._on_all_ranks(lambda: None if first else self._tune())  # reads what the first rank has measured
         made = self._on_all_ranks(lambda: RunFolder.create(self.nvme_path, run_id) if first else None)
         joined = self._on_all_ranks(lambda: None if first else RunFolder.join(self.nvme_path, run_id))
         self.folder = made or joined
@@ -210,7 +210,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         )
 
     def _configure(self, sizes: InfinitySizes) -> None:
-        """Put sizes into the configuration; what the user set stays."""
+        """Put sizes into the configuration; the user's own settings stay."""
         assert self.folder is not None
         made = sizes.config(str(self.folder.path), *self._offloads)
         zero, sections = self.config["zero_optimization"], made["zero_optimization"]
@@ -223,7 +223,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         self.config = with_raw_options(config, self._raw, {})
 
     def _on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Run on every rank; an error on one is an error on all, so that none waits for one that has gone."""
+        """Run on every rank; an error on one is an error on all, so that no rank waits for one that has stopped."""
         error: Exception | None = None
         results: list[T] = []
         try:
@@ -254,7 +254,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse optimizers whose states are not what the swapper takes them for: it would train on garbage."""
+        """Refuse optimizers whose states differ from what the swapper assumes: training would use garbage."""
         name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         if self._offloads[0] and not name.startswith(_STEPS_WELL):
             raise MisconfigurationException(
@@ -264,7 +264,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        """Without an optimizer there is nothing of it to offload, and DeepSpeed must not look for its files."""
+        """Drop the optimizer's offloading: without an optimizer, DeepSpeed must not look for its files."""
         zero = self.config["zero_optimization"]
         section = zero.pop("offload_optimizer", None)
         try:
@@ -283,7 +283,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
 
     @property
     def swapped_bytes(self) -> int:
-        """Bytes that the run keeps on this machine's drive, now; monitors ask for them."""
+        """Bytes that the run currently keeps on this machine's drive, for monitors."""
         return 0 if self.folder is None else self.folder.used_bytes
 
     @override
@@ -311,10 +311,10 @@ class ZeroInfinityStrategy(ZeroStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and, to go on training, the optimizer's states, which upstream loses where they lie on disk.
+        """Load weights and, to continue training, the optimizer's states, which upstream loses if they are on disk.
 
-        To evaluate, weights are put together in host memory and handed out module by module: upstream gathers all at
-        once, for which there are no buffers.
+        For evaluation, weights are put together in host memory and handed out module by module: upstream gathers all at
+        once, and there are no buffers for that.
         """
         assert self.lightning_module is not None
         if self.load_full_weights:

@@ -1,1 +1,1 @@
-"""One file per technique: its Lightning face and its record."""
+"""One file per technique: its Lightning class and its record."""

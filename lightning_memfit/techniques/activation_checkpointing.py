@@ -35,9 +35,10 @@ from lightning_memfit.techniques.core.wrapping import wrap_method
 class ActivationCheckpointing(TechniqueCallback):
     """Checkpoint the repeated blocks of the module: exact gradients, less memory, up to a third more time.
 
-    With a budget each block gets a choice of its own, so that the step stays within it at the least extra time. The
-    plan is made when `fit` begins, from traces of the step on one real batch, and saved in checkpoints: a run that is
-    resumed with the same budget follows the same plan.
+    With a budget, each block gets its own choice, so that the step stays within the budget at the least extra time.
+    The plan is made when `fit` begins, from traces of the step on one real batch, and saved in checkpoints: a run that
+    is resumed with the same budget follows the same plan.
+
 
     Args:
         mode: `full` (keep only each block's inputs), `every` (one block in `every`), `selective` (keep also the outputs
@@ -49,12 +50,12 @@ class ActivationCheckpointing(TechniqueCallback):
         choices: Instead of a mode, one of `none`, `full`, `keep_attention`, `keep_matmul`, `keep_matmul_attention`,
             `offload` for each block, as a plan gives them.
         budget: Instead of a mode: the peak of the whole step (`6GiB`; on CUDA `torch.cuda.max_memory_allocated`), the
-            share of its activations at the peak that may stay (`40%`), or `auto` for all that the device has left (on
-            the CPU the limit of a `MemoryLimit`). Plans for the largest group of equal blocks.
+            share of its activations at the peak that may stay (`40%`), or `auto` for all the memory that the device has
+            left (on the CPU, up to the limit of a `MemoryLimit`). The plan covers the largest group of equal blocks.
 
     Attributes:
         resolved: The plan made for the budget of the current or last run.
-        largest_group_only: Whether blocks of other, smaller groups are left alone; so with a budget.
+        largest_group_only: Whether blocks of other, smaller groups are left alone, as they are with a budget.
 
     Raises:
         ValueError: If the arguments do not fit together.
@@ -91,7 +92,7 @@ class ActivationCheckpointing(TechniqueCallback):
     @property
     @override
     def depends_on_depth(self) -> bool:
-        """True where not every block is checkpointed alike."""
+        """Whether some blocks are checkpointed differently from others."""
         return self.choices is not None or self.budget is not None or self.mode in ("every", "sqrt")
 
     @override
@@ -110,7 +111,7 @@ class ActivationCheckpointing(TechniqueCallback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Follow the plan that the run was begun with, if it was made for the same budget and still fits."""
+        """Follow the plan with which the run began, if it was made for the same budget and still fits."""
         if self.resolved is None or state_dict.get("budget") != self.budget:
             return
         plan = CheckpointingPlan(**{**state_dict["plan"]["plan"], "choices": tuple(state_dict["choices"])})
@@ -162,7 +163,7 @@ class ActivationCheckpointing(TechniqueCallback):
         self._applied, self._blocks = None, []
 
     def _resolve(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Plan, unless this is a copy of a callback with a plan in somebody's trace."""
+        """Make the plan, unless this is a copy, inside a trace, of a callback that already has one."""
         assert self.budget is not None
         if torch._guards.detect_fake_mode(()) is None:
             self.restore()
@@ -200,7 +201,7 @@ def _count(groups: list[BlockGroup]) -> dict[str, int]:
 
 
 def check_budget(budget: str | int) -> str:
-    """A budget as it was meant: `auto`, a percentage or a size.
+    """Normalise a budget: `auto`, a percentage or a size.
 
     Raises:
         ValueError: If it is none of these.
@@ -223,14 +224,14 @@ def check_budget(budget: str | int) -> str:
 # --- technique --------------------------------------------------------------------------------------------------------
 
 _TRAFFIC = 3
-"""Bytes moved per byte of activation that is made again: written once, inputs of about twice that size read."""
+"""Bytes moved per byte of recomputed activation: written once, after reading inputs of about twice that size."""
 
 _RECOMPUTED = {"none": 0.0, "full": 1.0, "keep_attention": 1.0, "keep_matmul": 0.0, "keep_matmul_attention": 0.0}
-"""Share of a block's matrix products that is computed again, by choice. Attention's own products are a few percent."""
+"""Share of a block's matrix products that is recomputed, by choice. Attention's own products are a few percent."""
 
 
 def unsupported(run: Run, options: Options) -> str | None:
-    """Reason and fix, or None where blocks can be checkpointed."""
+    """Reason and fix, or None if blocks can be checkpointed."""
     if run.facts.num_blocks == 0 and not options.get("blocks"):
         return "the module has no repeated blocks. Name what to checkpoint with `blocks`, or leave it out."
     if options.get("mode") == "sqrt" and run.facts.sequential_blocks is False:
@@ -246,7 +247,7 @@ def unsupported(run: Run, options: Options) -> str | None:
 
 
 def cost(profile: ModelProfile, options: Options) -> Cost:
-    """Recomputed products and traffic, or bytes that are moved to the host and back beside the computing."""
+    """Recomputed products and traffic, or bytes that are moved to the host and back during computation."""
     shares = recomputed_shares(options, profile.num_blocks)
     blocks = max(1, len(shares))
     kept = block_activation_bytes(profile)
@@ -259,7 +260,7 @@ def cost(profile: ModelProfile, options: Options) -> Cost:
 
 
 def options_for(choices: Sequence[Choice]) -> Options | None:
-    """The shortest options that make blocks follow these choices, one per block; None where nothing is to be done."""
+    """The shortest options that make blocks follow these choices, one per block; None if there is nothing to do."""
     kinds = set(choices)
     if kinds <= {"none"}:
         return None
@@ -271,7 +272,7 @@ def options_for(choices: Sequence[Choice]) -> Options | None:
 
 
 def recomputed_shares(options: Options, num_blocks: int) -> list[str]:
-    """One choice per block. A budget that nobody has planned for yet counts as the most it may cost."""
+    """One choice per block. A budget without a plan yet counts as the most that it may cost."""
     if options.get("choices"):
         return list(options["choices"])
     mode = options.get("mode", "full")

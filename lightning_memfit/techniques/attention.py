@@ -24,9 +24,9 @@ _BACKENDS = {
 
 
 class AttentionKernel(TechniqueCallback):
-    """Have Hugging Face models compute attention by `scaled_dot_product_attention`, which never makes whole scores.
+    """Make Hugging Face models compute attention with `scaled_dot_product_attention`, which never stores all scores.
 
-    The result differs by the order of additions. After the run the models have their own implementation again.
+    The result differs only by the order of additions. After the run the models have their own implementation again.
 
     Args:
         implementation: Name that `set_attn_implementation` takes: `sdpa`, `eager`, or that of an installed kernel.
@@ -102,7 +102,7 @@ _NO_MODEL = (
 
 
 def unsupported(run: Run, options: Options) -> str | None:
-    """Reason and fix, or None where attention can be set."""
+    """Reason and fix, or None if attention can be set."""
     if run.facts.hugging_face is False:
         return f"the module {_NO_MODEL}"
     if run.facts.device == "cpu" and options.get("kernels") and not {"flash", "math"} & set(options["kernels"]):

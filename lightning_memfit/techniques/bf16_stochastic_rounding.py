@@ -1,4 +1,4 @@
-"""`StochasticRounding`: bfloat16 weights alone, stepped in float32 and rounded so that small updates count."""
+"""`StochasticRounding`: bfloat16 weights only, stepped in float32 and rounded so that small updates count."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -24,16 +24,16 @@ class StochasticRounding(TechniqueCallback):
     """Make `precision="bf16-true"` learn from updates smaller than half a unit in last place, without a float32 copy.
 
     Weights and gradients take 2 bytes each; optimizer states stay float32 (or 8-bit, with `Optimizer8bit` before this
-    callback). A step makes float32 stand-ins of a few weights at a time (`optim.float32_step`). Works with
+    callback). A step makes float32 copies of a few weights at a time (`optim.float32_step`). Works with
     accumulation, clipping, schedulers, `GradientRelease` and DDP. A checkpoint of such a run resumes bitwise.
 
-    It is a callback beside `precision="bf16-true"` and no precision plugin, because it changes how optimizers step and
-    nothing about the forward pass, and Lightning takes one plugin per run, of a class that each strategy chooses.
+    This is a callback used with `precision="bf16-true"` and not a precision plugin, because it changes how optimizers
+    step and nothing about the forward pass. Lightning takes one plugin per run, of a class that each strategy chooses.
 
     Args:
         rounding: `stochastic`, or `kahan` for a compensation term of 2 more bytes per weight and no randomness.
-        chunk_elements: Most weights that have float32 stand-ins at a time, of 9 to 16 bytes each.
-        seed: Of the random bits; the global random state is left alone.
+        chunk_elements: Largest number of weights that have float32 copies at a time, of 9 to 16 bytes each.
+        seed: Seed of the random bits; the global random state is left alone.
 
     Raises:
         ValueError: If an argument has another value.
@@ -54,7 +54,7 @@ class StochasticRounding(TechniqueCallback):
     @property
     @override
     def depends_on_depth(self) -> bool:
-        """A chunk may hold weights of several blocks."""
+        """True, because a chunk may hold weights of several blocks."""
         return True
 
     @override
@@ -77,7 +77,7 @@ class StochasticRounding(TechniqueCallback):
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
-    """Reason and fix, or None where weights can be rounded."""
+    """Reason and fix, or None if weights can be rounded."""
     if run.precision != "bf16-true":
         return f"`precision={run.precision!r}` keeps other than bfloat16 weights. Set precision='bf16-true'."
     if run.strategy not in ("SingleDeviceStrategy", "DDPStrategy"):
@@ -93,7 +93,7 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
 
 
 def _cost(profile: ModelProfile, options: Options) -> Cost:
-    """Weights and gradients are widened, stepped and rounded back: 24 bytes per weight beside the step itself."""
+    """Weights and gradients are widened, stepped and rounded back: 24 bytes per weight on top of the step itself."""
     count = num_trained(profile)
     if profile.device == "cpu":
         return Cost(step=Work(host_seconds=ROUNDING_CPU_SECONDS * count))

@@ -1,4 +1,4 @@
-"""What `ActivationCheckpointing(budget=...)` resolves its budget with: traces of the run that is about to begin."""
+"""Resolve `ActivationCheckpointing(budget=...)` into a plan, from traces of the run that is about to begin."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.first_batch import first_batch
 
 Checkpointing = Callable[..., TechniqueCallback]
-"""The class `ActivationCheckpointing`, which is handed in because it imports this module."""
+"""The class `ActivationCheckpointing`, passed as an argument because its module imports this one."""
 
 _KEPT: dict[Choice, tuple[Keep, ...]] = {
     "keep_attention": ("attention",),
@@ -43,7 +43,7 @@ class ResolvedBudget:
     limit_bytes: int
     plan: CheckpointingPlan
     plain_seconds: float
-    """Of a step without checkpointing, by the same rates as the plan's extra time."""
+    """Seconds of a step without checkpointing, by the same rates as the plan's extra time."""
 
 
 def make_planner(
@@ -56,15 +56,15 @@ def make_planner(
     techniques: tuple[TechniqueCallback, ...] = (),
     rounding_bytes: int = CUDA_ROUNDING,
 ) -> BudgetPlanner:
-    """Trace what planning for any budget needs.
+    """Trace the step as planning for any budget needs it.
 
     Args:
-        module: LightningModule, its weights real or meta; not changed.
+        module: LightningModule with real or meta weights; it is not changed.
         batch: One real batch.
         options: Precision, accumulation, clipping.
-        emulation: Device to stand for.
-        rate: How fast it computes. Without a host link, offloading is no option.
-        checkpointing: The class `ActivationCheckpointing`, to trace its choices with.
+        emulation: Device to emulate.
+        rate: How fast that device computes. Without a host link, offloading is not an option.
+        checkpointing: The class `ActivationCheckpointing`, used to trace its choices.
         techniques: Other techniques of the run, unused.
         rounding_bytes: Sizes are rounded up to a multiple of this.
 
@@ -88,19 +88,19 @@ def make_planner(
 
 
 def _following(choice: Choice) -> dict[str, Any]:
-    """All blocks following one choice, said as a mode, so that a trace may be shortened."""
+    """Options that make all blocks follow one choice, written as a mode, so that a trace may be shortened."""
     return {"mode": "selective", "keep": _KEPT[choice]} if choice in _KEPT else {"mode": choice}
 
 
 def resolve_budget(
     budget: str, trainer: pl.Trainer, module: pl.LightningModule, checkpointing: type[TechniqueCallback]
 ) -> ResolvedBudget:
-    """Plan for the run that a Trainer is about to begin; every rank gets the plan of the first.
+    """Make a plan for the run that a Trainer is about to begin; every rank gets the plan of the first.
 
     Args:
         budget: `auto`, a percentage or a size.
-        trainer: About to begin.
-        module: What it trains.
+        trainer: The Trainer that is about to begin.
+        module: The module that it trains.
         checkpointing: The class `ActivationCheckpointing`.
 
     Raises:
@@ -145,7 +145,7 @@ def _resolve(
     techniques = [c for c in callbacks if isinstance(c, TechniqueCallback)]
     others = tuple(c for c in techniques if not isinstance(c, checkpointing))
     with ExitStack() as stack:
-        for technique in reversed(techniques):  # left, and applied again, in their own order
+        for technique in reversed(techniques):  # exited in reverse, and so applied again in their own order
             stack.enter_context(technique.taken_off(trainer, module))
         # A MemoryLimit rounds on the CPU as CUDA's allocator does.
         rounding = CUDA_ROUNDING if cuda or budget == "auto" else 1
@@ -170,7 +170,7 @@ def _plan(budget: str, planner: BudgetPlanner, trainer: pl.Trainer, runtime: Run
 
 
 def _total_bytes(runtime: RuntimeMemory | None) -> Callable[[EventList], int]:
-    """What a device with a caching allocator must have: reserved memory and the context."""
+    """Bytes that a device with a caching allocator must have: reserved memory and the context."""
 
     def measure(events: EventList) -> int:
         return predict_total_bytes(ModelProfile("", events, 1, ()), 1, runtime)
@@ -179,10 +179,10 @@ def _total_bytes(runtime: RuntimeMemory | None) -> Callable[[EventList], int]:
 
 
 def _available_bytes(trainer: pl.Trainer, runtime: RuntimeMemory | None) -> tuple[int, bool]:
-    """What `auto` stands for: everything that the device has left, or that a `MemoryLimit` leaves it.
+    """The memory that `auto` means: all that the device has left, or that a `MemoryLimit` leaves it.
 
     Returns:
-        Bytes, and whether they are of reserved memory rather than of live tensors.
+        Bytes, and whether they count reserved memory rather than live tensors.
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     limits = [c for c in callbacks if isinstance(c, MemoryLimit)]

@@ -1,4 +1,4 @@
-"""`ChunkedLoss`: the loss of a Hugging Face causal language model without its logits ever being whole."""
+"""`ChunkedLoss`: the loss of a Hugging Face causal language model, computed without ever holding all logits."""
 
 import inspect
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entrop
 class ChunkedLoss(TechniqueCallback):
     """Compute head and loss together in chunks, wherever a causal language model is called with `labels`.
 
-    The model's output is complete but for `logits`, which is None then; without labels nothing changes. Loss and
+    The model's output is complete except for `logits`, which is then None; without labels nothing changes. Loss and
     gradients are exact up to the order of additions.
 
     Args:
-        num_chunks: Logits exist for one in this many parts of the sequence at a time.
+        num_chunks: The sequence is cut into this many chunks, of which one has logits at a time.
 
     Raises:
         ValueError: If `num_chunks` is less than 1.
@@ -63,7 +63,7 @@ def find_causal_models(module: nn.Module) -> list[nn.Module]:
     """Hugging Face causal language models in a module.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If there is none.
     """
     models = [child for child in module.modules() if is_causal_lm(child)]
     if not models:
@@ -76,10 +76,10 @@ def find_causal_models(module: nn.Module) -> list[nn.Module]:
 
 
 def chunk_loss(model: Any, num_chunks: int = 8) -> Callable[[], None]:
-    """Make a Hugging Face causal language model compute its loss in chunks, and return what makes it as it was.
+    """Make a Hugging Face causal language model compute its loss in chunks, and return a function that undoes this.
 
-    Its head hands on the hidden states, and its loss function takes them as they are. Were they changed in between
-    (logits soft-capped or scaled), an error says so.
+    Its head passes on the hidden states, and its loss function takes them as they are. If the model changes them in
+    between (logits soft-capped or scaled), an error says so.
     """
     chunked = _ChunkedModel(model, num_chunks)
     hooks = [
@@ -102,7 +102,7 @@ def chunk_loss(model: Any, num_chunks: int = 8) -> Callable[[], None]:
 
 
 class _ChunkedModel:
-    """What one model's hooks share during a call."""
+    """State that one model's hooks share during a call."""
 
     def __init__(self, model: Any, num_chunks: int) -> None:
         self.head: nn.Linear = model.get_output_embeddings()
@@ -133,7 +133,7 @@ class _ChunkedModel:
         return hidden
 
     def loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
-        """Stand in for `ForCausalLMLoss` of transformers."""
+        """Replace `ForCausalLMLoss` of transformers."""
         hidden, self.hidden = self.hidden, None
         if not self.is_chunking:
             whole: Tensor = self.whole_loss(logits, labels, vocab_size, **kwargs)
@@ -148,7 +148,7 @@ class _ChunkedModel:
         return causal_loss(hidden, labels, weight, bias, self.num_chunks, **kwargs)
 
     def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Take the hidden states out of the place of the logits."""
+        """Remove the hidden states from the output's `logits`."""
         if not self.is_chunking:
             return output
         self.is_chunking = False
@@ -158,7 +158,7 @@ class _ChunkedModel:
 
 
 def _whole(parameter: Any) -> Any:
-    """Gather what tensor parallelism divides while the head doesn't run."""
+    """Gather a parameter that tensor parallelism divides while the head doesn't run."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
@@ -173,13 +173,13 @@ def causal_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Loss of predicting each next token, with the arguments of `transformers.loss.loss_utils.ForCausalLMLoss`.
+    """Loss of next-token prediction, with the arguments of `transformers.loss.loss_utils.ForCausalLMLoss`.
 
     Args:
-        hidden: `(batch, length, width)`, what the head is applied to.
+        hidden: `(batch, length, width)`, the inputs of the head.
         labels: `(batch, length)`; position t is predicted from t-1.
-        weight: Of the head, `(vocabulary, width)`.
-        bias: Of the head.
+        weight: Weight of the head, `(vocabulary, width)`.
+        bias: Bias of the head.
         num_chunks: See `linear_cross_entropy`.
         num_items_in_batch: Divide the sum by this instead of by the tokens that count.
         ignore_index: Labels that do not count.
@@ -203,7 +203,7 @@ _ZERO_3 = (
 
 
 def unsupported(run: Run, options: Options) -> str | None:
-    """Reason and fix, or None where the loss can be computed in chunks."""
+    """Reason and fix, or None if the loss can be computed in chunks."""
     if run.zero_3:
         return _ZERO_3
     if run.facts.causal_lm is False:

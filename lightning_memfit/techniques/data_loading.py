@@ -1,4 +1,4 @@
-"""`DataLoading`: batches are prepared by worker processes, beside the training, in the order they always had."""
+"""`DataLoading`: worker processes prepare batches during training, in the same order as without workers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,22 +17,22 @@ from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Te
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
 _PREFETCHED = 2
-"""Batches that a worker prepares ahead: torch's default."""
+"""Batches that a worker prepares ahead; torch's default."""
 _OWN_ORDER = (SequentialSampler, DistributedSampler)
 """Samplers whose order follows from the epoch alone."""
 
 
 class DataLoading(ReversibleCallback):
-    """Set workers and pinned memory of the training loaders for a run. Samples and their order stay.
+    """Set workers and pinned memory of the training loaders for a run. Samples and their order stay the same.
 
-    Refused is what would change the order: torch's workers run ahead of training, so that a generator of the sampler's
-    own has drawn once more when the next epoch begins, and persistent ones draw one number less of the global generator
-    per epoch. A data set that draws random numbers in `__getitem__` draws others in worker processes than in the main
-    one, as always in torch.
+    What would change the order is refused. Torch's workers run ahead of training, so that a sampler's own generator has
+    drawn once more when the next epoch begins, and persistent workers draw one number less from the global generator
+    per epoch. A data set that draws random numbers in `__getitem__` draws other numbers in worker processes than in the
+    main process, as always in torch.
 
     Args:
         num_workers: Processes per loader.
-        pin_memory: Batches in page-locked memory, which copies to CUDA beside computing. None decides by the device.
+        pin_memory: Batches in page-locked memory, copied to CUDA during computation. None decides by the device.
         persistent_workers: Keep the processes from epoch to epoch, for loaders that do not shuffle; they end with the
             run.
 
@@ -50,7 +50,7 @@ class DataLoading(ReversibleCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap where the Trainer gets its training loaders from."""
+        """Wrap the method from which the Trainer gets its training loaders."""
         pin = DeviceKind.of(trainer.strategy.root_device).has_own_memory if self.pin_memory is None else self.pin_memory
 
         def loaders(inner: Callable[[], Any]) -> Any:
@@ -67,10 +67,10 @@ class DataLoading(ReversibleCallback):
         self.on_restore(wrap_method(training_data_source(trainer), "dataloader", loaders))
 
     def _set(self, loader: DataLoader[Any], pin: bool) -> Callable[[], None]:
-        """Set a loader up and return what puts it back.
+        """Set a loader up and return a function that restores it.
 
-        torch guards `persistent_workers` against assignment after construction; before an iterator exists it is as
-        good as given to the constructor.
+        torch guards `persistent_workers` against assignment after construction; before an iterator exists, setting it
+        has the same effect as passing it to the constructor.
         """
         attributes = vars(loader)
         changes = {
@@ -90,7 +90,7 @@ class DataLoading(ReversibleCallback):
 
 
 def refusal(loader: Any, num_workers: int, persistent_workers: bool = False) -> str | None:
-    """Reason and fix, or None where a loader can have workers."""
+    """Reason and fix, or None if a loader can have workers."""
     if not isinstance(loader, DataLoader):
         return f"{type(loader).__name__} is no torch DataLoader, whose workers could be set. Leave DataLoading out."
     if isinstance(loader.dataset, IterableDataset) and num_workers > 1:
@@ -124,7 +124,7 @@ def _flat(source: Any) -> list[Any]:
 
 
 def unsupported(run: Run, options: Options) -> str | None:
-    """Reason and fix, or None where loaders can be set up."""
+    """Reason and fix, or None if loaders can be set up."""
     if run.facts.loader not in ("DataLoader", "CombinedLoader"):
         return f"the training loader is a {run.facts.loader} and no torch DataLoader. Leave it out."
     return None

@@ -1,4 +1,4 @@
-"""`GradientRelease`: step during backward, so that gradients are never all alive."""
+"""`GradientRelease`: step during backward, so that gradients are never all alive at once."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class GradientRelease(TechniqueCallback):
-    """Step each parameter as soon as its gradient is complete, and free the gradient: exact, and a model's size less.
+    """Step each parameter as soon as its gradient is complete, and free the gradient: exact, and saves a model's size.
 
     Needs one backward pass per optimizer step, since a gradient is used up at once: accumulation, clipping by norm,
     loss scaling, several devices and manual optimization are refused. Clipping by value works. Schedulers,
@@ -29,12 +29,12 @@ class GradientRelease(TechniqueCallback):
         reason = unsupported(run_of(trainer, pl_module))
         if reason is not None:
             raise ValueError(f"GradientRelease: {reason}")
-        # Gradients are clipped as they come; Lightning's own clipping afterwards would find none, which torch refuses.
+        # Gradients are clipped as they arrive; Lightning's own clipping would later find none, which torch refuses.
         self.on_restore(wrap_method(pl_module, "configure_gradient_clipping", _leave_out))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Hook the parameters: now the optimizer has its final form and its states."""
+        """Hook the parameters, now that the optimizer has its final form and its states."""
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         if type(loop) is not _AutomaticOptimization:
             raise ValueError(
@@ -52,7 +52,7 @@ def _leave_out(inner: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
-    """Reason and fix, or None where gradients can be released."""
+    """Reason and fix, or None if gradients can be released."""
     facts = run.facts
     if not facts.automatic_optimization:
         return "with manual optimization a backward pass is not known to be a whole step. Use automatic optimization."
@@ -85,7 +85,7 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
 
 
 def _cost(profile: ModelProfile, options: Options) -> Cost:
-    """Every parameter is stepped by itself, so that batched kernels have nothing to batch."""
+    """Every parameter is stepped separately, so that batched kernels have nothing to batch."""
     return Cost(step=Work(kernels=_KERNELS_PER_STEP * len(trained(profile.parameters))))
 
 

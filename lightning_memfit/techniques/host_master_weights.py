@@ -31,13 +31,13 @@ _CONFLICTS = {
 class HostMasterWeights(TechniqueCallback):
     """Train with `precision="bf16-true"` on the device and with float32 weights and optimizer states on the host.
 
-    The device holds 2 bytes per parameter beside activations; a gradient is sent to the host and freed as soon as
+    The device holds 2 bytes per parameter plus activations. A gradient is sent to the host and freed as soon as
     backward has completed it, and is accumulated there in float32. The numbers are those of a float32 optimizer over a
-    bfloat16 forward and backward pass. Clipping, accumulation and schedulers work as ever, on the host. Checkpoints
+    bfloat16 forward and backward pass. Clipping, accumulation and schedulers work as usual, on the host. Checkpoints
     hold the float32 weights, resume bitwise, and load without this callback.
 
-    When the run ends, trained weights are their float32 masters, and what else was float32 before is so again: a
-    checkpoint that is saved then resumes bitwise, too.
+    When the run ends, trained weights become their float32 masters, and everything else that was float32 before is
+    float32 again: a checkpoint saved then also resumes bitwise.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class HostMasterWeights(TechniqueCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what cannot work and wrap what converts, configures, loads and saves."""
+        """Refuse what cannot work, and wrap the methods that convert, configure, load and save."""
         reason = unsupported(run_of(trainer, pl_module))
         if reason is not None:
             raise ValueError(f"HostMasterWeights: {reason}")
@@ -71,7 +71,7 @@ class HostMasterWeights(TechniqueCallback):
             return self._with_masters(inner(), pl_module)
 
         def load_states(inner: Callable[..., Any], checkpoint: Any) -> None:
-            # Lightning's own would move the states to the device, which may have no room for them.
+            # Lightning's own method would move the states to the device, which may have no room for them.
             for optimizer, states in zip(trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=True):
                 optimizer.load_state_dict(states)
 
@@ -93,7 +93,7 @@ class HostMasterWeights(TechniqueCallback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let what follows, clipping for instance, find all gradients."""
+        """Bring all gradients in, so that later hooks, such as clipping, find them."""
         for host in self._hosts:
             host.wait()
 
@@ -115,7 +115,7 @@ class HostMasterWeights(TechniqueCallback):
         self.on_restore(lambda: self._widen(frozen, buffers))
 
     def _widen(self, frozen: list[nn.Parameter], buffers: list[tuple[nn.Module, str]]) -> None:
-        """Make weights their masters, and float32 again what else was so before."""
+        """Replace weights with their masters, and make everything else that was float32 before float32 again."""
         for host in self._hosts:
             host.remove(keep_masters=True)
         for parameter in frozen:
@@ -150,7 +150,7 @@ class HostMasterWeights(TechniqueCallback):
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
-    """Reason and fix, or None where masters can lie on the host."""
+    """Reason and fix, or None if masters can be kept on the host."""
     facts = run.facts
     if run.precision != "bf16-true":
         return (
@@ -173,7 +173,7 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
 
 
 def _cost(profile: ModelProfile, options: Options) -> Cost:
-    """Gradients go out during backward; weights come back when the host has stepped, beside nothing."""
+    """Gradients leave during backward; weights come back after the host has stepped, when nothing else runs."""
     count = num_trained(profile)
     if profile.device == "cpu":
         return Cost(step=Work(host_seconds=(cpu_seconds("adamw_fused") - cpu_seconds("adamw")) * count))

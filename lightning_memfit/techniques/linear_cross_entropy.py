@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear head, computed in chunks of positions, so that the logits are never whole.
+"""Cross-entropy of a linear head, computed in chunks of positions, so that all logits never exist at once.
 
-The gradients of a chunk are computed while its logits are there, in the forward pass (as in Liger Kernel, Hsu et al.,
-2024, arXiv 2410.10989): nothing is recomputed. `F.linear_cross_entropy` of torch 2.13 does the same, but is absent
-from the older versions supported here and does not follow autocast.
+The gradients of a chunk are computed in the forward pass, while its logits exist (as in Liger Kernel, Hsu et al., 2024,
+arXiv 2410.10989): nothing is recomputed. `F.linear_cross_entropy` of torch 2.13 does the same, but it is missing from
+the older versions supported here and does not follow autocast.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of `cross_entropy(linear(hidden, weight, bias).float(), target)` over the tokens that count.
 
-    Loss and gradients are those of the whole computation up to the order of additions. Follows autocast. The gradient
-    of `weight` is accumulated in the weight's dtype. One backward pass per call; no second derivatives.
+    Loss and gradients equal those of the whole computation up to the order of additions. Autocast is followed. The
+    gradient of `weight` is accumulated in the weight's dtype. One backward pass per call; no second derivatives.
 
     Args:
         hidden: `(batch, length, width)`.
@@ -32,8 +32,8 @@ def linear_cross_entropy(
         target: `(batch, length)`, integers.
         bias: `(classes,)`.
         ignore_index: Tokens with this target do not count.
-        num_chunks: The length is cut into this many chunks, of which one has logits at a time. Cut along the length,
-            what a step allocates stays proportional to the batch.
+        num_chunks: The length is cut into this many chunks, of which one has logits at a time. Because the cut is along
+            the length, what a step allocates stays proportional to the batch.
 
     Returns:
         A float32 scalar.

@@ -1,4 +1,4 @@
-"""`Lora`: train low-rank adapters beside frozen weights, in any module."""
+"""`Lora`: train low-rank adapters next to frozen weights, in any module."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,20 +28,20 @@ _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class Lora(TechniqueCallback):
-    """Freeze the module and train adapters of peft beside its linear layers: gradients and states of those alone.
+    """Freeze the module and train peft adapters on its linear layers, with gradients and states for the adapters only.
 
     The module's code stays as it is. Its optimizers keep their groups and schedules but step trainable parameters only.
-    Checkpoints hold the adapters (and what else is trained, buffers included), know which frozen weights they belong
-    to, and resume bitwise. When the run ends, the adapters are merged into the weights: the module is what it was, with
-    what was learned.
+    Checkpoints hold the adapters (and everything else that is trained, buffers included), know to which frozen weights
+    they belong, and resume bitwise. When the run ends, the adapters are merged into the weights: the module has its
+    original form again, with what was learned.
 
     Args:
         rank: Inner width of the adapters.
-        alpha: Adapters' outputs count `alpha / rank` times.
-        dropout: Of the adapters' inputs.
-        target_modules: Ends of the dotted names of the layers that get one, such as `q_proj`; `auto` takes every
-            linear layer (`nn.Linear`, `Conv1D`, quantized ones) but output heads.
-        train: Dotted names of modules that are trained as a whole besides, such as a new head.
+        alpha: The adapters' outputs are scaled by `alpha / rank`.
+        dropout: Dropout of the adapters' inputs.
+        target_modules: Ends of the dotted names of the layers that get an adapter, such as `q_proj`; `auto` takes every
+            linear layer (`nn.Linear`, `Conv1D`, quantized ones) except output heads.
+        train: Dotted names of modules that are also trained as a whole, such as a new head.
 
     Raises:
         ModuleNotFoundError: If peft is not installed.
@@ -75,12 +75,12 @@ class Lora(TechniqueCallback):
         self._learned: dict[str, Any] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Lora":
-        """An unused one with the same arguments, without what a run has left."""
+        """Return an unused callback with the same arguments, without what a run has left."""
         return Lora(self.rank, self.alpha, self.dropout, self.target_modules, self.train)
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what cannot work and wrap what configures, saves and loads."""
+        """Refuse what cannot work, and wrap the methods that configure, save and load."""
         reason = unsupported(run_of(trainer, pl_module))
         if reason is not None:
             raise ValueError(f"Lora: {reason}")
@@ -116,7 +116,7 @@ class Lora(TechniqueCallback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """After the run the module holds merged weights; a checkpoint to resume from holds the adapters still."""
+        """After the run the module holds merged weights; a checkpoint to resume from still holds the adapters."""
         checkpoint.update(self._learned)
 
     def _inject(self, module: nn.Module, precision: str) -> None:
@@ -130,7 +130,7 @@ class Lora(TechniqueCallback):
         self.on_restore(lambda: self._take_out(module))
         self._kept = frozenset(without_frozen(module, module.state_dict()))
         if not lora.is_fake(module):
-            # Before a precision plugin converts the weights, for checkpoints are loaded before that, too.
+            # This runs before a precision plugin converts the weights, because checkpoints are loaded before that too.
             self._record = describe(module, self.rank, self.alpha)
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         self.announce(f"{len(targets)} layers, {trained:,} parameters to train")
@@ -144,10 +144,10 @@ class Lora(TechniqueCallback):
         return {name: value for name, value in entries.items() if name in self._kept}
 
     def _completed(self, module: nn.Module, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint of adapters with the module's own frozen weights beside them.
+        """Return a checkpoint of adapters completed with the module's own frozen weights.
 
         Raises:
-            ValueError: If it holds no adapters, others, or ones for other weights.
+            ValueError: If it holds no adapters, different adapters, or adapters for other weights.
         """
         ours = self._record
         assert ours is not None
@@ -192,7 +192,7 @@ def _set_flags(flags: list[tuple[nn.Parameter, bool]]) -> None:
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
-    """Reason and fix, or None where adapters can be trained."""
+    """Reason and fix, or None if adapters can be trained."""
     if run.strategy not in _STRATEGIES:
         return f"{run.strategy} shards weights, for which adapters are not injected. Use one device or DDP."
     if run.has("HostMasterWeights"):
@@ -208,7 +208,7 @@ _QUANTIZED = "lightning_memfit.techniques.quantized_weights.QuantizedWeights"
 
 
 def _cost(profile: ModelProfile, options: Options) -> Cost:
-    """Two thin products beside each weight; no gradients of the weights themselves."""
+    """Two thin products per weight; no gradients of the weights themselves."""
     linear = [p for p in profile.parameters if p.dims == 2 and not p.shared_with]
     forward = profile.flops.get("forward", 0)
     elements = sum(p.numel for p in linear)

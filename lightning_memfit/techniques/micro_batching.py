@@ -1,4 +1,4 @@
-"""The record of `MicroBatching`, whose callback lives in `fitting`."""
+"""The record of `MicroBatching`; the callback is in `fitting`."""
 
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
@@ -7,7 +7,7 @@ _SINGLE_BACKWARD = ("GradientRelease", "HostMasterWeights")
 
 
 def unsupported(run: Run, options: Options) -> str | None:
-    """Reason and fix, or None where batches can be cut."""
+    """Reason and fix, or None if batches can be cut."""
     if not run.facts.automatic_optimization:
         return "with manual optimization the module runs its own forward and backward. Use automatic optimization."
     if run.strategy.startswith("DeepSpeed"):

@@ -58,10 +58,10 @@ BF16_TRUE = Technique(
 
 
 def technique_for(precision: str) -> Technique:
-    """The record of a precision of Lightning's.
+    """The record of one of Lightning's precisions.
 
     Raises:
-        ValueError: If it is none of the half precisions.
+        ValueError: If it is not one of the half precisions.
     """
     records = {record.trainer["precision"]: record for record in (BF16_MIXED, FP16_MIXED, BF16_TRUE)}
     if precision not in records:

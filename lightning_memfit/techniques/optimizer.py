@@ -1,4 +1,4 @@
-"""`ReplaceOptimizer`: another kind of optimizer in the place of the module's own.
+"""`ReplaceOptimizer`: another kind of optimizer in place of the module's own.
 
 Its techniques, one per optimizer, are derived from the records of `optim.optimizers`.
 """
@@ -32,21 +32,21 @@ from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class ReplaceOptimizer(TechniqueCallback):
-    """Exchange what `configure_optimizers` returns for an optimizer of another class, groups and schedulers kept.
+    """Replace what `configure_optimizers` returns by an optimizer of another class; groups and schedulers are kept.
 
-    Adafactor keeps slightly over 4 bytes per parameter less than Adam, Lion keeps half as many states, torchao's have 8
-    or 4 bits. Learning rates and schedules stay as the module set them. Other hyper-parameters carry over where they
-    mean the same, else they must be given or dropped; nothing is guessed (`optim.exchange`).
+    Adafactor keeps slightly over 4 bytes per parameter less than Adam, Lion keeps half as many states, and torchao's
+    states have 8 or 4 bits. Learning rates and schedules stay as the module set them. Other hyper-parameters carry over
+    if they mean the same, otherwise they must be given or dropped; nothing is guessed (`optim.exchange`).
 
     For 8-bit or paged states of Lion, AdEMAMix, RMSprop, SGD and AdamW put `Optimizer8bit` after this callback.
 
     Args:
         name: Package and class, for example `torch.Adafactor`, `bitsandbytes.Lion`, `torchao.AdamW4bit`.
         options: Hyper-parameters of the new optimizer, for every group, and its `fused` or `foreach`.
-        drop: Hyper-parameters of the module's optimizer to give up where the new one has no counterpart.
+        drop: Hyper-parameters of the module's optimizer to give up if the new one has no counterpart.
 
     Raises:
-        ModuleNotFoundError: If the class' package is not installed.
+        ModuleNotFoundError: If the package of the class is not installed.
         ValueError: If there is no such class, or an option sets the learning rate.
     """
 
@@ -84,7 +84,7 @@ _EIGHT_BIT = CallbackSpec("lightning_memfit.techniques.optimizer_8bit.Optimizer8
 
 
 def unsupported(run: Run, options: Options) -> str | None:
-    """Reason and fix, or None where the module's optimizer can be exchanged."""
+    """Reason and fix, or None if the module's optimizer can be exchanged."""
     known = {cls.class_name for cls in optimizer_classes().values()}
     other = next((name for name in run.facts.optimizers if name not in known), None)
     if other is not None:
@@ -110,7 +110,7 @@ def _cost_of_fusing(profile: ModelProfile, record: OptimizerRecord) -> Work:
 
 
 def technique_of(record: OptimizerRecord) -> Technique:
-    """The technique that exchanges a module's optimizer for one with a record.
+    """The technique that exchanges a module's optimizer for the one in a record.
 
     Raises:
         ValueError: If the record has no `replacement`.

@@ -33,12 +33,12 @@ class Optimizer8bit(TechniqueCallback):
     AdamW, Adam, SGD with momentum, RMSprop, Lion and the 32-bit optimizers of bitsandbytes are converted with their
     parameter groups, hyper-parameters and schedulers; what bitsandbytes cannot compute the same way is refused
     (see `lightning_memfit.optim.eight_bit`). After the first step the states are checked. A checkpoint of such a run
-    resumes bitwise, paged states staying paged.
+    resumes bitwise, and paged states stay paged.
 
     Args:
-        paged: States in CUDA unified memory, which moves to the host under pressure.
-        keep_32bit_embeddings: 32-bit states for embeddings and heads tied to them, whose gradients are too uneven for
-            8 bits (Dettmers et al., 2022, arXiv 2110.02861, section 2.3).
+        paged: Keep states in CUDA unified memory, which moves to the host under pressure.
+        keep_32bit_embeddings: Keep 32-bit states for embeddings and heads tied to them, whose gradients are too uneven
+            for 8 bits (Dettmers et al., 2022, arXiv 2110.02861, section 2.3).
         min_8bit_size: Parameters with fewer elements keep 32-bit states.
         bits: 8, or 32 for 32-bit states in paged memory.
 
@@ -96,7 +96,7 @@ class Optimizer8bit(TechniqueCallback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """States loaded from a checkpoint are checked, and paged ones paged again."""
+        """Check states loaded from a checkpoint, and page them again if they were paged."""
         for optimizer in self._optimizers:
             check_states(optimizer)
             repage_states(optimizer)
@@ -119,7 +119,7 @@ class Optimizer8bit(TechniqueCallback):
 def _check_new_states(optimizer: Optimizer) -> None:
     """Check after the first step, and after every later one that made states for more parameters.
 
-    The hook stays: torch iterates over the hooks while it runs them, so that none may be removed by itself.
+    The hook stays: torch iterates over the hooks while it runs them, so that no hook may remove itself.
     """
     num_checked = 0
 
@@ -147,7 +147,7 @@ _FLAT = (
 
 
 def unsupported(run: Run, options: Options) -> str | None:
-    """Reason and fix, or None where the module's optimizer can be converted."""
+    """Reason and fix, or None if the module's optimizer can be converted."""
     accepted = convertible(paged=bool(options.get("paged")))
     other = next((name for name in run.facts.optimizers if name not in accepted), None)
     if other is not None and not run.has("ReplaceOptimizer"):
@@ -173,7 +173,7 @@ def _cost_of_paging(profile: ModelProfile, options: Options) -> Cost:
 
 
 def _paging(size_bytes: float) -> Work:
-    """All states come and go in every step, as they do where the device has no room for any."""
+    """All states come and go in every step, as they do if the device has no room for any."""
     return Work(host_link_bytes=2.0 * size_bytes)
 
 

@@ -1,4 +1,4 @@
-"""`QuantizedWeights`: frozen linear weights in 4 or 8 bits, beside which adapters are trained."""
+"""`QuantizedWeights`: frozen linear weights in 4 or 8 bits, for training adapters on top."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,12 +24,12 @@ class QuantizedWeights(TechniqueCallback):
     """Store the weights of linear layers in 4 bits (NF4, double quantization) or 8 bits (one scale per row).
 
     Only for weights that are not trained: list `Lora` after it. `Conv1D` layers of GPT-2 are quantized as the equal
-    `nn.Linear`. Embeddings, norms and output heads, tied ones too, stay as they are. The original weights wait in host
-    memory and are put back when the run ends, so that adapters are merged into them.
+    `nn.Linear`. Embeddings, norms and output heads, including tied ones, stay as they are. The original weights wait in
+    host memory and are put back when the run ends, so that adapters are merged into them.
 
     Args:
         bits: 4 or 8.
-        target_modules: Ends of the dotted names of the layers; `auto` takes every linear layer but output heads.
+        target_modules: Ends of the dotted names of the layers; `auto` takes every linear layer except output heads.
 
     Raises:
         ModuleNotFoundError: If bitsandbytes is not installed.
@@ -78,14 +78,14 @@ class QuantizedWeights(TechniqueCallback):
 
 
 def wait_on_host(layer: nn.Module, serves: torch.Tensor) -> None:
-    """Move a layer's weight, and not the bias it shares, out of the device's memory."""
+    """Move a layer's weight, but not the bias it shares, out of the device's memory."""
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     weight.data = weight.data.cpu()
     keep_on_host(weight, Category.PARAMETER, serves)
 
 
 def _put_back(module: nn.Module, quantized: nn.Module, layer: nn.Module) -> None:
-    """Give the module its layer again, on the device and in the precision that the rest of it has now."""
+    """Give the module its layer again, on the device and in the precision that the rest of the module has now."""
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     rest = next((p for p in module.parameters() if p.is_floating_point()), weight)
     return_to_device(weight)
@@ -94,7 +94,7 @@ def _put_back(module: nn.Module, quantized: nn.Module, layer: nn.Module) -> None
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
-    """Reason and fix, or None where weights can be quantized."""
+    """Reason and fix, or None if weights can be quantized."""
     if not run.has("Lora"):
         return "quantized weights can't be trained, and nothing else is. List Lora after it."
     if run.callbacks.index("Lora") < run.callbacks.index("QuantizedWeights"):

@@ -1,7 +1,7 @@
 """Strategies as records: where weights, gradients and optimizer states are kept, on one device or many.
 
 A strategy has no callback and is not traced: what it divides and moves is arithmetic (`Sharding`). The options
-`devices` and `num_nodes` come from the setting; `cost` reads its precision, too.
+`devices` and `num_nodes` come from the setting; `cost` also reads its precision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_memfit.techniques.core.technique import Options, Technique, suppo
 
 _MODULE = "lightning_memfit.strategies"
 _LIGHTNING = {0: "DDPStrategy", 3: "ModelParallelStrategy"}
-"""Class of Lightning's that torch's strategies derive from, by what they divide."""
+"""Lightning's base class of torch's strategies, by what they divide."""
 _FSDP2_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 
@@ -28,7 +28,7 @@ def _needs_no_scaling(run: Run, options: Options) -> str | None:
 
 
 def _deepspeed(run: Run, options: Options) -> str | None:
-    """What DeepSpeed, or Lightning beside it, refuses."""
+    """What DeepSpeed, or Lightning with DeepSpeed, refuses."""
     facts = run.facts
     if facts.device == "cpu" and run.precision.startswith("16"):
         return f"`precision={run.precision}`: DeepSpeed has no float16 on the CPU. Use bf16-mixed."
@@ -70,8 +70,8 @@ def strategy_record(
         name: `memfit_<name>` is what `Trainer(strategy=...)` takes.
         summary: One line for tables.
         class_name: Class, in `lightning_memfit.strategies` or below: `ZeroStrategy`, `half_exchange.HalfExchange`.
-        sharding: What it divides and moves.
-        rule: What it refuses, as `Technique.unsupported`.
+        sharding: What the strategy divides and moves.
+        rule: What the strategy refuses, as `Technique.unsupported`.
         init_args: Arguments of the class.
     """
 
@@ -132,4 +132,4 @@ STRATEGIES: tuple[Technique, ...] = (
     _infinity("zero_infinity_optimizer", "ZeRO-3 with optimizer states and gradients on disk", parameters=False),
     _infinity("zero_infinity", "ZeRO-3 with optimizer states, gradients and weights on disk", parameters=True),
 )
-"""In the order of their names' kind: torch's own, then DeepSpeed's, from the device to the disk."""
+"""Torch's own strategies first, then DeepSpeed's, from the device to the disk."""

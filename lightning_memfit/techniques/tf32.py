@@ -14,7 +14,7 @@ from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Te
 
 
 class TF32(ReversibleCallback):
-    """Round the inputs of float32 matrix products to 10 bits of mantissa while a run trains, and switch back after.
+    """Round the inputs of float32 matrix products to 10 bits of mantissa while a run trains, then switch back.
 
     Memory is unchanged. Weights, activations and sums stay float32.
 
@@ -34,7 +34,7 @@ class TF32(ReversibleCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse devices without tensor cores for it, and switch."""
+        """Refuse devices whose tensor cores can't do this, and switch."""
         reason = unsupported(run_of(trainer, pl_module))
         if reason is not None:
             raise ValueError(f"TF32: {reason}")
@@ -49,7 +49,7 @@ class TF32(ReversibleCallback):
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
-    """Reason and fix, or None where products can be in TF32."""
+    """Reason and fix, or None if products can be in TF32."""
     capability = run.facts.capability
     if not run.facts.device_kind.has_compute_capability or capability is None:
         return f"TF32 is computed by CUDA devices only, and this is {run.facts.device}. Leave it out."

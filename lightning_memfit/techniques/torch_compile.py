@@ -1,7 +1,7 @@
-"""`TorchCompile`: the repeated blocks of a module compiled by torch, for one run.
+"""`TorchCompile`: torch compiles the repeated blocks of a module, for one run.
 
-Undoing `nn.Module.compile` needs the private attribute `_compiled_call_impl` (torch 2.9 to 2.13), for which there is no
-public name: `tests/techniques/test_torch_compile.py` fails when it moves.
+Undoing `nn.Module.compile` needs the private attribute `_compiled_call_impl` (torch 2.9 to 2.13), which has no public
+counterpart: `tests/techniques/test_torch_compile.py` fails if it moves.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,16 +24,16 @@ from lightning_memfit.techniques.core.wrapping import wrap_method
 class TorchCompile(ReversibleCallback):
     """Compile each repeated block: elementwise operations fuse, which takes less time and a little less memory.
 
-    Equal blocks share one compilation, so that it takes seconds where that of a whole model takes minutes. Names in
-    checkpoints stay. Results differ by the order of additions, and dropout draws other random numbers.
+    Equal blocks share one compilation, which takes seconds; compiling a whole model takes minutes. Names in checkpoints
+    stay the same. Results differ by the order of additions, and dropout draws other random numbers.
 
     Args:
         blocks: As in `ActivationCheckpointing`: class name or dotted names; by default blocks are found by structure.
-        mode: Of `torch.compile`, for example `max-autotune-no-cudagraphs`.
-        dynamic: Of `torch.compile`; None compiles for the first shapes and again, for any, when they change.
+        mode: Mode of `torch.compile`, for example `max-autotune-no-cudagraphs`.
+        dynamic: As in `torch.compile`; None compiles for the first shapes and, once they change, for any shape.
 
     Raises:
-        ValueError: If this run can't be compiled; says why.
+        ValueError: If this run can't be compiled; the message says why.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TorchCompile(ReversibleCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what doesn't go with it, and wrap `configure_model`: the model is complete after it."""
+        """Refuse what can't be combined with compiling, and wrap `configure_model`, which completes the model."""
         reason = unsupported(run_of(trainer, pl_module), {"blocks": self.blocks})
         if reason is not None:
             raise ValueError(f"TorchCompile: {reason}")
@@ -79,7 +79,7 @@ _NO_BLOCKS = "has no repeated blocks. Name what to compile with `blocks`: a clas
 
 
 def unsupported(run: Run, options: Options) -> str | None:
-    """Reason and fix, or None where blocks can be compiled."""
+    """Reason and fix, or None if blocks can be compiled."""
     facts = run.facts
     if facts.compiler is False:
         needed = "Triton" if facts.device_kind.compiles_with_triton else "a C++ compiler"

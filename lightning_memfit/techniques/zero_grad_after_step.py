@@ -10,11 +10,12 @@ from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Te
 
 
 class ZeroGradAfterStep(TechniqueCallback):
-    """Set gradients to None as soon as the optimizer has used them. Numbers are bitwise those of the plain run.
+    """Set gradients to None as soon as the optimizer has used them. Numbers equal those of the plain run bitwise.
 
-    Lightning's automatic optimization frees them between forward and backward, so that where one backward pass makes a
-    step, the last gradients and the next activations are alive together. With several passes a step that is so anyway,
-    and this changes nothing. `on_before_zero_grad` and hooks after the step find no gradients; those before find them.
+    Lightning's automatic optimization frees gradients between forward and backward. If each step has one backward pass,
+    the last gradients and the next activations are therefore alive together. With several passes per step they are
+    alive together anyway, and this changes nothing. `on_before_zero_grad` and hooks after the step find no gradients;
+    earlier hooks find them.
     """
 
     @override
@@ -26,7 +27,7 @@ class ZeroGradAfterStep(TechniqueCallback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Hook the optimizers: now they have their final form."""
+        """Hook the optimizers, now that they have their final form."""
         for optimizer in trainer.optimizers:
             self.on_restore(optimizer.register_step_post_hook(_free).remove)
         if trainer.accumulate_grad_batches == 1:
@@ -40,7 +41,7 @@ def _free(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
-    """Reason and fix, or None where gradients can be freed after the step."""
+    """Reason and fix, or None if gradients can be freed after the step."""
     if not run.facts.automatic_optimization:
         return "with manual optimization gradients are the module's own business. Call `zero_grad` after `step` there."
     if run.strategy.startswith("DeepSpeed"):

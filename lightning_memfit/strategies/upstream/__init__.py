@@ -1,1 +1,1 @@
-"""Every private name of upstream that the strategies use, by the library it belongs to."""
+"""All private upstream names that the strategies use, grouped by library."""

@@ -1,6 +1,6 @@
-"""What the strategies change in DeepSpeed, or read of it, by names that are not public.
+"""Everything that the strategies change or read in DeepSpeed by names that are not public.
 
-Written for DeepSpeed 0.19.8; `test_upstream_names.py` and `test_zero_infinity.py` fail where these names move.
+Written for DeepSpeed 0.19.8; `test_upstream_names.py` and `test_zero_infinity.py` fail if these names move.
 """
 
 import shutil
@@ -13,10 +13,10 @@ import torch
 
 
 def disable_shared_memory_collectives() -> None:
-    """Let gloo do all collectives on the CPU.
+    """Make gloo do all collectives on the CPU.
 
-    DeepSpeed compiles its shared-memory collectives for a minute at first use, and they assume that all ranks are on
-    one machine.
+    DeepSpeed spends a minute compiling its shared-memory collectives at first use, and they assume that all ranks are
+    on one machine.
     """
     from deepspeed.ops import __compatible_ops__
 
@@ -37,7 +37,7 @@ def allow_loading_without_optimizer() -> None:
 
 @contextmanager
 def loading_universal(engine: Any) -> Iterator[None]:
-    """Have an engine load the universal checkpoint of a folder; the option otherwise has to be known at its start."""
+    """Make an engine load the universal checkpoint of a folder; otherwise the option must be known when it starts."""
     engine._config.load_universal_checkpoint = True
     try:
         yield
@@ -55,11 +55,11 @@ _ENDING = ".tensor.swp"
 
 
 def copy_parameters_from_swap_buffers() -> None:
-    """Give a gathered parameter memory of its own, where DeepSpeed hands out the swap buffer it was read to.
+    """Give a gathered parameter its own memory instead of the swap buffer into which DeepSpeed read it.
 
-    It does so on the CPU with one rank. The buffer is used again once the module has run, but activation checkpointing
-    (`use_reentrant=False`) keeps the weights of recomputed operators by their memory until their backward pass, which
-    would then use another parameter's numbers: gradients are wrong, silently. Devices and more ranks copy anyway.
+    DeepSpeed returns the buffer on the CPU with one rank. It is used again once the module has run, but activation
+    checkpointing (`use_reentrant=False`) keeps the weights of recomputed operators by their memory until their backward
+    pass, which would then use another parameter's numbers: silently wrong gradients. With CUDA or more ranks it copies.
     """
     from deepspeed.runtime.zero import partition_parameters
 
@@ -94,15 +94,15 @@ def restore_swapped_optimizer(engine: Any, folder: Path, rank: int, saved_groups
     """Give an optimizer on disk its weights and states back.
 
     `DeepSpeedEngine.load_checkpoint` copies the files of master weights and moments and does nothing else. The
-    optimizer would start with no step count and new moments, sub-groups too small for the disk would keep their initial
-    weights, and so would all others where this process counts parameters otherwise than the one that saved. Nobody
-    would notice but by the losses.
+    optimizer would start with no step count and new moments, and sub-groups too small for the disk would keep their
+    initial weights. So would all others if this process counts parameters differently from the one that saved. Only the
+    losses would show it.
 
     Args:
-        engine: Which has just loaded the checkpoint.
+        engine: The engine that has just loaded the checkpoint.
         folder: The checkpoint.
-        rank: Of this process.
-        saved_groups: What `sub_groups_of` gave when it was saved.
+        rank: Rank of this process.
+        saved_groups: Return value of `sub_groups_of` when the checkpoint was saved.
 
     Raises:
         ValueError: If the checkpoint has other sub-groups.
@@ -132,7 +132,7 @@ def restore_swapped_optimizer(engine: Any, folder: Path, rank: int, saved_groups
 
 
 def _copy_files(zero: Any, source: Path, names: dict[str, str]) -> None:
-    """Put a rank's files in place under the names of this process; upstream has copied them under the old ones."""
+    """Rename a rank's files to the names of this process; upstream has copied them under the old names."""
     target = Path(zero.optimizer_swapper.swap_folder)
     for path in source.glob(f"*{_ENDING}"):
         if path.name not in {f"{state}{name}{_ENDING}" for name in names.values() for state in _states(path)}:
@@ -150,9 +150,9 @@ def _states(path: Path) -> tuple[str, str]:
 
 @contextmanager
 def reading_swapped_weights() -> Iterator[None]:
-    """Let DeepSpeed put whole weights together from a checkpoint whose master weights are files of their own.
+    """Make DeepSpeed put whole weights together from a checkpoint whose master weights are files of their own.
 
-    `zero_to_fp32` finds empty tensors in their place, and stops.
+    `zero_to_fp32` finds empty tensors in place of the master weights, and stops.
     """
     from deepspeed.utils import zero_to_fp32
 
@@ -199,7 +199,7 @@ def _restore_sub_group(zero: Any, sub_group: int, saved: dict[str, Any]) -> None
     numel = int(zero.fp16_partitioned_groups_flat_numel[sub_group])
     swapped = zero._swappable_optimizer_subgroup(sub_group)
     zero.optimizer.state[parameter] = {
-        # what lies on disk was saved empty; its size decides that it is looked for there
+        # Tensors on disk were saved empty; DeepSpeed looks on disk for them because of their size.
         name: torch.empty(numel) if swapped and torch.is_tensor(value) and value.dim() and not value.numel() else value
         for name, value in saved.items()
     }
@@ -211,10 +211,10 @@ def _restore_sub_group(zero: Any, sub_group: int, saved: dict[str, Any]) -> None
 
 @contextmanager
 def loading_swapped_parameters() -> Iterator[None]:
-    """Let stage 3 load a checkpoint while parameters lie on disk and the optimizer doesn't.
+    """Make stage 3 load a checkpoint while parameters are on disk and the optimizer isn't.
 
-    `_rigid_load_state_dict` copies master weights into a flat buffer of each sub-group; those on disk have none, and
-    are written instead.
+    `_rigid_load_state_dict` copies master weights into a flat buffer of each sub-group. Those on disk have no buffer,
+    and are written instead.
     """
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
 

@@ -1,4 +1,4 @@
-"""Hugging Face models built right where ZeRO-3 partitions parameters as they are made.
+"""Make Hugging Face models build correctly while ZeRO-3 partitions parameters as they are made.
 
 Written for transformers 5.17 to 5.23, whose private names are used here only; `test_upstream_names.py` pins them.
 """
@@ -16,8 +16,8 @@ def partitioned_builds(config: dict[str, Any]) -> Iterator[None]:
     Inside `deepspeed.zero.Init` a parameter is partitioned, and looks empty, as soon as its module is made.
     `GPT2LMHeadModel(config)` then initializes empty tensors and keeps torch's own numbers (embeddings with a standard
     deviation of 1.0 instead of 0.02, a first loss of 89), and `from_pretrained` finds shapes that don't match. Inside
-    this context the first gathers what it initializes, in the order of a plain build and thus with the same random
-    numbers, and the second knows of the partitioning.
+    this context the former gathers what it initializes, in the order of a plain build and thus with the same random
+    numbers, and the latter knows of the partitioning.
 
     Args:
         config: DeepSpeed configuration of stage 3.

@@ -1,9 +1,9 @@
-"""What tensor parallelism needs of torch that is not public, written for torch 2.11 to 2.13.
+"""Non-public parts of torch that tensor parallelism needs, written for torch 2.11 to 2.13.
 
-A module's own parameters are replaced while it runs; and fused weights, `q|k|v`, are divided so that a rank has its
+A module's own parameters are replaced while it runs, and fused weights, `q|k|v`, are divided so that a rank has its
 part of each. torch has no public placement for that: `_StridedShard`, written for FSDP2 over tensor parallelism,
 describes it, and no other module names it. A distributed checkpoint stores one rectangle per rank, which such a part is
-not: in state dicts the same tensor is divided plainly, so that a checkpoint reads alike whatever divided the model.
+not. In state dicts the same tensor is therefore divided plainly, so that checkpoints don't depend on the division.
 """
 
 from typing import Any, TypeGuard
@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """A module's own parameters by name, to be read and replaced; what is put in need be no `nn.Parameter`."""
+    """A module's own parameters by name, to be read and replaced; a replacement need not be an `nn.Parameter`."""
     return module._parameters
 
 
 def distribute_packed(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: int) -> DTensor:
-    """Divide each of `parts` equal parts of a dimension among the ranks of a mesh, of the first rank's numbers."""
+    """Divide each of `parts` equal parts of a dimension among the ranks of a mesh, with the first rank's values."""
     whole = distribute_tensor(tensor, mesh, [Replicate()])
     packed: DTensor = whole.redistribute(placements=[_StridedShard(dim, split_factor=parts)])
     expected = packed_slice(whole.to_local(), dim, parts, mesh)
@@ -32,13 +32,13 @@ def distribute_packed(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: int) ->
 
 
 def packed_slice(tensor: Tensor, dim: int, parts: int, mesh: DeviceMesh) -> Tensor:
-    """What this rank has of a tensor that is divided so."""
+    """The part that this rank has of a tensor divided this way."""
     part: Tensor = tensor.unflatten(dim, (parts, mesh.size(), -1)).select(dim + 1, mesh.get_local_rank())
     return part.flatten(dim, dim + 1)
 
 
 def is_packed(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether tensor parallelism, the last dimension of the mesh, divides a tensor so."""
+    """Whether tensor parallelism, the last dimension of the mesh, divides a tensor this way."""
     return isinstance(tensor, DTensor) and isinstance(tensor.placements[-1], _StridedShard)
 
 
@@ -61,7 +61,7 @@ def save_plainly(module: nn.Module) -> list[RemovableHandle]:
 
 
 def save_states_plainly(optimizer: Optimizer) -> None:
-    """The same for the optimizer states of packed parameters."""
+    """Do the same for the optimizer states of packed parameters."""
 
     def saved(_: Optimizer, state: dict[str, Any]) -> None:
         state["state"] = {

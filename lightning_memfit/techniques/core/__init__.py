@@ -1,1 +1,1 @@
-"""What techniques are made of: the record, the registry, settings, costs, facts and reversible wrapping."""
+"""Building blocks of techniques: the record, the registry, settings, costs, facts and reversible wrapping."""

@@ -1,4 +1,4 @@
-"""Bases of the techniques' callbacks: what one changes it takes back when the run ends or fails."""
+"""Base classes of the techniques' callbacks: whatever a callback changes, it undoes when the run ends or fails."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from typing_extensions import override
 
 
 class ReversibleCallback(pl.Callback):
-    """A callback that changes how a run trains, and takes itself off when the run ends or fails."""
+    """A callback that changes how a run trains, and removes itself when the run ends or fails."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
@@ -21,11 +21,11 @@ class ReversibleCallback(pl.Callback):
         """Wrap or hook what the technique changes, and register how to undo it with `on_restore`."""
 
     def on_restore(self, undo: Callable[[], object]) -> None:
-        """Register what takes one change back; called in reverse order."""
+        """Register a function that undoes one change; these are called in reverse order."""
         self._undo.append(undo)
 
     def restore(self) -> None:
-        """Take every change back. Safe to call twice."""
+        """Undo every change. Safe to call twice."""
         while self._undo:
             self._undo.pop()()
 
@@ -47,25 +47,25 @@ class ReversibleCallback(pl.Callback):
         self.restore()
 
     def announce(self, message: str) -> None:
-        """Say in one line, on rank zero, what was done."""
+        """Report in one line, on rank zero, what was done."""
         rank_zero_info(f"{type(self).__name__}: {message}")
 
 
 class TechniqueCallback(ReversibleCallback):
     """A reversible callback that changes what a training step allocates.
 
-    Whoever predicts a run's memory applies `copy.deepcopy(callback)` of an unused callback to a fake clone of the
-    module. Therefore a technique keeps nothing of a module outside a run, and applying it reads no tensor's values.
+    To predict a run's memory, `copy.deepcopy(callback)` of an unused callback is applied to a fake clone of the module.
+    A technique therefore keeps nothing of a module outside a run, and applying it reads no tensor's values.
     """
 
     @property
     def depends_on_depth(self) -> bool:
-        """Whether equal blocks are treated unequally by their place, so that some can't stand for all in a trace."""
+        """Whether equal blocks are treated differently by position, so that a trace of some can't represent all."""
         return False
 
     @contextmanager
     def taken_off(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
-        """Have the module without this technique for a while; only before the model is configured."""
+        """Remove this technique from the module for a while; only before the model is configured."""
         applied = bool(self._undo)
         self.restore()
         try:
@@ -76,5 +76,5 @@ class TechniqueCallback(ReversibleCallback):
 
 
 def describe(counts: dict[Any, int]) -> str:
-    """`{"GPT2Block": 12}` as `12 x GPT2Block`."""
+    """Format `{"GPT2Block": 12}` as `12 x GPT2Block`."""
     return ", ".join(f"{count} x {name}" for name, count in counts.items())

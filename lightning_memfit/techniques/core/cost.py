@@ -1,4 +1,4 @@
-"""`Cost`: the work that a technique adds to training, in the units a time model multiplies with a device's rates."""
+"""`Cost`: the work that a technique adds to training, in the units that a time model multiplies by a device's rates."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from lightning_memfit.profile.record import ModelProfile, trained
 
 @dataclass(frozen=True)
 class Work:
-    """Work that is added; negative where a technique saves it. None of it is time yet but `host_seconds`."""
+    """Work that is added; negative if a technique saves it. Only `host_seconds` is already time."""
 
     flops: float = 0.0
-    """Matrix products on the device."""
+    """FLOPs of matrix products on the device."""
     device_bytes: float = 0.0
-    """Read from and written to the device's memory."""
+    """Bytes read from and written to the device's memory."""
     host_link_bytes: float = 0.0
-    """Moved between device and pinned host memory, both directions together."""
+    """Bytes moved between device and pinned host memory, both directions together."""
     disk_bytes: float = 0.0
-    """Read from and written to disk."""
+    """Bytes read from and written to disk."""
     host_seconds: float = 0.0
-    """Computed by one core of the CPU, as measured on one with AVX-512 (`techniques/core/cost.py`)."""
+    """Seconds that one core of the CPU computes, as measured on a core with AVX-512 (`techniques/core/cost.py`)."""
     kernels: float = 0.0
-    """Kernels launched."""
+    """Number of kernels launched."""
     interconnect_bytes: float = 0.0
-    """Sent by each device to others."""
+    """Bytes that each device sends to others."""
     host_bytes: float = 0.0
-    """Read from and written to host memory while the CPU computes."""
+    """Bytes read from and written to host memory while the CPU computes."""
     staged_bytes: float = 0.0
-    """Read from and written to the device's memory around an exchange, which no trace of one process shows."""
+    """Bytes read from and written to the device's memory around an exchange, which no trace of one process shows."""
     disk_written_bytes: float = 0.0
     """The part of `disk_bytes` that is written."""
 
@@ -47,23 +47,23 @@ class Cost:
     """What a technique adds to the plain run of the same module."""
 
     micro_batch: Work = Work()
-    """To every forward and backward pass."""
+    """Work added to every forward and backward pass."""
     step: Work = Work()
-    """To every optimizer step."""
+    """Work added to every optimizer step."""
     overlap: bool = False
     """Whether `host_link_bytes` of micro-batches move while the device computes."""
     once_seconds: float = 0.0
-    """Before the first step: compiling."""
+    """Seconds before the first step, for compiling."""
     matmul_rate: str = ""
     """Rate in the device catalogue at which fp32 matrix products run instead of `float32`."""
     last_micro_batch: Work = Work()
-    """To the last micro-batch of a step alone: gradients that are exchanged when they are complete."""
+    """Work added only to the last micro-batch of a step: exchanging gradients as they are completed."""
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             self.micro_batch + other.micro_batch,
             self.step + other.step,
-            # Traffic of two techniques hides only if both hide theirs; one without traffic has no say.
+            # Traffic of two techniques is hidden only if both hide theirs; a technique without traffic doesn't count.
             _hides(self, other),
             self.once_seconds + other.once_seconds,
             self.matmul_rate or other.matmul_rate,
@@ -88,12 +88,12 @@ def _hides(first: Cost, second: Cost) -> bool:
 # with the weights of a GPT-2 of 124 million parameters (`benchmarks/results/optimizer_step_cpu.json`).
 
 FOREACH_PASSES = 20
-"""Times that batched AdamW (`foreach`, CUDA's default) reads or writes a tensor of a parameter's size."""
+"""How often batched AdamW (`foreach`, CUDA's default) reads or writes a tensor of a parameter's size."""
 FUSED_PASSES = 7
-"""Weight, gradient and two states read, weight and states written."""
+"""Fused AdamW reads weight, gradient and two states, and writes weight and states."""
 
 ROUNDING_CPU_SECONDS = 7.5e-9
-"""What widening and stochastic rounding of bfloat16 weights add to fused AdamW, per parameter, on one core."""
+"""Seconds per parameter on one core that widening and stochastic rounding of bfloat16 weights add to fused AdamW."""
 
 
 def cpu_seconds(optimizer: str) -> float:
@@ -109,7 +109,7 @@ def cpu_seconds(optimizer: str) -> float:
 
 
 def num_trained(profile: ModelProfile) -> int:
-    """Elements that a step updates."""
+    """Number of elements that a step updates."""
     return sum(parameter.numel for parameter in trained(profile.parameters))
 
 
@@ -119,12 +119,12 @@ def state_bytes(profile: ModelProfile) -> int:
 
 
 def other_states(profile: ModelProfile, family: OptimizerFamily, optimizer: str) -> Work:
-    """Work that a step saves or adds with states of another size.
+    """Work that a step adds or saves with optimizer states of another size.
 
     Args:
-        profile: Of the plain step.
+        profile: Profile of the plain step.
         family: States of the new optimizer.
-        optimizer: Name of its record.
+        optimizer: Name of the new optimizer's record.
     """
     if profile.device == "cpu":
         return other_cpu_step(profile, optimizer)
@@ -132,5 +132,5 @@ def other_states(profile: ModelProfile, family: OptimizerFamily, optimizer: str)
 
 
 def other_cpu_step(profile: ModelProfile, optimizer: str) -> Work:
-    """Work that a step on the CPU saves or adds where another optimizer than batched AdamW steps."""
+    """Work that a step on the CPU adds or saves if another optimizer than batched AdamW steps."""
     return Work(host_seconds=(cpu_seconds(optimizer) - cpu_seconds("adamw")) * num_trained(profile))

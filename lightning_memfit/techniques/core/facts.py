@@ -1,6 +1,6 @@
 """`Facts` about a module and its device, and `Run`: facts and choices together, which the rules of techniques read.
 
-Both are plain data, so that a rule says the same of a plan that nobody runs yet and of a Trainer about to begin.
+Both are plain data, so that a rule gives the same answer for a plan that has not run and for a Trainer about to begin.
 `read_facts` reads facts off a module, `run_of` a run off a Trainer.
 """
 
@@ -22,7 +22,7 @@ from lightning_memfit.memory.kind import CUDA, DeviceKind, compute_capability
 
 @dataclass(frozen=True)
 class Facts:
-    """What no choice of technique changes. None where it is not known before the model is built."""
+    """What no choice of technique changes. None means that it is not known before the model is built."""
 
     device: str = CUDA
     """Device type."""
@@ -32,9 +32,9 @@ class Facts:
     overridden: frozenset[str] = frozenset()
     """Hooks of LightningModule that the module defines itself."""
     optimizers: tuple[str, ...] = ()
-    """Class names of the module's own optimizers; empty where they are not known."""
+    """Class names of the module's own optimizers; empty if they are not known."""
     num_blocks: int | None = None
-    """Repeated blocks found."""
+    """Number of repeated blocks found."""
     sequential_blocks: bool | None = None
     """Whether they run one after the other in an nn.Sequential."""
     causal_lm: bool | None = None
@@ -50,23 +50,23 @@ class Facts:
 
     @property
     def device_kind(self) -> DeviceKind:
-        """What the type of the device can do."""
+        """Properties of the device's type."""
         return DeviceKind.of(self.device)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as far as techniques care: of a `Setting`, or of a Trainer (`run_of`)."""
+    """What techniques need to know of a run: made from a `Setting`, or from a Trainer (`run_of`)."""
 
     facts: Facts = field(default_factory=Facts)
     precision: str = "32-true"
-    """Lightning's name."""
+    """Lightning's name of the precision."""
     accumulate_grad_batches: int = 1
     """Backward passes per optimizer step, by whichever loop."""
     strategy: str = "SingleDeviceStrategy"
-    """Class name."""
+    """Class name of the strategy."""
     zero_3: bool = False
-    """Whether DeepSpeed puts weights away, and gathers them only while their own module runs."""
+    """Whether DeepSpeed partitions weights, and gathers them only while their own module runs."""
     world_size: int = 1
     callbacks: tuple[str, ...] = ()
     """Class names of the techniques' callbacks, in order."""
@@ -83,7 +83,7 @@ _HOOKS = (
     "optimizer_step",
     "optimizer_zero_grad",
 )
-"""Hooks that techniques may leave without what they look for."""
+"""Hooks that may find no gradients, or not what they expect, under some techniques."""
 
 
 def read_facts(
@@ -95,7 +95,7 @@ def read_facts(
     gradient_clip_algorithm: str | None = None,
     loader: Any = None,
 ) -> Facts:
-    """Facts of a module; what needs the model stays unknown where `configure_model` has yet to build it.
+    """Facts of a module; what needs the model stays unknown if `configure_model` has yet to build it.
 
     Args:
         module: The user's module, or the Hugging Face model itself. Not changed.
@@ -148,13 +148,13 @@ def run_of(trainer: Any, module: Any) -> Run:
 
 
 def _strategy(strategy: Any) -> str:
-    """Name of the strategy's kind; DeepSpeed's derives from DDP's and is none."""
+    """Name of the strategy's kind; DeepSpeed's strategy derives from DDP's but is not one."""
     kinds = (SingleDeviceStrategy, DeepSpeedStrategy, DDPStrategy, ModelParallelStrategy)
     return next((kind.__name__ for kind in kinds if isinstance(strategy, kind)), type(strategy).__name__)
 
 
 def has_compiler(device: str) -> bool:
-    """Whether torch.compile finds what it generates code for: Triton on CUDA, a C++ compiler on the CPU."""
+    """Whether torch.compile finds the compiler it needs: Triton on CUDA, a C++ compiler on the CPU."""
     if DeviceKind.of(device).compiles_with_triton:
         return find_spec("triton") is not None
     return any(shutil.which(name) is not None for name in ("g++", "clang++", "c++"))

@@ -1,7 +1,7 @@
-"""One real batch before training begins, without a trace in the run that follows.
+"""Read one real batch before training begins, without affecting the run that follows.
 
-Reads `trainer.fit_loop._data_source` (Lightning 2.6), for which there is no public name:
-`tests/unit/techniques/test_first_batch.py` fails when it moves.
+This reads `trainer.fit_loop._data_source` (Lightning 2.6), which has no public name:
+`tests/unit/techniques/test_first_batch.py` fails if it moves.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 
 
 def first_batch(trainer: Trainer) -> Any:
-    """Read one batch of the training data through an iterator of its own, in this process.
+    """Read one batch of the training data through a separate iterator, in this process.
 
-    All random generators, those of the loader and its sampler included, are set back.
+    All random generators, including those of the loader and its sampler, are restored.
 
     Raises:
-        ValueError: If the data can't be had yet, or is an iterator, which reading would use up.
+        ValueError: If the data are not available yet, or are an iterator, which reading would use up.
     """
     with isolate_rng():
         try:
@@ -39,7 +39,7 @@ def first_batch(trainer: Trainer) -> Any:
 
 
 def training_data_source(trainer: Trainer) -> Any:
-    """Where a Trainer gets its training loaders from: an object whose method `dataloader` gives them."""
+    """The object whose method `dataloader` gives a Trainer its training loaders."""
     return trainer.fit_loop._data_source
 
 

@@ -1,4 +1,4 @@
-"""Every technique there is. A new one of this package is a file with its record and a line here; others `register`."""
+"""Every technique. To add one to this package, write a file with its record and a line here; others use `register`."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -49,16 +49,16 @@ TECHNIQUES: tuple[Technique, ...] = (
     data_loading.TECHNIQUE,
     micro_batching.TECHNIQUE,
 )
-"""Those of this package; `techniques` has those of `register`, too."""
+"""Techniques of this package; `techniques` also has those of `register`."""
 
 STRATEGIES: tuple[Technique, ...] = strategies.STRATEGIES
-"""Every strategy. They are techniques of one kind, and apart because none is a callback that a trace would show."""
+"""Every strategy. They are techniques of one kind, kept apart because none is a callback that a trace would show."""
 
 _BY_NAME = {technique.name: technique for technique in (*TECHNIQUES, *STRATEGIES)}
 
 
 def techniques() -> tuple[Technique, ...]:
-    """Every technique but strategies, registered ones last."""
+    """Every technique except strategies, registered ones last."""
     return tuple(technique for technique in _BY_NAME.values() if technique.kind != "strategy")
 
 
@@ -68,10 +68,10 @@ def all_strategies() -> tuple[Technique, ...]:
 
 
 def find_technique(name: str) -> Technique:
-    """Look a technique or a strategy up.
+    """Look up a technique or a strategy.
 
     Raises:
-        ValueError: If there is none of that name; lists the closest.
+        ValueError: If none has that name; the message lists the closest names.
     """
     found = _BY_NAME.get(name)
     if found is not None:
@@ -82,13 +82,13 @@ def find_technique(name: str) -> Technique:
 
 
 def register(technique: Technique) -> Callable[[], None]:
-    """Make a technique or a strategy of one's own known in this process: to settings, plans and estimates.
+    """Make your own technique or strategy known in this process to settings, plans and estimates.
 
     Returns:
-        A function that takes it off again.
+        A function that removes it again.
 
     Raises:
-        ValueError: If there is one of that name already, or a strategy doesn't say how it shards.
+        ValueError: If one of that name exists already, or a strategy doesn't say how it shards.
     """
     if technique.name in _BY_NAME:
         raise ValueError(f"`name={technique.name!r}`: there is such a technique already. Choose another name.")
@@ -103,13 +103,13 @@ def register(technique: Technique) -> Callable[[], None]:
 
 
 def register_optimizer(record: OptimizerRecord) -> Callable[[], None]:
-    """Make an optimizer of one's own known in this process, with its technique where it has a `replacement`.
+    """Make your own optimizer known in this process, with its technique if it has a `replacement`.
 
     Returns:
-        A function that takes both off again.
+        A function that removes both again.
 
     Raises:
-        ValueError: If there is an optimizer or a technique of its name already.
+        ValueError: If an optimizer or a technique of its name exists already.
     """
     optimizer_off = optimizers.register_optimizer(record)
     try:

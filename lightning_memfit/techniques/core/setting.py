@@ -27,7 +27,7 @@ class TechniqueChoice:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Options are kept as JSON would give them back, so that a saved setting equals itself."""
+        """Store options as JSON would return them, so that a saved setting equals itself."""
         object.__setattr__(self, "options", json.loads(json.dumps(dict(self.options), sort_keys=True)))
 
     @override
@@ -36,13 +36,13 @@ class TechniqueChoice:
 
     @property
     def technique(self) -> Technique:
-        """Its record."""
+        """The record of the technique."""
         return find_technique(self.name)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """All choices of a run. Equal choices make equal settings, whichever was made first.
+    """All choices of a run. Equal choices make equal settings, in whatever order they were made.
 
     Strategies (DDP, FSDP2, DeepSpeed with its stage and offload targets) are techniques of kind `strategy`.
     """
@@ -52,9 +52,9 @@ class Setting:
     accumulate_grad_batches: int = 1
     """Micro-batches per optimizer step and device."""
     chosen: tuple[TechniqueChoice, ...] = ()
-    """In the order of `KINDS`; at most one per kind."""
+    """Choices in the order of `KINDS`; at most one per kind."""
     world_size: int = 1
-    """Devices."""
+    """Number of devices."""
 
     def __post_init__(self) -> None:
         """Put the choices in order.
@@ -78,7 +78,7 @@ class Setting:
     # --- choosing ---------------------------------------------------------------------------------------------------
 
     def choose(self, name: str, **options: Any) -> Setting:
-        """This setting with a technique in the place of what decided the same before.
+        """This setting with a technique in place of the one that decided the same thing before.
 
         Raises:
             ValueError: If there is no such technique.
@@ -88,7 +88,7 @@ class Setting:
         return replace(self, chosen=(*others, TechniqueChoice(name, options)))
 
     def without(self, kind: Kind) -> Setting:
-        """This setting with nothing that decides this."""
+        """This setting without any choice of a kind."""
         return replace(self, chosen=tuple(choice for choice in self.chosen if choice.technique.kind != kind))
 
     def without_sizes(self) -> Setting:
@@ -100,31 +100,31 @@ class Setting:
         return any(choice.name == name for choice in self._complete())
 
     def of_kind(self, kind: Kind) -> TechniqueChoice | None:
-        """The technique that decides this, if any."""
+        """The technique of a kind, if one is chosen."""
         return next((choice for choice in self._complete() if choice.technique.kind == kind), None)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples per optimizer step over all devices; None where the loader decides."""
+        """Samples per optimizer step over all devices; None if the loader decides."""
         if self.micro_batch_size is None:
             return None
         return self.micro_batch_size * self.accumulate_grad_batches * self.world_size
 
     @property
     def precision(self) -> Precision:
-        """Lightning's name."""
+        """Lightning's name of the precision."""
         precision: Precision = self._trainer_options().get("precision", "32-true")
         return precision
 
     @property
     def numerics(self) -> frozenset[Numerics]:
-        """Everything that must be allowed for it; empty where all numbers are the plain run's."""
+        """Everything that must be allowed for the setting; empty if all numbers equal those of the plain run."""
         return frozenset().union(*(technique.numerics for technique in self.techniques())) - {"exact"}
 
     def techniques(self) -> tuple[Technique, ...]:
-        """Records of all that is chosen, micro-batching included where batches are accumulated."""
+        """Records of all chosen techniques, including micro-batching if batches are accumulated."""
         return tuple(choice.technique for choice in self._complete())
 
     @property
@@ -135,7 +135,7 @@ class Setting:
 
     @property
     def frees_gradients(self) -> bool:
-        """Whether gradients are freed during backward, each by itself."""
+        """Whether gradients are freed one by one during backward."""
         return any(technique.frees_gradients for technique in self.techniques())
 
     @property
@@ -150,7 +150,7 @@ class Setting:
 
     @property
     def changes_step(self) -> bool:
-        """Whether the optimizer steps otherwise than the module's own does, whatever the strategy makes of it."""
+        """Whether the optimizer steps differently from the module's own, apart from what the strategy does."""
         return any(choice.technique.changes_step for choice in self.without("strategy").chosen)
 
     def cost(self, profile: Any) -> Cost:
@@ -159,7 +159,7 @@ class Setting:
         for choice in self._complete():
             technique, options = choice.technique, dict(choice.options)
             if technique.kind == "strategy":
-                options["precision"] = self.precision  # decides how large what is moved is
+                options["precision"] = self.precision  # decides the size of what is moved
             cost = technique.cost(profile, options)
             if technique.kind == "optimizer" and self.sharding is not None and self.sharding.stage:
                 cost = replace(cost, step=cost.step * (1 / self.world_size))  # a share is stepped
@@ -182,18 +182,18 @@ class Setting:
         return tuple(callback for choice in traced for callback in choice.technique.build(**choice.options))
 
     def step_options(self, facts: Facts | None = None) -> StepOptions:
-        """How `profile_module` runs its step."""
+        """Options with which `profile_module` runs its step."""
         facts = facts or Facts()
         algorithm = facts.gradient_clip_algorithm if facts.gradient_clip_val else None
         return StepOptions(self.precision, self.accumulate_grad_batches, facts.gradient_clip_val, algorithm)
 
     def overlay(self) -> dict[str, Any]:
-        """What `fit --config recipe.yaml --config plan.yaml` lays over a recipe."""
+        """What `fit --config recipe.yaml --config plan.yaml` applies on top of a recipe."""
         specs = [spec for choice in self._complete() for spec in choice.technique.configured(**choice.options)[1]]
         return overlay(self._trainer_options(), specs)
 
     def validate(self, facts: Facts) -> list[str]:
-        """Every conflict, with the reason and the fix; empty where the setting can run."""
+        """Every conflict, with the reason and the fix; empty if the setting can run."""
         run = self.run(facts)
         reasons = (
             (choice.name, choice.technique.missing() or choice.technique.unsupported(run, choice.options))
@@ -205,7 +205,7 @@ class Setting:
         """Facts and choices together, for rules."""
         specs = [spec for choice in self._complete() for spec in choice.technique.configured(**choice.options)[1]]
         strategy, sharding = self.of_kind("strategy"), self.sharding
-        lightning = "SingleDeviceStrategy" if self.world_size == 1 else "DDPStrategy"  # what Lightning takes by itself
+        lightning = "SingleDeviceStrategy" if self.world_size == 1 else "DDPStrategy"  # Lightning's own default
         return Run(
             facts,
             self.precision,
@@ -229,7 +229,7 @@ class Setting:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Setting:
-        """Read what `to_dict` gave.
+        """Read the values that `to_dict` returned.
 
         Raises:
             ValueError: If a technique is not known.
@@ -239,7 +239,7 @@ class Setting:
         return cls(chosen=chosen, **rest)
 
     def _complete(self) -> tuple[TechniqueChoice, ...]:
-        """The choices, with micro-batching where sizes ask for it and the strategy told how many devices there are."""
+        """The choices, with micro-batching added if the sizes need it, and the strategy given its number of devices."""
         chosen = tuple(self._with_devices(c) if c.technique.kind == "strategy" else c for c in self.chosen)
         batching = next((choice for choice in chosen if choice.technique.kind == "batching"), None)
         if batching is None and self.accumulate_grad_batches == 1:

@@ -4,12 +4,12 @@ Traffic is per rank. A ring all-reduce of `b` bytes among `n` ranks moves `2 (n 
 reduce-scatter or an all-gather half of it (Patarasuk & Yuan 2009; Rajbhandari et al. 2020, section 7). With `w` bytes
 of weights and `g` of gradients, in units of `(n - 1) / n`:
 
-    stage 0      2 g once per step, beside the last backward pass
-    stage 1      g once per step, beside the last backward pass, and w after the step
-    stage 2      g per micro-batch beside its backward pass, and w after the step
+    stage 0      2 g once per step, during the last backward pass
+    stage 1      g once per step, during the last backward pass, and w after the step
+    stage 2      g per micro-batch during its backward pass, and w after the step
     stage 3      2 w + g per micro-batch: weights are gathered for forward and for backward
 
-What is exchanged is copied into or out of a buffer on the way, except by DDP, whose gradients lie in its buckets.
+What is exchanged is copied into or out of a buffer on the way, except by DDP, whose gradients are in its buckets.
 """
 
 from __future__ import annotations
@@ -23,52 +23,52 @@ from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cp
 
 _MASTER_BYTES = 4
 HOST_STEP_BYTES = 28
-"""Of host memory that a fused AdamW step reads and writes per parameter: gradient, weight and two states in fp32."""
+"""Bytes of host memory that a fused AdamW step reads and writes per parameter: gradient, weight, two states in fp32."""
 
 _DEEPSPEED_STEP_BYTES = 28
-"""Of device memory that DeepSpeed moves per parameter beside the optimizer: flattening, fp32 gradients, their norm,
-scaling, and the new weights in half precision."""
+"""Bytes of device memory that DeepSpeed moves per parameter in addition to the optimizer: flattening, fp32 gradients,
+their norm, scaling, and the new weights in half precision."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is divided among ranks, and what lies elsewhere than on the device."""
+    """What is divided among ranks, and what is kept off the device."""
 
     stage: int
-    """0 replicates, 1 divides optimizer states, 2 gradients too, 3 weights too."""
+    """0 replicates, 1 divides optimizer states, 2 also gradients, 3 also weights."""
     deepspeed: bool = False
-    """DeepSpeed keeps weights in half precision and fp32 master weights with the states, without autocast."""
+    """DeepSpeed's layout: half-precision weights, and fp32 master weights with the states, without autocast."""
     optimizer: OffloadTarget = "none"
     """Where optimizer states are kept; they are stepped on the host where that isn't `none`."""
     parameters: OffloadTarget = "none"
 
     def weight_bytes(self, precision: str) -> int:
-        """Bytes of one stored weight, and of its gradient, in a precision of Lightning's."""
+        """Bytes of one stored weight, and of its gradient, in one of Lightning's precisions."""
         half = precision.endswith("-true") or self.deepspeed
         return 2 if "16" in precision and half else 4
 
     @property
     def complexity(self) -> int:
-        """How much has to work together; of two that are as fast the simpler one is better."""
+        """How many parts have to work together; of two strategies that are as fast, the simpler one is better."""
         return self.stage + 4 * (self.optimizer != "none") + 4 * (self.parameters != "none") + 8 * self.on_disk
 
     @property
     def on_disk(self) -> bool:
-        """Whether anything lies on disk."""
+        """Whether anything is on disk."""
         return "nvme" in (self.optimizer, self.parameters)
 
     @property
     def offloads(self) -> bool:
-        """Whether anything lies elsewhere than on the device."""
+        """Whether anything is kept off the device."""
         return self.optimizer != "none" or self.parameters != "none"
 
     def cost(self, profile: ModelProfile, ranks: int, precision: str) -> Cost:
         """What the strategy adds to a step, per rank.
 
         Args:
-            profile: Of the plain step.
-            ranks: That share the work.
-            precision: Of the run.
+            profile: Profile of the plain step.
+            ranks: Number of ranks that share the work.
+            precision: Precision of the run.
         """
         trained = num_trained(profile)
         every = sum(parameter.numel for parameter in profile.parameters if not parameter.shared_with)
@@ -90,7 +90,7 @@ class Sharding:
         return Cost(in_passes, after, last_micro_batch=at_the_end) + moved
 
     def _optimizer(self, profile: ModelProfile, trained: int, ranks: int) -> Work:
-        """What stepping a share, here or on the host, adds to stepping everything on the device."""
+        """Work that stepping a share, here or on the host, adds to stepping everything on the device."""
         share = trained / ranks
         stepped = trained if self.stage == 0 else share
         if profile.device == "cpu":
@@ -109,8 +109,9 @@ class Sharding:
     def _moved(self, every: float, trained: float, itemsize: int) -> Cost:
         """Traffic to host memory and disk for one rank's share of the parameters.
 
-        Gradients go to the host in every micro-batch, where they are added to those of the ones before on the device.
-        Weights that are stepped on the host come back after it; weights that lie there come twice per micro-batch.
+        Gradients go to the host in every micro-batch, where they are added to those of earlier micro-batches on the
+        device. Weights that are stepped on the host come back after the step; weights kept there come twice per
+        micro-batch.
         """
         down = 2.0 * itemsize * trained if self.optimizer != "none" else 0.0
         up = 2.0 * itemsize * every if self.parameters != "none" else 0.0

@@ -31,7 +31,7 @@ Kind = Literal[
     "batching",
     "strategy",
 ]
-"""What a technique decides. A run has at most one of a kind; callbacks are listed in this order."""
+"""What a technique decides. A run has at most one of each kind; callbacks are listed in this order."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -69,7 +69,7 @@ class CallbackSpec:
 
 
 def supported(run: Run, options: Options) -> str | None:
-    """The rule of a technique that goes with everything."""
+    """The rule of a technique that has no conflicts."""
     return None
 
 
@@ -80,10 +80,10 @@ def free(profile: ModelProfile, options: Options) -> Cost:
 
 @dataclass(frozen=True)
 class Technique:
-    """One entry of the registry. Its memory comes from tracing what `build` gives, never from a second formula."""
+    """One entry of the registry. Its memory comes from tracing what `build` returns, never from a second formula."""
 
     name: str
-    """Also of its fragment, `recipes/fragments/<name>.yaml`."""
+    """Name of the technique and of its fragment, `recipes/fragments/<name>.yaml`."""
     kind: Kind
     summary: str
     """One line for tables."""
@@ -91,13 +91,13 @@ class Technique:
     """What must be allowed for it; only `exact` promises the plain run's numbers."""
     callbacks: tuple[CallbackSpec, ...] = ()
     trainer: Mapping[str, Any] = field(default_factory=dict)
-    """Trainer options it sets."""
+    """Trainer options that the technique sets."""
     presets: tuple[Options, ...] = ({},)
-    """Options worth trying in a search, each where those before it are refused."""
+    """Options worth trying in a search, each if those before it are refused."""
     unsupported: Callable[[Run, Options], str | None] = supported
-    """Reason and fix, or None where it goes with the rest of a run that includes it with these options. Pure."""
+    """Reason and fix, or None if it fits the rest of a run that includes it with these options. Pure function."""
     cost: Callable[[ModelProfile, Options], Cost] = free
-    """What it adds to a step; from a profile of the plain step and this technique's options. Pure."""
+    """Work added to a step, from a profile of the plain step and this technique's options. Pure function."""
     package: str = ""
     """Module that must be importable."""
     extra: str = ""
@@ -105,30 +105,30 @@ class Technique:
     traced: bool = True
     """Whether its callbacks change what a traced step allocates."""
     proposed: bool = True
-    """Whether a plan may choose it by itself. False for what loses accuracy unseen: only a recipe may choose that."""
+    """Whether a plan may choose it by itself. False if it loses accuracy unnoticed: only a recipe may choose that."""
     dominates: frozenset[str] = frozenset()
-    """Names of techniques that are at best as fast and need more memory: not proposed beside this one."""
+    """Names of techniques that are at best as fast and need more memory: not proposed together with this one."""
     frees_gradients: bool = False
-    """Whether each gradient is gone as soon as it is complete, so that they never exist all at once on the device."""
+    """Whether each gradient is freed as soon as it is complete, so that they never exist all at once on the device."""
     masters_on_host: bool = False
     """Whether fp32 weights, gradients and optimizer states are in host memory, and only half-precision weights on the
     device."""
     states: OptimizerFamily | None = None
-    """Of kind `optimizer`: how large the states of a module that uses AdamW become, and whether they are paged."""
+    """For kind `optimizer`: size of the states of a module that uses AdamW, and whether they are paged."""
     changes_step: bool = True
-    """Whether an optimizer step allocates something else than the module's own does, so that it is traced anew. False
-    for what concerns forward and backward alone."""
+    """Whether an optimizer step allocates differently from the module's own, so that it is traced again. False for
+    techniques that only affect forward and backward."""
     same_step_as: str = ""
     """Name of a technique whose steps allocate the same, so that one trace serves both."""
     page: str = ""
     """Page in docs/techniques, without the ending; by default the name."""
     sharding: Sharding | None = None
-    """Of a strategy: what it divides and where it puts it, from which its memory and its traffic follow."""
+    """For a strategy: what it divides and where it keeps it, from which its memory and traffic follow."""
     lightning_strategy: str = ""
-    """Of a strategy: the class of Lightning's that it derives from, which rules know it by (`Run.strategy`)."""
+    """For a strategy: Lightning's class that it derives from, by which rules know it (`Run.strategy`)."""
 
     def missing(self) -> str | None:
-        """Why it can't be used in this environment, and what to install; None where it can."""
+        """Why it can't be used in this environment, and what to install; None if it can."""
         if not self.package or find_spec(self.package) is not None:
             return None
         return f"needs {self.package}: pip install {self.extra or self.package}"
@@ -157,7 +157,7 @@ class Technique:
         return trainer, tuple(specs)
 
     def config(self, **options: Any) -> dict[str, Any]:
-        """What a YAML file says to use it: `trainer` with its options and `callbacks+`.
+        """Configuration that uses the technique in YAML: `trainer` with its options and `callbacks+`.
 
         Raises:
             ValueError: If it has no such option.

@@ -1,4 +1,4 @@
-"""Wrap a method of one object in layers that can be taken off in any order."""
+"""Wrap a method of one object in layers that can be removed in any order."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,13 +9,13 @@ Layer = Callable[..., Any]
 
 
 def wrap_method(owner: Any, name: str, layer: Layer) -> Callable[[], None]:
-    """Put a layer around `owner.name`, outside of those put there before.
+    """Put a layer around `owner.name`, outside any earlier layers.
 
     The replacement is a plain function without `__wrapped__`: Lightning skips hooks such as `configure_model` that it
     does not find overridden, and looks through `__wrapped__` to find out.
 
     Returns:
-        A function that takes this layer off. With the last layer gone, the object is as it was.
+        A function that removes this layer. With the last layer gone, the object is as it was.
     """
     current = vars(owner).get(name)
     layers: list[Layer] | None = getattr(current, "_memfit_layers", None)
