@@ -1,11 +1,8 @@
 """`MemFitCLI`: Lightning's command line with our recipes and errors."""
 
-import re
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from jsonargparse import set_parsing_settings
@@ -69,11 +66,15 @@ class MemFitCLI(LightningCLI):
         self._arguments: list[str] | None = None
         if isinstance(arguments, Sequence):
             self._arguments = resolve_arguments(arguments)
-            import_named(self._arguments)
+            self.import_classes(self._arguments)
             self.config = parser.parse_args(self._arguments)
         else:
-            import_named([str(arguments)])
+            import_public_names()
             self.config = parser.parse_object(arguments)
+
+    def import_classes(self, arguments: Sequence[str]) -> None:
+        """Import the classes that bare names in these arguments, and in the files they name, may stand for."""
+        import_public_names()
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -101,24 +102,14 @@ class MemFitCLI(LightningCLI):
         print(f"Checkpoint: {path}" if path else "No checkpoint was written.")
 
 
-def import_named(arguments: Sequence[str]) -> None:
-    """Import the public classes that arguments and their files name, so that a bare class name can replace its path.
+def import_public_names() -> None:
+    """Import all public classes of the package, so that YAML and options take `MicroBatching` for its full path.
 
-    jsonargparse finds a bare name, and lists classes in `--trainer.callbacks.help`, among the subclasses that are
-    imported. Help imports all of them; a run that names no strategy imports none.
+    jsonargparse finds a bare class name, and lists classes in `--trainer.callbacks.help`, among the subclasses that are
+    imported. Strategies register the names that `trainer.strategy` takes.
     """
-    texts = list(arguments)
-    for argument in arguments:
-        path = Path(argument.rpartition("=")[2])
-        if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
-            texts.append(path.read_text(encoding="utf-8", errors="replace"))
-    words = {word for text in texts for word in re.findall(r"\w+", text)}
-    wants_help = "help" in words or "-h" in arguments
     for name in lightning_memfit.__all__:
-        if wants_help or name in words:
-            getattr(lightning_memfit, name)
-    if wants_help or "strategy" in words:
-        import_module("lightning_memfit.strategies")  # registers the names that `trainer.strategy` takes
+        getattr(lightning_memfit, name)
 
 
 def silence_deprecated_calls() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,10 +18,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+import lightning_memfit
 from lightning_memfit.models import CausalLM
 from lightning_memfit.profile.step import Precision, StepOptions
 
-from .lightning_cli import MemFitCLI
+from .lightning_cli import MemFitCLI, import_public_names
 
 _PRECISIONS: dict[str, Precision] = {
     "32": "32-true",
@@ -79,6 +83,21 @@ class _RecipeCLI(MemFitCLI):
     """Instantiates everything, with a Trainer that runs anywhere and writes nothing."""
 
     @override
+    def import_classes(self, arguments: Sequence[str]) -> None:
+        """Import only what the recipe names: an estimate has no use for most of the package."""
+        files = [path for path in (Path(text.rpartition("=")[2]) for text in arguments) if path.is_file()]
+        texts = [*arguments, *(path.read_text(encoding="utf-8", errors="replace") for path in files)]
+        folders = {Path(), *(path.parent for path in files)}
+        if any(_names_file(text, folders) for text in texts[len(arguments) :]):
+            import_public_names()  # whatever that file names
+            return
+        words = {word for text in texts for word in re.findall(r"\w+", text)}
+        for name in words & set(lightning_memfit.__all__):
+            getattr(lightning_memfit, name)
+        if "strategy" in words:
+            import_module("lightning_memfit.strategies")  # registers the names that `trainer.strategy` takes
+
+    @override
     def before_instantiate_classes(self) -> None:
         """Record the recipe's hardware, precision and loggers, and replace them by stand-ins."""
         self.as_written = self.config.clone()
@@ -88,6 +107,12 @@ class _RecipeCLI(MemFitCLI):
             trainer[name] = value
         trainer.logger = False
         trainer.enable_progress_bar = False
+
+
+def _names_file(text: str, folders: Collection[Path]) -> bool:
+    """Whether a recipe refers to another file for a part of it (`trainer: trainer.yaml`)."""
+    values = re.findall(r":[ \t]+[\"']?([^\s\"'{}\[\],]+)", text)
+    return any((folder / value).is_file() for value in values for folder in folders)
 
 
 def load_recipe(arguments: list[str]) -> RecipeRun:

@@ -216,8 +216,8 @@ def label(setting: Setting) -> str:
 
 
 _OWN = "lightning_memfit"
-FEEDBACK = "lightning_memfit.PlanFeedback"  # as a parsed recipe names it, so that an earlier plan's is dropped
-BATCHING = "lightning_memfit.fitting.step.callback.MicroBatching"
+FEEDBACK = "lightning_memfit.PlanFeedback"
+BATCHING = "lightning_memfit.MicroBatching"
 
 
 def overlay_of(
@@ -253,7 +253,8 @@ def overlay_of(
         chosen = [*chosen, {"class_path": BATCHING, "init_args": {"micro_batch_size": setting.micro_batch_size}}]
         trainer["accumulate_grad_batches"] = 1
     told = {"seconds": dict(plan.uncorrected), "rates": plan.rates, "peak_bytes": plan.peak_bytes}
-    kept = [spec for spec in kept if spec["class_path"] != FEEDBACK]
+    # An earlier plan's, whichever way it spelt the class.
+    kept = [spec for spec in kept if spec["class_path"].rpartition(".")[2] != FEEDBACK.rpartition(".")[2]]
     trainer["callbacks"] = [*chosen, *kept, {"class_path": FEEDBACK, "init_args": told}]
     data = {"data": {"init_args": {"batch_size": setting.micro_batch_size}}} if batch_size_in_data else {}
     return {**data, "trainer": trainer}

@@ -298,3 +298,12 @@ def test_a_recipe_imports_nothing_that_it_does_not_name(recipe):
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert run.stderr.splitlines()[-1] == "[]"
+
+
+def test_a_recipe_of_several_files_is_estimated(recipe, tmp_path, monkeypatch, capsys):
+    """What a file within a recipe names is known, too: nothing of it is scanned before it is parsed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trainer.cfg").write_text("{strategy: memfit_ddp, callbacks: [{class_path: ZeroGradAfterStep}]}\n")
+    (tmp_path / "whole.yaml").write_text("trainer: trainer.cfg\n")
+    _, report = estimate(capsys, "--config", "whole.yaml", *recipe[2:], "--device", "12GiB")
+    assert any("memfit_ddp" in note for note in report["notes"])
