@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,9 @@ class _RecipeCLI(MemFitCLI):
     @override
     def import_classes(self, arguments: Sequence[str]) -> None:
         """Import only what the recipe names: an estimate has no use for most of the package."""
-        files = [path for path in (Path(text.rpartition("=")[2]) for text in arguments) if path.is_file()]
+        # Unlike `Path.is_file`, `isfile` takes texts that are too long for a path.
+        values = (text.rpartition("=")[2] for text in arguments)
+        files = [Path(value) for value in values if os.path.isfile(value)]
         texts = [*arguments, *(path.read_text(encoding="utf-8", errors="replace") for path in files)]
         folders = {Path(), *(path.parent for path in files)}
         if any(_names_file(text, folders) for text in texts[len(arguments) :]):
@@ -112,7 +115,7 @@ class _RecipeCLI(MemFitCLI):
 def _names_file(text: str, folders: Collection[Path]) -> bool:
     """Whether a recipe refers to another file for a part of it (`trainer: trainer.yaml`)."""
     values = re.findall(r":[ \t]+[\"']?([^\s\"'{}\[\],]+)", text)
-    return any((folder / value).is_file() for value in values for folder in folders)
+    return any(os.path.isfile(folder / value) for value in values for folder in folders)
 
 
 def load_recipe(arguments: list[str]) -> RecipeRun:

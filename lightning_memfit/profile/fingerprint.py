@@ -121,9 +121,9 @@ def describe(value: Any, values: bool = False, _depth: int = 0) -> object:
 def _describe_text(text: str) -> object:
     """A text, together with the model's configuration if it names a model folder."""
     if 0 < len(text) < _MAX_PATH and "\n" not in text:
-        config = Path(text, "config.json")
-        if config.is_file():
-            return text, _file_hash(str(config))
+        config = os.path.join(text, "config.json")
+        if os.path.isfile(config):  # which `Path.is_file` refuses to say of a name that is too long
+            return text, _file_hash(config)
     return text
 
 

@@ -305,5 +305,6 @@ def test_a_recipe_of_several_files_is_estimated(recipe, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trainer.cfg").write_text("{strategy: memfit_ddp, callbacks: [{class_path: ZeroGradAfterStep}]}\n")
     (tmp_path / "whole.yaml").write_text("trainer: trainer.cfg\n")
-    _, report = estimate(capsys, "--config", "whole.yaml", *recipe[2:], "--device", "12GiB")
+    note = f"--trainer.default_root_dir={'a' * 300}"  # longer than any file name may be
+    _, report = estimate(capsys, "--config", "whole.yaml", *recipe[2:], note, "--device", "12GiB")
     assert any("memfit_ddp" in note for note in report["notes"])

@@ -148,3 +148,9 @@ def test_another_process_has_the_same_key(load, tmp_path):
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
     )
     assert found.stdout.split()[-1] == mine
+
+
+def test_long_texts_are_no_paths():
+    module = torch.nn.Linear(1, 1)
+    module.prompt = "a question " * 60  # longer than any file name may be
+    assert fingerprint.describe_module(module) == fingerprint.describe_module(module)
