@@ -44,6 +44,16 @@ def explain(message: str, parser: argparse.ArgumentParser) -> str:
     return message
 
 
+def import_public_names() -> None:
+    """Import all public classes of the package, so that YAML and options take `MicroBatching` for its full path.
+
+    jsonargparse finds a bare class name, and lists classes in `--trainer.callbacks.help`, among the subclasses that are
+    imported. Strategies register the names that `trainer.strategy` takes.
+    """
+    for name in lightning_memfit.__all__:
+        getattr(lightning_memfit, name)
+
+
 def _closest(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     return f"Closest: {', '.join(get_close_matches(name, names, n=3, cutoff=0.5) or names)}."
@@ -84,8 +94,7 @@ def _arguments(class_path: str) -> set[str]:
 def _closest_class(name: str) -> str:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
-    for public in lightning_memfit.__all__:
-        getattr(lightning_memfit, public)  # only imported classes can be suggested
+    import_public_names()  # only imported classes can be suggested
     paths: dict[str, str] = {}
     for base in (Callback, LightningDataModule, LightningModule):
         for cls in _subclasses(base):

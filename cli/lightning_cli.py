@@ -10,9 +10,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-import lightning_memfit
-
-from .explain import explain
+from .explain import explain, import_public_names
 from .recipe_files import resolve_arguments
 
 # Lightning 2.6 makes these calls, which jsonargparse 4.5x (pinned below 5) and torch have deprecated.
@@ -100,16 +98,6 @@ class MemFitCLI(LightningCLI):
         callback = self.trainer.checkpoint_callback
         path = getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", "")
         print(f"Checkpoint: {path}" if path else "No checkpoint was written.")
-
-
-def import_public_names() -> None:
-    """Import all public classes of the package, so that YAML and options take `MicroBatching` for its full path.
-
-    jsonargparse finds a bare class name, and lists classes in `--trainer.callbacks.help`, among the subclasses that are
-    imported. Strategies register the names that `trainer.strategy` takes.
-    """
-    for name in lightning_memfit.__all__:
-        getattr(lightning_memfit, name)
 
 
 def silence_deprecated_calls() -> None:

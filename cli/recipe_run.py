@@ -23,7 +23,8 @@ import lightning_memfit
 from lightning_memfit.models import CausalLM
 from lightning_memfit.profile.step import Precision, StepOptions
 
-from .lightning_cli import MemFitCLI, import_public_names
+from .explain import import_public_names
+from .lightning_cli import MemFitCLI
 
 _PRECISIONS: dict[str, Precision] = {
     "32": "32-true",
