@@ -60,7 +60,9 @@ def output_heads(module: nn.Module) -> set[int]:
     embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     heads = {id(child) for child in module.modules() if is_linear(child) and id(child.weight) in embeddings}
     for child in module.modules():
-        if hasattr(child, "get_output_embeddings"):
+        if any(
+            cls.__name__ == "PreTrainedModel" for cls in type(child).__mro__
+        ):  # others may mean something else by it
             heads.add(id(child.get_output_embeddings()))  # type: ignore[operator]
     return heads
 

@@ -180,10 +180,15 @@ def disable_caches(module: nn.Module) -> Callable[[], None]:
 
 def _configs(module: nn.Module) -> Iterator[Any]:
     for child in module.modules():
-        config = getattr(child, "config", None)
-        if config is not None:
+        config = vars(child).get("config")
+        if _is_hugging_face_config(config):
             yield config
-            yield from (value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "use_cache"))
+            yield from filter(_is_hugging_face_config, vars(config).values())
+
+
+def _is_hugging_face_config(value: object) -> bool:
+    """Whether an attribute is what transformers means by `config`, not a user's own of that name."""
+    return any(cls.__name__ in ("PreTrainedConfig", "PretrainedConfig") for cls in type(value).__mro__)
 
 
 def _refuse_caches(block: nn.Module, values: tuple[Any, ...]) -> None:

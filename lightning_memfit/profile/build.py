@@ -6,7 +6,7 @@ measurement needs real memory and knows one size only; it is for steps that can'
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_memfit.profile.cache import ProfileCache, package_versions, profi
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import attached_datamodule, describe_processor
+from lightning_memfit.profile.hooks import with_or_without_start_hooks
 from lightning_memfit.profile.integers import AssumedValues
 from lightning_memfit.profile.record import LargerSizes, ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
@@ -58,11 +59,11 @@ def profile_module(
         TraceError: If the step can't be traced; use `measure_step` then.
     """
     options, emulation = options or StepOptions(), emulation or Emulation()
-    key = ""
+    key = None
     if cache is not None:
         settings = (options, emulation, callbacks, make_optimizer, any_micro_batch, shorten)
         key = profile_key(module, batch, *settings, describe_processor(emulation.device))
-        known = cache.load(key)
+        known = None if key is None else cache.load(key)
         if known is not None:
             return known
     started = time.perf_counter()
@@ -74,7 +75,7 @@ def profile_module(
     first = trace(batch, check_assumptions)
     sizes = _every_size(first, batch, trace, ahead) if any_micro_batch else _Sizes(first.events)
     profile = _profile(type(module).__name__, first, sizes, batch, options, emulation, time.perf_counter() - started)
-    if cache is not None:
+    if cache is not None and key is not None:
         cache.save(key, profile)
     return profile
 
@@ -207,7 +208,7 @@ def resize_batch(batch: Any, size: int, new_size: int) -> Any:
 
 def sequence_length(batch: Any) -> int | None:
     """Tokens per sample where the batch has `input_ids` of shape (batch, sequence)."""
-    ids = batch.get("input_ids") if hasattr(batch, "get") else None
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return int(ids.size(1)) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
 
 
@@ -235,11 +236,25 @@ def measure_step(
     options = options or StepOptions()
     started = time.perf_counter()
     trainer = getattr(module, "_trainer", None)
-    clone = copy.deepcopy(module, {id(trainer): None} if trainer is not None else {})
-    with kept_random_state():
-        recorder = EventRecorder(python_kernels=True)
-        data = attached_datamodule(module)
-        run_step(recorder, clone, copy.deepcopy(batch), options, callbacks, make_optimizer, datamodule=data)
+    data = attached_datamodule(module)
+
+    def run(with_start_hooks: bool) -> tuple[EventRecorder, Any]:
+        clone = copy.deepcopy(module, {id(trainer): None} if trainer is not None else {})
+        recorder, own_batch = EventRecorder(python_kernels=True), copy.deepcopy(batch)
+        with kept_random_state():
+            run_step(
+                recorder,
+                clone,
+                own_batch,
+                options,
+                callbacks,
+                make_optimizer,
+                datamodule=data,
+                with_start_hooks=with_start_hooks,
+            )
+        return recorder, clone
+
+    recorder, clone = run(True) if make_optimizer else with_or_without_start_hooks(module, run)
     total, per_block = recorder.flops()
     return ModelProfile(
         name=type(module).__name__,

@@ -1,6 +1,7 @@
 """Profiles kept on disk, keyed by everything a trace depends on: code, settings, batch and library versions."""
 
 import hashlib
+import logging
 import os
 import zlib
 from functools import cache
@@ -11,6 +12,8 @@ from zipfile import BadZipFile
 
 from lightning_memfit.profile.fingerprint import attached_datamodule, describe, describe_module, describe_settings
 from lightning_memfit.profile.record import ModelProfile
+
+_log = logging.getLogger(__name__)
 
 _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "torchmetrics", "lightning-memfit")
 
@@ -79,12 +82,17 @@ def text_key(*parts: object) -> str:
     return digest.hexdigest()
 
 
-def profile_key(module: Any, batch: Any, *settings: Any) -> str:
-    """Key of a module, a batch and trace settings.
+def profile_key(module: Any, batch: Any, *settings: Any) -> str | None:
+    """Key of a module, a batch and trace settings; None if one of them can't be described, so that nothing is kept.
 
-    It covers the source files of every class in the module, all simple attributes, shapes and dtypes of its tensors,
+    It covers the source files of every class in the module, all stored attributes, shapes and dtypes of its tensors,
     the batch's shapes and integer values, and the class and simple attributes of a data module that the module can ask.
     """
-    data = attached_datamodule(module)
-    parts = [describe_module(module), describe(batch, values=True), data and describe_settings(data)]
-    return text_key(*parts, *(describe(value, values=True) for value in settings))
+    try:
+        data = attached_datamodule(module)
+        parts = [describe_module(module), describe(batch, values=True)]
+        parts.append(None if data is None else describe_settings(data))
+        return text_key(*parts, *(describe(value, values=True) for value in settings))
+    except Exception as error:  # a user's module, batch or callback may raise anything
+        _log.info("The profile is not kept between runs, as the module or batch can't be described: %r", error)
+        return None

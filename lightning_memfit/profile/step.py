@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import has_datamodule
+from lightning_memfit.profile.hooks import leave_out_hooks
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
@@ -60,6 +61,7 @@ def run_step(
     make_optimizer: OptimizerFactory | None = None,
     steps: int = 2,
     datamodule: Any = None,
+    with_start_hooks: bool = True,
 ) -> None:
     """Run two optimizer steps under the recorder, which is closed afterwards.
 
@@ -72,6 +74,7 @@ def run_step(
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         steps: Optimizer steps; the second is the steady state.
         datamodule: Becomes `trainer.datamodule`; none of its hooks is called.
+        with_start_hooks: Whether to call hooks at the start of training that the step doesn't seem to need.
 
     Raises:
         ValueError: If callbacks are given for a module that is not a LightningModule: nothing would call them.
@@ -82,6 +85,7 @@ def run_step(
     _track_batch(recorder, batch)
     try:
         if make_optimizer is None:
+            leave_out_hooks(module, with_start_hooks)
             _run_lightning(recorder, module, batch, options, tuple(map(_unused_copy, callbacks)), steps, datamodule)
         else:
             recorder.track_module(module)

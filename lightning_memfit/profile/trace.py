@@ -27,6 +27,7 @@ from lightning_memfit.profile.fake import (
     transformers_not_tracing,
 )
 from lightning_memfit.profile.fingerprint import attached_datamodule
+from lightning_memfit.profile.hooks import with_or_without_start_hooks
 from lightning_memfit.profile.integers import AssumedValues, RealIntegers, UnknownSizeError
 from lightning_memfit.profile.patches import (
     OneDnnWorkspaces,
@@ -230,11 +231,14 @@ def trace_step(
     emulation = emulation or Emulation()
 
     def trace(shorten: bool) -> Trace:
-        return over_assumptions(
-            type(module).__name__,
-            lambda assumed: _trace(module, batch, options, emulation, callbacks, make_optimizer, shorten, assumed),
-            check_assumptions,
-        )
+        def over_values(with_start_hooks: bool) -> Trace:
+            def once(assumed: AssumedValues) -> Trace:
+                settings = (options, emulation, callbacks, make_optimizer, shorten, assumed, with_start_hooks)
+                return _trace(module, batch, *settings)
+
+            return over_assumptions(type(module).__name__, once, check_assumptions)
+
+        return over_values(True) if make_optimizer else with_or_without_start_hooks(module, over_values)
 
     if shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
         # An error with fewer blocks says nothing about the module: the trace of the whole module decides.
@@ -252,6 +256,7 @@ def _trace(
     make_optimizer: OptimizerFactory | None,
     shorten: bool,
     assumed: AssumedValues,
+    with_start_hooks: bool,
 ) -> Trace:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     integers = RealIntegers(fake_mode, assumed)
@@ -271,7 +276,16 @@ def _trace(
             cuda = DeviceKind.of(emulation.device).emulated_dispatch
             recorder = EventRecorder(fold.blocks, host_scalars=cuda, python_kernels=not cuda)
             fake, data = integers.fake_batch(batch), attached_datamodule(module)
-            run_step(recorder, clone, fake, options, callbacks, make_optimizer, datamodule=data)
+            run_step(
+                recorder,
+                clone,
+                fake,
+                options,
+                callbacks,
+                make_optimizer,
+                datamodule=data,
+                with_start_hooks=with_start_hooks,
+            )
     events = recorder.result()
     flops, per_block = recorder.flops()
     extra = fold.num_blocks - len(fold.blocks)

@@ -177,6 +177,6 @@ def is_pretrained(module: nn.Module) -> bool:
 
 def is_causal_lm(module: Any) -> bool:
     """Whether a module is a Hugging Face causal language model with a linear head and the standard loss."""
-    if not hasattr(module, "get_output_embeddings") or not isinstance(module.get_output_embeddings(), nn.Linear):
+    if not is_pretrained(module) or not isinstance(module.get_output_embeddings(), nn.Linear):
         return False
     return getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
