@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.host_states import absent_bytes
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
+from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 
@@ -61,14 +62,14 @@ class StepGuard:
 
         Raises:
             torch.OutOfMemoryError: If memory runs out in every retry; weights and states are those before the step.
-            RuntimeError: If memory ran out after some weights had changed, and there is no copy.
+            MemoryExhausted: If memory ran out after some weights had changed, and there is no copy.
         """
         loss = None
         if closure is not None:
             loss = closure()
             kwargs["closure"] = lambda: loss
         at_risk = closure is None or self._check(optimizer)
-        snapshot = OptimizerSnapshot(optimizer) if at_risk else None
+        snapshot = _copied(optimizer) if at_risk else None
         versions = None if snapshot else _versions(optimizer)
         try:
             return step(**kwargs)
@@ -77,7 +78,7 @@ class StepGuard:
                 raise
             failure = error
         if snapshot is None and _versions(optimizer) != versions:
-            raise RuntimeError(
+            raise MemoryExhausted(
                 "Memory ran out in the middle of `optimizer.step`, some weights are updated and some are not. Resume "
                 "from the last checkpoint with a smaller optimizer state, `foreach=False` or less memory in use."
             ) from failure
@@ -108,7 +109,7 @@ class StepGuard:
         assert snapshot is not None
         release(failure)
         snapshot.restore()
-        raise torch.OutOfMemoryError(
+        raise MemoryExhausted(
             f"Memory ran out in `optimizer.step` {_MAX_RETRIES + 1} times in a row, at last with the temporaries of "
             "one tensor only. Weights and states are those before the step. Smaller states need less: "
             f"`Optimizer8bit()` or `ReplaceOptimizer('torch.Adafactor')`. {str(failure).splitlines()[0]}"
@@ -130,6 +131,22 @@ class StepGuard:
         sizes = [p.nbytes for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         free_bytes = self._memory.limit_bytes - self._memory.live_bytes
         return free_bytes < 2 * int(sum(sizes)) + absent_bytes(optimizer)
+
+
+def _copied(optimizer: Optimizer) -> OptimizerSnapshot | None:
+    """Copy what a step changes; None if host memory has no room for it, and the step is taken without a copy."""
+    try:
+        return OptimizerSnapshot(optimizer)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    release(failure)
+    rank_zero_warn(
+        "Host memory has no room for a copy of weights and states. The optimizer steps without one: if device memory "
+        "runs out in the middle of a step, the run ends."
+    )
+    return None
 
 
 class _Guarded(AbstractContextManager[None]):

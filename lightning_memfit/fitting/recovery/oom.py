@@ -23,6 +23,10 @@ _MESSAGES = re.compile(
             r"(?:CUBLAS|CUSOLVER|CUSPARSE|CUFFT|CUDNN|MIOPEN)_(?:STATUS_)?ALLOC_FAILED",
             r"(?:HIPBLAS|HIPSOLVER|HIPSPARSE|HIPFFT)_(?:STATUS_)?ALLOC_FAILED",
             r"CUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED",
+            # A library that can't allocate its handle says so. Where the cause is another one, the context is broken
+            # and the repeated step ends with that error.
+            r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_NOT_INITIALIZED|HIPBLAS_STATUS_NOT_INITIALIZED",
+            r"unable to find an engine to execute this computation",  # no kernel whose workspace fits
             r"rocblas_status_memory_error|miopenStatusAllocFailed",
             r"Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:calloc|malloc)",  # NCCL
             r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY|PI_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY",  # XPU, SYCL
@@ -41,6 +45,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     These are `torch.OutOfMemoryError`, `MemoryError`, an `OSError` with `ENOMEM`, and `RuntimeError` with a
     message of the allocators of CUDA, HIP, XPU, MPS and the CPU, of cuBLAS, cuDNN and their ROCm counterparts, NCCL,
     Triton or bitsandbytes.
+    cuBLAS and cuDNN report `NOT_INITIALIZED` or find no engine when their handle or workspace can't be allocated; these
+    count, as a repeated step ends with the same error if that was not the cause.
     `CUDNN_STATUS_NOT_SUPPORTED` is not one of them: non-contiguous inputs raise it as well.
     """
     return any(_says_out_of_memory(one) for one in error_chain(error))

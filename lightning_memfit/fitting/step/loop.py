@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.trainer import call
@@ -25,8 +25,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memfit.fitting.recovery.retry import WITH_SEVERAL_DEVICES, retry
+
 LIGHTNING_VERSION = "2.6"
+REMEDY_FOR_HOOKS = "Let hooks and clipping use less memory, or leave more of it free: `MicroBatching(limit_bytes=...)`."
 _BACKWARD_HOOKS = ("on_before_backward", "on_after_backward")
+_STEP_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
 
 @dataclass
@@ -39,6 +43,7 @@ class StepRequest:
         batch_idx: Index of the loader batch in the epoch.
         zero_grad: Clears the gradients with all hooks; None within a window of `accumulate_grad_batches`.
         is_last: Whether the optimizer steps after it.
+        kept: What `BatchGuard` keeps of the batch.
     """
 
     arguments: "OrderedDict[str, Any]"
@@ -46,6 +51,7 @@ class StepRequest:
     batch_idx: int
     zero_grad: Callable[[], None] | None
     is_last: bool
+    kept: Any = None
 
     @property
     def batch(self) -> Any:
@@ -74,18 +80,29 @@ class MicroBatchLoop(_AutomaticOptimization):
     Attributes:
         run_step: Runs forward and backward of one loader batch; must be set before training starts.
         guard: Makes a context around the optimizer step; must be set before training starts.
+        begin: Called before the first batch if `run_step` is not set by then: Lightning's tuners run the loop without
+            the hooks of callbacks.
+        go_back: Returns to the start of the effective batch that `run_step` has run, so that its next call repeats it;
+            None if it can't.
+        recover: Whether what runs out of memory between backward and the optimizer's step is repeated.
         results: Collection that `self.log` writes to in training.
     """
 
     run_step: Callable[[StepRequest], ClosureResult]
     guard: Callable[[Optimizer], AbstractContextManager[None]]
+    begin: Callable[[], None]
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self.results: Any = trainer.fit_loop.epoch_loop._results
         self._replaced: _AutomaticOptimization | None = None
         self._hooks_in_use: bool | None = None
+        self._hooks_change_weights: bool | None = None
         self._is_alone = trainer.world_size == 1
+        self.go_back: Callable[[], None] | None = None
+        self.recover = True
+        self._closure: Callable[[], Any] | None = None
+        self._guarded_plugin: Any = None
 
     # --- taking Lightning's place -----------------------------------------------------------------------------------
 
@@ -96,10 +113,13 @@ class MicroBatchLoop(_AutomaticOptimization):
         self.optim_progress = self._replaced.optim_progress
         self._skip_backward = self._replaced._skip_backward
         epoch_loop.automatic_optimization = self
+        self._guarded_plugin = plugin = self.trainer.strategy.precision_plugin
+        vars(plugin)["_after_closure"] = partial(self._after_closure, plugin._after_closure)
 
     def uninstall(self) -> None:
         """Restore the Trainer's own loop."""
         if self._replaced is not None:
+            vars(self._guarded_plugin).pop("_after_closure", None)
             self._replaced.optim_progress = self.optim_progress
             self.trainer.fit_loop.epoch_loop.automatic_optimization = self._replaced
             self._replaced = None
@@ -118,12 +138,91 @@ class MicroBatchLoop(_AutomaticOptimization):
             zero_grad=self._make_zero_grad_fn(batch_idx, optimizer),
             is_last=self.trainer.accumulate_grad_batches == 1 or not self.trainer.fit_loop._should_accumulate(),
         )
-        return _WholeBatchClosure(partial(self.run_step, request))
+        if not hasattr(self, "run_step"):
+            self.begin()
+        return _WholeBatchClosure(lambda: self.run_step(request))
 
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
-        with self.guard(self.trainer.optimizers[0]):
-            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+        self._closure = train_step_and_backward_closure
+        try:
+            with self.guard(self.trainer.optimizers[0]):
+                super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+        finally:
+            self._closure = None
+
+    def _after_closure(self, after_closure: Callable[..., None], model: LightningModule, optimizer: Optimizer) -> None:
+        """Call `on_before_optimizer_step` and clip gradients, in the precision plugin's place.
+
+        If memory runs out, gradients may be changed by half. So forward and backward of the effective batch are run
+        again before the hooks are. What hooks log counts once they have succeeded.
+        """
+        closure = self._closure
+        if closure is None or not self.recover:
+            after_closure(model, optimizer)
+            return
+        scaler = getattr(self._guarded_plugin, "scaler", None)
+        hook = model._current_fx_name
+
+        def undo() -> None:
+            model._current_fx_name = hook  # Lightning doesn't reset it when a hook raises
+            if self.go_back is not None:
+                self.go_back()  # which the closure notices
+
+        def run_again() -> None:
+            closure()
+            if scaler is not None and scaler._per_optimizer_states.pop(id(optimizer), None) is not None:
+                scaler.unscale_(optimizer)
+
+        retry(
+            partial(self._held_logs, partial(after_closure, model, optimizer)),
+            lambda: f"`{model._current_fx_name}`",
+            REMEDY_FOR_HOOKS,
+            undo,
+            run_again,
+            self._obstacle(),
+        )
+
+    def _obstacle(self) -> Callable[[], str | None]:
+        """Return a function that says why what runs now can't be repeated after an error; it returns None if it can."""
+        before = self._weights_version()
+
+        def obstacle() -> str | None:
+            if self.go_back is None:
+                return WITH_SEVERAL_DEVICES
+            if self._weights_version() != before:
+                return "Hooks had changed weights, which only `optimizer.step` may if the batch is to be repeated."
+            return None
+
+        return obstacle
+
+    def _weights_version(self) -> int:
+        if self._hooks_change_weights is None:
+            self._hooks_change_weights = self._overrides(_STEP_HOOKS)
+        return sum(p._version for p in self.module.parameters()) if self._hooks_change_weights else 0
+
+    @contextmanager
+    def logged_already(self) -> Iterator[None]:
+        """Let `self.log` keep what this batch has logged, which the first batch of an epoch would begin anew."""
+        self.results.reset = _do_nothing
+        try:
+            yield
+        finally:
+            del self.results.reset
+
+    def _held_logs(self, hooks: Callable[[], None], is_repeated: bool = False) -> None:
+        """Call hooks, and log what they log when all have succeeded; not at all if it is logged already."""
+        held: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        results = self.results
+        results.log = lambda *args, **kwargs: held.append((args, kwargs))
+        try:
+            with self.logged_already() if is_repeated else _NOTHING:
+                hooks()
+        finally:
+            del results.log
+        if not is_repeated:
+            for args, kwargs in held:
+                results.log(*args, **kwargs)
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
@@ -167,11 +266,31 @@ class MicroBatchLoop(_AutomaticOptimization):
         batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
         return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
 
-    def after_backward(self) -> None:
-        """Call `on_after_backward`, when the gradients of the whole batch are complete."""
-        if self._uses_hooks() and not self._skip_backward:
+    def after_backward(self, run_again: Callable[[], object], is_repeated: bool = False) -> None:
+        """Call `on_after_backward`, when the gradients of the whole batch are complete.
+
+        Args:
+            run_again: Goes back to the start of the effective batch and runs forward and backward again, if memory
+                runs out in the hook, which may have changed gradients by half.
+            is_repeated: Whether what the hook logs is logged already.
+        """
+        if not self._uses_hooks() or self._skip_backward:
+            return
+
+        def hooks() -> None:
             call._call_callback_hooks(self.trainer, "on_after_backward")
             call._call_lightning_module_hook(self.trainer, "on_after_backward")
+
+        if not self.recover:
+            hooks()
+            return
+        retry(
+            lambda: self._held_logs(hooks, is_repeated),
+            "`on_after_backward`",
+            REMEDY_FOR_HOOKS,
+            prepare=run_again,
+            obstacle=self._obstacle(),
+        )
 
     def unsynchronized(self) -> AbstractContextManager[None]:
         """Return a context in which backward does not reduce gradients over ranks."""
@@ -183,9 +302,14 @@ class MicroBatchLoop(_AutomaticOptimization):
 
     def _uses_hooks(self) -> bool:
         if self._hooks_in_use is None:
-            owners = (self.module, *_callbacks(self.trainer))
-            self._hooks_in_use = any(is_overridden(hook, owner) for owner in owners for hook in _BACKWARD_HOOKS)
+            self._hooks_in_use = self._overrides(_BACKWARD_HOOKS)
         return self._hooks_in_use
+
+    def _overrides(self, hooks: tuple[str, ...]) -> bool:
+        """Whether the module or a callback defines one of these hooks."""
+        own = any(is_overridden(hook, self.module) for hook in hooks)
+        callbacks = [(hook, callback) for hook in hooks for callback in _callbacks(self.trainer)]
+        return own or any(hasattr(Callback, hook) and is_overridden(hook, callback) for hook, callback in callbacks)
 
     @contextmanager
     def _without_hooks(self, names: tuple[str, ...]) -> Iterator[None]:

@@ -143,3 +143,14 @@ def test_a_trial_step_is_not_the_first_step() -> None:
     with guard(optimizer):
         optimizer.step(closure)
     assert guard.num_retries == 1
+
+
+def test_without_room_for_a_copy_the_step_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(optimizer: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.guard.OptimizerSnapshot", no_room)
+    with pytest.warns(UserWarning, match="no room for a copy"):
+        assert equal(trained(set(), StepGuard(FullMemory()), after=False), trained(set(), None, after=False))
+    with pytest.raises(torch.OutOfMemoryError, match="Resume from the last checkpoint"):
+        trained({3}, StepGuard(FullMemory()), after=True)
