@@ -1,10 +1,14 @@
-"""Find the largest micro-batch of ten models on a simulated device, with ours and with Lightning's `BatchSizeFinder`.
+"""Find the largest micro-batch of small models on a simulated device, beside Lightning's `BatchSizeFinder`.
 
     python -m benchmarks.micro_batching.compare
 
 For every model the limit is set just above the peak of its case's `largest` micro-batch, so that this is the true
 maximum of a run with several micro-batches. `BatchSizeFinder` runs without micro-batches, where gradients are released
-during backward; its true maximum is found by bisection. Trial steps, errors and the result are counted for each.
+during backward; its true maximum is found by bisection. Trial steps, errors and the result are counted for each, and
+for ours the errors in the 50 training steps after the search, too.
+
+Models whose memory is not linear in the batch (`models.CURVED`) are tried with ours alone. Where the second batch is
+longer, the limit leaves room for `largest` samples of that one, and the size that it ran with is noted.
 """
 
 import argparse
@@ -12,6 +16,7 @@ import json
 import logging
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 
-from benchmarks.micro_batching.models import CASES, Case, Lit
+from benchmarks.micro_batching.models import CASES, CURVED, Case, Lit
 from benchmarks.micro_batching.record import write
 from lightning_memfit.device.limit import MemoryLimit, SimulatedDevice
 from lightning_memfit.fitting import MicroBatching
@@ -27,6 +32,7 @@ from lightning_memfit.memory.attach import TrainerAttachment
 
 SHARE = 1024  # at least two full micro-batches of the largest case
 HUGE = 1 << 40
+LATER_STEPS = 50
 
 
 class EarlyLimit(pl.Callback):
@@ -53,13 +59,16 @@ class EarlyLimit(pl.Callback):
 
 def trainer_of(*callbacks: pl.Callback, max_steps: int = 2) -> pl.Trainer:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return pl.Trainer(accelerator="cpu", devices=1, max_steps=max_steps, callbacks=list(callbacks), **quiet)
+    # An epoch may have two steps only.
+    return pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=max_steps, max_epochs=-1, callbacks=list(callbacks), **quiet
+    )
 
 
-def peak_with(case: Case, size: int) -> int:
+def peak_with(case: Case, size: int, share: int = SHARE) -> int:
     """Peak of steps that consist of several micro-batches."""
     limit = MemoryLimit(HUGE)
-    trainer_of(MicroBatching(micro_batch_size=size, allow_batch_statistics=True), limit).fit(Lit(case, SHARE))
+    trainer_of(MicroBatching(micro_batch_size=size, allow_batch_statistics=True), limit).fit(Lit(case, share))
     assert limit.ledger is not None
     return limit.ledger.peak_bytes
 
@@ -72,9 +81,21 @@ def fits(case: Case, size: int, limit_bytes: int, *callbacks: pl.Callback, share
     return True
 
 
-def ours_fits(case: Case, size: int, limit_bytes: int) -> bool:
+def ours_fits(case: Case, size: int, limit_bytes: int, share: int = SHARE) -> bool:
     callback = MicroBatching(micro_batch_size=size, recover=False, allow_batch_statistics=True)
-    return fits(case, size, limit_bytes, callback, share=SHARE)
+    return fits(case, size, limit_bytes, callback, share=share)
+
+
+def true_maximum_with(case: Case, limit_bytes: int, low: int, share: int) -> int:
+    """The largest micro-batch that trains; `low` is one that does."""
+    high = share - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ours_fits(case, middle, limit_bytes, share):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def true_maximum_without(case: Case, limit_bytes: int) -> int:
@@ -88,20 +109,70 @@ def true_maximum_without(case: Case, limit_bytes: int) -> int:
     return low
 
 
-def run_ours(case: Case, limit_bytes: int) -> dict[str, Any]:
-    callback, limit, module = MicroBatching(), MemoryLimit(limit_bytes), Lit(case, SHARE)
+class SizesUsed(pl.Callback):
+    """The largest micro-batch of every batch."""
+
+    def __init__(self) -> None:
+        self.by_batch: list[int] = []
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, Lit)
+        pl_module.largest_seen = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        assert isinstance(pl_module, Lit)
+        self.by_batch.append(pl_module.largest_seen)
+
+
+def run_ours(case: Case, limit_bytes: int, share: int = SHARE, later_steps: int = 0) -> dict[str, Any]:
+    callback, limit, module = MicroBatching(allow_batch_statistics=True), MemoryLimit(limit_bytes), Lit(case, share)
+    used = SizesUsed()
     started = time.perf_counter()
-    trainer_of(callback, limit, max_steps=1).fit(module)
+    trainer_of(callback, limit, used, max_steps=1 + later_steps).fit(module)
     assert limit.ledger is not None
     assert callback.found is not None
-    return {
+    errors = sum(not probe.fits for probe in callback.found.probes)
+    result = {
         "largest": callback.found.largest,
         "verified": callback.found.is_verified,
         "steps": callback.found.num_trials,
-        "errors": limit.ledger.num_ooms,
+        "errors": errors,
         "size_used": callback.changes[0][1],
         "seconds": round(time.perf_counter() - started, 2),
     }
+    if later_steps:
+        result["later_errors"] = limit.ledger.num_ooms - errors
+        result["size_of_second_batch"] = used.by_batch[1]
+    return result
+
+
+def run_linear(case: Case, limit_bytes: int) -> dict[str, Any]:
+    """Search with the whole share, train with a smaller one, which is faster."""
+    later = run_ours(case, limit_bytes, 2 * case.largest + 1, LATER_STEPS)
+    return {**run_ours(case, limit_bytes), "later_errors": later["later_errors"]}
+
+
+def run_curved(case: Case) -> dict[str, Any]:
+    """Ours alone on a model whose memory is not linear."""
+    plain = replace(case, longer=())
+    share = (16 if case.longer else 4) * case.largest
+    at = peak_with(case, case.largest, share)
+    largest = case.largest
+    while (above := peak_with(case, largest + 1, share)) <= at:  # within a step all sizes need the same
+        largest += 1
+    limit_bytes = (at + above) // 2
+    row: dict[str, Any] = {"model": case.name, "kind": case.kind, "limit_bytes": limit_bytes, "share": share}
+    row["true_maximum"] = true_maximum_with(plain, limit_bytes, largest, share) if case.longer else largest
+    row["checked"] = ours_fits(plain, row["true_maximum"], limit_bytes, share) and not ours_fits(
+        plain, row["true_maximum"] + 1, limit_bytes, share
+    )
+    row["memfit"] = run_ours(case, limit_bytes, share, LATER_STEPS)
+    row["memfit"]["fraction"] = round(row["memfit"]["largest"] / row["true_maximum"], 4)
+    if case.longer:
+        row["true_maximum_of_second_batch"] = largest
+    return row
 
 
 def run_lightning(case: Case, limit_bytes: int, mode: str) -> dict[str, Any]:
@@ -127,7 +198,7 @@ def compare(case: Case) -> dict[str, Any]:
     row: dict[str, Any] = {"model": case.name, "limit_bytes": limit_bytes, "true_maximum": case.largest}
     row["checked"] = ours_fits(case, case.largest, limit_bytes) and not ours_fits(case, case.largest + 1, limit_bytes)
     row["true_maximum_without_micro_batches"] = true_maximum_without(case, limit_bytes)
-    row["memfit"] = run_ours(case, limit_bytes)
+    row["memfit"] = run_linear(case, limit_bytes)
     for mode in ("power", "binsearch"):
         row[f"lightning_{mode}"] = run_lightning(case, limit_bytes, mode)
     return rated(row)
@@ -148,18 +219,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="name of one model")
     parser.add_argument("--ours", action="store_true", help="measure ours anew, keep the rest")
+    parser.add_argument("--curved", action="store_true", help="only models that are not linear, keep the rest")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/micro_batching_compare.json"))
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    known = {row["model"]: row for row in json.loads(arguments.output.read_text())["rows"]} if arguments.ours else {}
-    rows = []
-    for case in CASES:
-        if arguments.only in (None, case.name):
-            row = known.get(case.name)
-            rows.append(rated({**row, "memfit": run_ours(case, row["limit_bytes"])}) if row else compare(case))
-            print(rows[-1], flush=True)
-    write(arguments.output, {"share": SHARE, "rows": rows})
+    before = json.loads(arguments.output.read_text()) if arguments.ours or arguments.curved else {"rows": []}
+    known = {row["model"]: row for row in before["rows"]}
+    rows, curved = before["rows"] if arguments.curved else [], []
+    for case in (*CASES, *CURVED) if not arguments.curved else CURVED:
+        if arguments.only not in (None, case.name):
+            continue
+        if case.kind != "linear":
+            curved.append(run_curved(case))
+            print(curved[-1], flush=True)
+            continue
+        row = known.get(case.name)
+        rows.append(rated({**row, "memfit": run_linear(case, row["limit_bytes"])}) if row else compare(case))
+        print(rows[-1], flush=True)
+    write(arguments.output, {"share": SHARE, "later_steps": LATER_STEPS, "rows": rows, "curved": curved})
 
 
 if __name__ == "__main__":

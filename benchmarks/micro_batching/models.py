@@ -1,5 +1,10 @@
-"""Ten small models of different kinds for comparing batch size searches."""
+"""Small models of different kinds for comparing batch size searches.
 
+`CASES` are ten whose memory is linear in the batch. `CURVED` are others: quadratic, stepped, with shapes that grow
+after the first batch, and steps that can't be traced because they depend on values or leave torch.
+"""
+
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 NUM_SAMPLES = 2048
 
@@ -21,6 +26,9 @@ class Case:
     sample: Callable[[torch.Generator], Tensor]
     largest: int
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+    longer: tuple[int, ...] = ()
+    """How many times longer the second batch is, by dimension of a sample; `largest` is the largest size for it."""
+    kind: str = "linear"
 
 
 class Lit(pl.LightningModule):
@@ -33,10 +41,12 @@ class Lit(pl.LightningModule):
         self.net = case.build()
         self.batch_size = batch_size
         self.num_steps = 0
+        self.largest_seen = 0
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         (inputs,) = batch
         self.num_steps += 1
+        self.largest_seen = max(self.largest_seen, len(inputs))
         if hasattr(self.net, "config"):
             if "bert" in self.case.name or "t5" in self.case.name:
                 return self.net(input_ids=inputs, labels=inputs).loss
@@ -49,8 +59,25 @@ class Lit(pl.LightningModule):
     def train_dataloader(self) -> DataLoader:
         generator = torch.Generator().manual_seed(0)
         sample = self.case.sample(generator)
-        data = sample.repeat(NUM_SAMPLES, *[1] * (sample.ndim - 1))
+        if self.case.longer:
+            return DataLoader(_Longer(sample[0], self.batch_size, self.case.longer), self.batch_size)
+        # Without a ragged batch, where peaks of few steps are compared.
+        count = NUM_SAMPLES if self.case.kind == "linear" else 4 * self.batch_size
+        data = sample.repeat(count, *[1] * (sample.ndim - 1))
         return DataLoader(TensorDataset(data), self.batch_size)
+
+
+class _Longer(Dataset):
+    """Equal samples; those of the second batch are longer."""
+
+    def __init__(self, sample: Tensor, batch_size: int, times: tuple[int, ...]) -> None:
+        self.sample, self.long, self.batch_size = sample, sample.repeat(*times), batch_size
+
+    def __len__(self) -> int:
+        return 4 * self.batch_size
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        return (self.long if index // self.batch_size == 1 else self.sample,)
 
 
 class _Recurrent(nn.Module):
@@ -128,4 +155,101 @@ CASES = (
     Case("bert", lambda: _hugging_face("bert"), _tokens(32), 41),
     Case("t5", lambda: _hugging_face("t5"), _tokens(24), 5),
     Case("llama", lambda: _hugging_face("llama"), _tokens(40), 1),
+)  # fmt: skip
+
+
+# --- memory that is not linear in the batch -------------------------------------------------------------------------
+
+
+class _Between(nn.Module):
+    """A body, and a function of the features of all samples."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], width: int = 32) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, 16))
+        self.function = function
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.function(self.body(inputs))
+
+
+def _attention(rows: Tensor) -> Tensor:
+    return (rows @ rows.T / 4).softmax(-1) @ rows
+
+
+def _distances(rows: Tensor) -> Tensor:
+    return torch.cdist(rows, rows)
+
+
+def _contrastive(rows: Tensor) -> Tensor:
+    rows = nn.functional.normalize(rows)
+    return nn.functional.cross_entropy(rows @ rows.T / 0.1, torch.arange(len(rows)))
+
+
+def _pairs(rows: Tensor) -> Tensor:
+    return (rows[:, None] - rows[None]).tanh()
+
+
+class _Padded(nn.Module):
+    """Pads its batch to a multiple, as compiled and quantized kernels ask for, or to a power of two."""
+
+    def __init__(self, multiple: int | None) -> None:
+        super().__init__()
+        self.multiple = multiple
+        self.body = _mlp(64, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        count = len(inputs)
+        padded = 1 << (count - 1).bit_length() if self.multiple is None else -(-count // self.multiple) * self.multiple
+        return self.body(nn.functional.pad(inputs, (0, 0, 0, padded - count)))[:count]
+
+
+class _Untraceable(nn.Module):
+    """Runs a function on the features that a trace can't follow, then another module."""
+
+    def __init__(self, leave: Callable[[Tensor], Tensor], then: nn.Module) -> None:
+        super().__init__()
+        self.leave, self.then = leave, then
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.then(self.leave(inputs))
+
+
+def _through_ctypes(inputs: Tensor) -> Tensor:
+    """Scaled by what C reads at the tensor's address."""
+    first = ctypes.cast(inputs.contiguous().data_ptr(), ctypes.POINTER(ctypes.c_float))[0]
+    return inputs * (1.0 + 1e-6 * first)
+
+
+def _positive(inputs: Tensor) -> Tensor:
+    """The samples that have a positive sum; in this data all or none, so that both signs are there."""
+    both = torch.cat([inputs, -inputs])
+    return both[both.flatten(1).sum(1) > 0]
+
+
+def _unique(inputs: Tensor) -> Tensor:
+    """As many samples as given, by indices that depend on values."""
+    kept = torch.nonzero(inputs.abs().flatten(1).sum(1) >= 0).flatten()
+    return inputs[kept]
+
+
+CURVED = (
+    Case("attention over the batch", lambda: _Between(_attention), _floats(32), 130, kind="quadratic"),
+    Case("distances", lambda: _Between(_distances), _floats(32), 127, kind="quadratic"),
+    Case("contrastive", lambda: _Between(_contrastive), _floats(32), 210, kind="quadratic"),
+    Case("all pairs", lambda: _Between(_pairs), _floats(32), 30, kind="quadratic"),
+    Case("padded to 16", lambda: _Padded(16), _floats(64), 48, kind="stepped"),
+    Case("padded to 64", lambda: _Padded(64), _floats(64), 192, kind="stepped"),
+    Case("padded to 2^n", lambda: _Padded(None), _floats(64), 64, kind="stepped"),
+    Case("text, then longer", _encoder, _floats(24, 64), 11, longer=(3, 1), kind="longer"),
+    Case("recurrent, then longer", _Recurrent, _floats(12, 32), 61, longer=(2, 1), kind="longer"),
+    Case("images, then larger", _convolutions, _floats(3, 16, 16), 9, longer=(1, 2, 2), kind="longer"),
+    Case("through C", lambda: _Untraceable(_through_ctypes, _mlp(64, 4)), _floats(64), 140, kind="untraceable"),
+    Case("values choose samples", lambda: _Untraceable(_positive, _mlp(64, 4)), _floats(64), 57, kind="untraceable"),
+    Case("values choose, attention", lambda: _Untraceable(_unique, _Between(_attention)), _floats(32), 111,
+         kind="untraceable"),
+    Case("through C, images", lambda: _Untraceable(_through_ctypes, _convolutions()), _floats(3, 16, 16), 33,
+         kind="untraceable"),
+    Case("through C, padded to 16", lambda: _Untraceable(_through_ctypes, _Padded(16)), _floats(64), 80,
+         kind="untraceable"),
 )  # fmt: skip

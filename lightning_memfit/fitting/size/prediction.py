@@ -4,28 +4,40 @@
 that of the run as it is configured.
 """
 
+import copy
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
+import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
 from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
 from lightning_memfit.estimate.estimate import Estimate, estimate_step, predict_peak_bytes
+from lightning_memfit.fitting.size.search import NoPrediction, agrees, largest_by_exact, largest_under
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.memory.attach import hide_idle_hooks
 from lightning_memfit.memory.kind import CPU, CUDA, compute_capability
-from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
+from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.events import CATEGORIES
+from lightning_memfit.profile.events import CATEGORIES, AlignmentError, EventList, fit_slopes
+from lightning_memfit.profile.fake import fake_clone, tensors_in
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.first_batch import first_batch
+
+_MAX_SECONDS = 120.0  # of tracing, in one search
 
 
 def profile_fit(
@@ -71,55 +83,243 @@ def profile_fit(
         )
 
 
-@dataclass(frozen=True)
 class SizePrediction:
-    """The peak of a training step at any micro-batch size: a `PeakPredictor` made from the memory model.
+    """The peak of a training step at any micro-batch size, whatever its curve: an `ExactPredictor` made by tracing.
 
-    The search assumes that gradients are alive from start to end, as they are from the second micro-batch of a step on.
-    The device's whole batch is on the device, whatever the micro-batch size.
+    Sizes that replay two traces of small sizes are a rough prediction only: padding, attention over the batch and
+    branches on shapes are not affine. So the size that it names is traced as well, and where the two disagree, further
+    sizes are, until the largest that fits is bracketed. A trace takes time, but no memory of the device.
+
+    It keeps a fake clone of the module as it was before anything was configured, so that traces can be made in the
+    middle of training, for batches of new shapes.
+
+    Args:
+        trainer: The Trainer that is about to fit.
+        module: Its module, in a callback's `setup`.
+
+    Raises:
+        Exception: If the module can't be copied.
     """
 
-    profile: ModelProfile
-    runtime: RuntimeMemory | None
-    local_batch_size: int
-    """Samples that the loader gives each device."""
-    whole: ModelProfile | None = None
-    """Profile of a step with the whole batch as one micro-batch, whose gradients are cleared before its backward."""
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._tracer = _StepTracer(trainer, module)
+        self._runtime = runtime_of(trainer)
+        self._batch: Any = None
+        self._take_of: Callable[[Any, int], Any] | None = None
+        self._local_batch_size = 0
+        self._profiles: dict[int, ModelProfile] = {}
+        self._replayed: ModelProfile | None = None
+        self._input_sizes: dict[int, int] = {}
+        self._rest_bytes: int | None = None
+        self._traced_rest_bytes: int | None = None
+
+    def begin(self, batch: Any, local_batch_size: int, take: Callable[[Any, int], Any]) -> None:
+        """Predict for a batch from now on; nothing is traced yet, and only a copy in host memory is kept.
+
+        Args:
+            batch: A device's batch.
+            local_batch_size: Its samples.
+            take: Returns the first samples of a batch as training would split it.
+        """
+        self._batch, self._local_batch_size, self._take_of = _on_host(batch), local_batch_size, take
+        self._profiles, self._replayed, self._input_sizes = {}, None, {}
+
+    def for_batch(self, batch: Any, local_batch_size: int, take: Callable[[Any, int], Any]) -> "SizePrediction":
+        """Return a prediction for another batch; see `begin`."""
+        other = copy.copy(self)
+        other.begin(batch, local_batch_size, take)
+        return other
 
     def __call__(self, size: int) -> int:
-        """Return the predicted peak in bytes."""
-        return predict_peak_bytes(self.profile, size, self.runtime) + self._waiting_bytes(size)
+        """Return the predicted peak in bytes, from a trace of that size unless a replay is known to be right.
+
+        Raises:
+            NoPrediction: If the step can't be traced.
+        """
+        if self._replayed is not None and size < self._local_batch_size:
+            return self._peak_bytes(self._replayed, size)
+        return self._traced_bytes(size)
+
+    def largest_under(self, limit_bytes: int, upper: int) -> int:
+        """Return the largest size from 1 to `upper` whose predicted peak is within the limit, or 0 if none is.
+
+        Raises:
+            NoPrediction: If the step can't be traced.
+        """
+        whole = self._local_batch_size
+        if upper >= whole and self._traced_bytes(whole) <= limit_bytes:
+            return whole
+        upper = min(upper, whole - 1)  # gradients are alive in the forward of every micro-batch but the first
+        if self._replayed is not None:
+            return largest_under(self, limit_bytes, upper)
+        known = {size: self._traced_bytes(size) for size in (2, 3) if size <= upper}
+        known |= {size: self._traced_bytes(size) for size in self._profiles if size < whole}
+        replayed = self._replay() if upper > max(known, default=upper) else None
+
+        def replay(size: int) -> int:
+            assert replayed is not None
+            return self._peak_bytes(replayed, size)
+
+        started = time.monotonic()
+        found = largest_by_exact(
+            self._traced_bytes,
+            limit_bytes,
+            upper,
+            known,
+            None if replayed is None else replay,
+            lambda: time.monotonic() - started > _MAX_SECONDS,
+        )
+        traced = {size: self._traced_bytes(size) for size in self._profiles if size < whole}
+        if replayed is not None and agrees(replay, traced):
+            self._replayed = replayed
+        return found
 
     def tell_monitors(self, trainer: Trainer, size: int) -> None:
-        """Pass the prediction for the size in use to every `MemoryMonitor` of the Trainer."""
-        if size >= self.local_batch_size and self.whole is not None:
-            _tell_monitors(trainer, estimate_step(self.whole, runtime=self.runtime).breakdown)
+        """Pass the prediction for the size in use to every `MemoryMonitor` of the Trainer; without one, nothing."""
+        if self._take_of is None or not any(isinstance(c, MemoryMonitor) for c in trainer.callbacks):  # type: ignore[attr-defined]
             return
-        waiting = MemoryBreakdown.device({Category.INPUT: self._waiting_bytes(size)})
-        _tell_monitors(trainer, estimate_step(self.profile, size, self.runtime).breakdown + waiting)
+        try:
+            known = self._replayed if size < self._local_batch_size else None
+            profile = known if known is not None else self._trace(size)
+        except NoPrediction:
+            return
+        waiting_bytes = self._input_bytes(self._local_batch_size) - self._input_bytes(size)
+        waiting = MemoryBreakdown.device({Category.INPUT: waiting_bytes})
+        at = None if known is None else size
+        _tell_monitors(trainer, estimate_step(profile, at, self._runtime).breakdown + waiting)
 
-    def _waiting_bytes(self, size: int) -> int:
-        """Return the bytes of the samples that wait on the device for their micro-batch."""
-        assert self.profile.slopes is not None
-        inputs = self.profile.events.categories == CATEGORIES.index(Category.INPUT)
-        return max(0, self.local_batch_size - size) * round(float(self.profile.slopes[inputs].sum()))
+    def calibrate(self, rest_bytes: int) -> None:
+        """Say how many bytes are alive between two steps, with gradients, optimizer states and the whole batch.
+
+        What a trace can't know (workspaces of libraries, tensors of other callbacks) is then counted.
+        """
+        self._rest_bytes = rest_bytes - self._input_bytes(self._local_batch_size)
+
+    def _traced_bytes(self, size: int) -> int:
+        return self._peak_bytes(self._trace(size), size)
+
+    def _peak_bytes(self, profile: ModelProfile, size: int) -> int:
+        """Return the peak at a size that a profile knows, with the samples that wait on the device for their turn."""
+        at = profile.micro_batch_size if profile.slopes is None else size
+        waiting_bytes = self._input_bytes(self._local_batch_size) - self._input_bytes(size)
+        return predict_peak_bytes(profile, at, self._runtime) + waiting_bytes + self._untraced_bytes(profile)
+
+    def _untraced_bytes(self, profile: ModelProfile) -> int:
+        """Return the bytes alive between steps that a trace doesn't know; they are the same for every size."""
+        if self._rest_bytes is None:
+            return 0
+        if self._traced_rest_bytes is None:
+            live = profile.events.live_bytes(profile.device_kind.rounding_bytes)
+            runtime_bytes = self._runtime.allocated_bytes if self._runtime is not None else 0
+            inputs = profile.events.categories == CATEGORIES.index(Category.INPUT)
+            input_bytes = int(profile.events.rounded_sizes(profile.device_kind.rounding_bytes)[inputs].sum())
+            self._traced_rest_bytes = int(live[_end_of_step(profile.events)]) + runtime_bytes - input_bytes
+        return self._rest_bytes - self._traced_rest_bytes
+
+    def _trace(self, size: int) -> ModelProfile:
+        size = min(size, self._local_batch_size)
+        if size not in self._profiles:
+            self._profiles[size] = self._tracer.trace(self._take, size, size == self._local_batch_size)
+        return self._profiles[size]
+
+    def _replay(self) -> ModelProfile | None:
+        """The profile that sizes follow from if every storage grows in proportion; None if the structure differs."""
+        two, three = self._trace(2), self._trace(3)
+        try:
+            events, slopes = fit_slopes(two.events, three.events, 2, 3)
+        except AlignmentError:
+            return None
+        return replace(two, events=events, slopes=slopes, micro_batch_size=2, only_this_size="")
+
+    def _take(self, size: int) -> Any:
+        assert self._take_of is not None
+        return self._batch if size == self._local_batch_size else self._take_of(self._batch, size)
+
+    def _input_bytes(self, size: int) -> int:
+        """Return the bytes of the batch's first samples."""
+        if size not in self._input_sizes:
+            with _disable_current_modes():
+                self._input_sizes[size] = sum(tensor.nbytes for tensor in tensors_in(self._take(size)))
+        return self._input_sizes[size]
+
+
+def _end_of_step(events: EventList) -> int:
+    """The last event of the last step, when what is alive stays alive until the next one."""
+    return max(next((at for at, name in events.phases if name == "end"), len(events)) - 1, 0)
+
+
+class _StepTracer:
+    """Traces steps of a module as it was before it was configured, at any time of the run.
+
+    Batches are given as training has them on the device, so the clone's transfer hooks do nothing.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        techniques = tuple(c for c in trainer.callbacks if isinstance(c, TechniqueCallback))  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            for technique in reversed(techniques):
+                stack.enter_context(technique.taken_off(trainer, module))
+            self._techniques = copy.deepcopy(techniques)
+            self._clone = fake_clone(module, FakeTensorMode(allow_non_fake_inputs=True))
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+            object.__setattr__(self._clone, name, _unchanged)
+        self._trainer = trainer
+        self._emulation = emulation_of(trainer)
+
+    def trace(self, take: Callable[[int], Any], size: int, is_whole: bool) -> ModelProfile:
+        """Trace a step whose micro-batches are all alike.
+
+        Args:
+            take: Returns a micro-batch of a size.
+            size: The size.
+            is_whole: Whether it is a device's whole batch, and the only one of the step unless the Trainer accumulates.
+
+        Raises:
+            NoPrediction: If the step can't be traced.
+        """
+        trainer = self._trainer
+        options = StepOptions(
+            trainer.precision,  # type: ignore[arg-type]
+            trainer.accumulate_grad_batches if is_whole else max(2, trainer.accumulate_grad_batches),
+            trainer.gradient_clip_val,
+            trainer.gradient_clip_algorithm,
+        )
+        object.__setattr__(self._clone, "_trainer", trainer)
+        try:
+            with _disable_current_modes(), torch.enable_grad():
+                return profile_module(
+                    self._clone,
+                    take(size),
+                    options,
+                    self._emulation,
+                    self._techniques,
+                    any_micro_batch=False,
+                    cache=ProfileCache(),
+                )
+        except (TraceError, ValueError) as error:
+            raise NoPrediction(str(error)) from error
+        finally:
+            object.__setattr__(self._clone, "_trainer", None)
+
+
+def _on_host(batch: Any) -> Any:
+    """A copy of a batch that keeps nothing of the device alive."""
+    with _disable_current_modes():
+        moved = move_data_to_device(batch, torch.device("cpu"))
+        return apply_to_collection(moved, torch.Tensor, lambda tensor: tensor.detach().clone())
+
+
+def _unchanged(batch: Any, *_: Any, **__: Any) -> Any:
+    return batch
 
 
 def predict_sizes(trainer: Trainer, module: LightningModule) -> SizePrediction | None:
-    """Predict the peak at any micro-batch size; if the step can't be traced, say why and return None."""
+    """Prepare to predict the peak at any micro-batch size; if the module can't be copied, say why and return None."""
     try:
-        batch = first_batch(trainer)
-        local_batch_size = batch_size(batch)
-        two = resize_batch(batch, local_batch_size, 2)
-        profile = profile_fit(trainer, module, two, any_micro_batch=True, accumulate_grad_batches=2)
-        whole = profile_fit(trainer, module, batch) if trainer.accumulate_grad_batches == 1 else None
-    except (TraceError, ValueError) as error:
-        rank_zero_info(f"MicroBatching: sizes are drawn from trial steps, for there is no prediction: {error}")
+        return SizePrediction(trainer, module)
+    except Exception as error:  # a module may hold anything, and copying it call anything
+        rank_zero_info(f"MicroBatching: sizes are drawn from trial steps, for the module can't be copied: {error}")
         return None
-    if profile.slopes is None:
-        rank_zero_info(f"MicroBatching: sizes are drawn from trial steps, for {profile.only_this_size}.")
-        return None
-    return SizePrediction(profile, runtime_of(trainer), local_batch_size, whole)
 
 
 def emulation_of(trainer: Trainer) -> Emulation:

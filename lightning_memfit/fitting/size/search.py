@@ -1,13 +1,16 @@
-"""Find the largest micro-batch size that fits, from a prediction and at most two measured trials.
+"""Find the largest micro-batch size that fits: a candidate is named by a prediction or by measured peaks, then tried.
 
-The search is pure: trials come in as functions. `longest_samples` and `lengthened` make the batch to try sizes with,
-which is the one that needs the most memory.
+The search is pure: predictions and trials come in as functions. It assumes one thing only, that a larger size never
+needs less memory. `longest_samples` and `lengthened` make the batch to try sizes with, which is the one that needs the
+most memory.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,8 +19,38 @@ from torch.utils.data import DataLoader, Subset
 PeakPredictor = Callable[[int], int]
 """From a micro-batch size to the predicted peak of a training step in bytes; must not decrease as the size grows."""
 
-MAX_PROBES = 2
+MAX_PROBES = 2  # where there is a prediction
+MAX_MEASURED = 5  # where sizes are drawn from trials alone
 _STEP_BACK = 0.97  # after a failed trial; the prediction is better than 3 %
+_CLOSE = 0.01  # a bracket this narrow is not narrowed further
+_AGREES = 0.01  # of the growth since the smallest size: where a rough prediction is taken to be right
+_MAX_EXACT = 20  # exact predictions, each of which may take seconds
+
+
+class NoPrediction(Exception):
+    """There is no prediction for a size; the message says why."""
+
+
+@runtime_checkable
+class ExactPredictor(Protocol):
+    """A prediction of any curve, one traced size at a time."""
+
+    def __call__(self, size: int) -> int:
+        """Return the predicted peak in bytes.
+
+        Raises:
+            NoPrediction: If the step can't be traced.
+        """
+
+    def calibrate(self, rest_bytes: int) -> None:
+        """Say how many bytes are alive between two steps."""
+
+    def largest_under(self, limit_bytes: int, upper: int) -> int:
+        """Return the largest size from 1 to `upper` whose predicted peak is within the limit, or 0 if none is.
+
+        Raises:
+            NoPrediction: If the step can't be traced.
+        """
 
 
 @dataclass(frozen=True)
@@ -42,11 +75,12 @@ class SizeSearchResult:
     """What a search found.
 
     Attributes:
-        largest: The largest size believed to fit.
+        largest: The largest size that was tried and fits.
         is_verified: Whether a trial step of that size succeeded.
         predicted_bytes: Predicted peak at that size, corrected by what was measured; None without prediction.
         probes: The trials near the limit, in order.
         num_trials: Number of all trial steps, including smaller ones for the prediction.
+        missed_bytes: What was measured at that size beyond an exact prediction; 0 without one.
     """
 
     largest: int
@@ -54,21 +88,23 @@ class SizeSearchResult:
     predicted_bytes: int | None
     probes: tuple[Probe, ...]
     num_trials: int = 0
+    missed_bytes: int = 0
 
 
 def find_largest(
     upper: int,
-    predict: PeakPredictor,
+    predict: PeakPredictor | ExactPredictor,
     limit_bytes: int,
     run_probe: Callable[[int], Probe],
     first: Probe | None = None,
+    agree: Callable[[int], int] = int,
 ) -> SizeSearchResult:
-    """Find the largest size up to `upper` that fits.
+    """Find the largest size up to `upper` that fits, from a prediction and usually one or two trials.
 
-    The prediction names a candidate. Measured peaks correct it: the error at the sizes tried is interpolated and
-    extrapolated linearly, because a prediction errs by a constant (libraries' workspaces) and a slope (bytes per
-    sample). If the first candidate fits and the corrected prediction promises more, that is tried as well. If it fails,
-    the next trial is 3 % lower. An untried size is returned only if both trials failed.
+    The prediction names a candidate, and measured peaks correct it: the error found at one size is taken to be the same
+    at others, that found at two sizes to grow linearly. If the first candidate fits and the corrected prediction
+    promises more, that is tried as well. If it fails, the next trial is 3 % lower; if that fails, too, the prediction
+    is wrong, and further trials go down until one fits. A size that was not tried is never returned.
 
     Args:
         upper: The largest size of interest.
@@ -76,32 +112,57 @@ def find_largest(
         limit_bytes: Memory of the device.
         run_probe: Runs a trial step.
         first: An earlier trial of a small size, which corrects the constant.
+        agree: Returns the smallest of all ranks' numbers, so that all of them try the same sizes.
+
+    Raises:
+        NoPrediction: If `predict` raises it, on any rank.
     """
     measured = [] if first is None or first.peak_bytes is None else [first]
+    best = 0 if first is None or not first.fits else first.size
     probes: list[Probe] = []
-    corrected = _corrected(predict, measured)
-    candidate = largest_under(corrected, limit_bytes, upper)
-    best = first.size if first is not None and first.fits else 0
-    while candidate > best and len(probes) < MAX_PROBES:
+    failed = upper + 1
+    while True:
+        promised, reason = _promised(predict, measured, limit_bytes, upper)
+        promised = agree(promised)
+        if promised < 0:
+            raise NoPrediction(reason or "another rank has none")
+        candidate = min(max(promised, 1), failed - 1)
+        if failed <= upper:
+            num_failed = sum(not probe.fits for probe in probes)
+            share = _STEP_BACK if num_failed == 1 else 0.75 if num_failed == MAX_PROBES else 0.5
+            candidate = min(candidate, math.ceil(failed * share) if num_failed == 1 else int(failed * share))
+        if candidate <= best or (len(probes) >= MAX_PROBES and best > (first.size if first else 0)):
+            break
         probe = run_probe(candidate)
         probes.append(probe)
         if not probe.fits:
-            upper = candidate - 1
-            candidate = min(upper, math.ceil(candidate * _STEP_BACK))
+            failed = candidate
             continue
         best = candidate
         if probe.peak_bytes is None:
             break
         measured.append(probe)
-        corrected = _corrected(predict, measured)
-        candidate = largest_under(corrected, limit_bytes, upper)
-    failed = [probe.size for probe in probes if not probe.fits]
-    if len(failed) == MAX_PROBES:
-        # Nothing near the prediction fits. Leave ample room; training lowers the size further if it must.
-        best = max(best, failed[-1] * 3 // 4, 1)
-    best = max(best, 1)
-    is_verified = any(probe.fits and probe.size == best for probe in (*probes, *measured))
-    return SizeSearchResult(best, is_verified, corrected(best), tuple(probes))
+    predicted = missed = None
+    with contextlib.suppress(NoPrediction):
+        predicted = _corrected(predict, measured)(best) if best else None
+        missed = next((p.peak_bytes - predict(best) for p in measured if p.size == best and p.peak_bytes), None)
+    is_exact = isinstance(predict, ExactPredictor)
+    return SizeSearchResult(
+        best, best > 0, predicted, tuple(probes), missed_bytes=max(0, missed or 0) if is_exact else 0
+    )
+
+
+def _promised(
+    predict: PeakPredictor | ExactPredictor, measured: Sequence[Probe], limit_bytes: int, upper: int
+) -> tuple[int, str]:
+    """The size that a prediction promises, corrected by what was measured; -1 and the reason if there is none."""
+    try:
+        if not isinstance(predict, ExactPredictor):
+            return largest_under(_corrected(predict, measured), limit_bytes, upper), ""
+        errors = [(probe.peak_bytes or 0) - predict(probe.size) for probe in measured[-1:]]
+        return predict.largest_under(limit_bytes - sum(errors), upper), ""
+    except NoPrediction as error:
+        return -1, str(error)
 
 
 def largest_under(predict: PeakPredictor, limit_bytes: int, upper: int) -> int:
@@ -116,23 +177,7 @@ def largest_under(predict: PeakPredictor, limit_bytes: int, upper: int) -> int:
     return low
 
 
-def line_through(small: Probe, large: Probe) -> PeakPredictor:
-    """Return a prediction from two measured trials, for use without a memory model.
-
-    Forward and backward grow linearly; the optimizer step needs the same for every size.
-
-    Raises:
-        ValueError: If a peak is missing or the sizes are equal.
-    """
-    if small.work_bytes is None or large.work_bytes is None or large.peak_bytes is None or small.size >= large.size:
-        raise ValueError(f"`small={small}` and `large={large}` must be measured trials of growing sizes.")
-    slope = max(0.0, (large.work_bytes - small.work_bytes) / (large.size - small.size))
-    offset = large.work_bytes - slope * large.size
-    step_bytes = large.peak_bytes if large.peak_bytes > large.work_bytes else 0
-    return lambda size: max(step_bytes, round(offset + slope * size))
-
-
-def _corrected(predict: PeakPredictor, measured: list[Probe]) -> PeakPredictor:
+def _corrected(predict: PeakPredictor, measured: Sequence[Probe]) -> PeakPredictor:
     errors = [
         (probe.size, probe.peak_bytes - predict(probe.size)) for probe in measured if probe.peak_bytes is not None
     ]
@@ -144,6 +189,165 @@ def _corrected(predict: PeakPredictor, measured: list[Probe]) -> PeakPredictor:
     other_size, other_error = errors[-2]
     slope = (error - other_error) / (size - other_size)
     return lambda n: round(predict(n) + error + slope * (n - size))
+
+
+# --- a curve of which single values are expensive -------------------------------------------------------------------
+
+
+def largest_by_exact(
+    exact: PeakPredictor,
+    limit_bytes: int,
+    upper: int,
+    known: Mapping[int, int],
+    rough: PeakPredictor | None = None,
+    is_out_of_time: Callable[[], bool] = lambda: False,
+) -> int:
+    """The largest size from 1 to `upper` whose peak is within the limit, or 0, asking for few values of its curve.
+
+    A rough prediction that is right at the size that it names needs one value more. If it is wrong there, a parabola
+    through the values known nearest to the limit names the next size, and where that narrows the bracket too slowly
+    (the curve has steps), half of the bracket does. The result is the largest size known to fit if values run out.
+
+    Args:
+        exact: The curve; a value may take seconds.
+        limit_bytes: The limit.
+        upper: The largest size of interest.
+        known: Values that are known already.
+        rough: A cheap prediction, which may be wrong.
+        is_out_of_time: Whether no more values may be asked for.
+    """
+    known = {size: peak for size, peak in known.items() if size <= upper}
+    rough = rough if rough is None or agrees(rough, known) else None
+    low = max((size for size, peak in known.items() if peak <= limit_bytes), default=0)
+    high = min((size for size, peak in known.items() if peak > limit_bytes), default=upper + 1)
+    slow = 0
+    for _ in range(_MAX_EXACT):
+        if high - low <= max(1, _CLOSE * low) or is_out_of_time():
+            break
+        nearest = sorted(known, key=lambda size: min(abs(size - low), abs(size - high)))[:3]
+        model = rough or _through({size: known[size] for size in nearest})
+        guess = min(max(largest_under(model, limit_bytes, high - 1), low + 1), high - 1)
+        if slow >= 2:
+            guess = (low + high) // 2 if low else max(1, math.isqrt(high))
+        known[guess] = peak = exact(guess)
+        if rough is not None and not agrees(rough, known):
+            rough = None
+        elif rough is not None and peak <= limit_bytes:
+            return guess
+        width = high - low
+        low, high = (guess, high) if peak <= limit_bytes else (low, guess)
+        slow = slow + 1 if 2 * (high - low) > width else 0
+    return low
+
+
+def agrees(rough: PeakPredictor, exact: Mapping[int, int]) -> bool:
+    """Whether a prediction is within 1 % of the growth that the curve really has between known sizes."""
+    growth = max(exact.values()) - min(exact.values())
+    return all(abs(rough(size) - peak) <= _AGREES * growth for size, peak in exact.items())
+
+
+def _through(values: Mapping[int, int]) -> PeakPredictor:
+    """The curve of lowest degree through some values; 0 everywhere if there are none."""
+
+    def value(size: int) -> int:
+        total = 0.0
+        for at, peak in values.items():
+            total += peak * math.prod((size - other) / (at - other) for other in values if other != at)
+        return round(total)
+
+    return value
+
+
+# --- without a prediction -------------------------------------------------------------------------------------------
+
+
+def find_by_trials(
+    upper: int, rest_bytes: int, limit_bytes: int, run_probe: Callable[[int], Probe]
+) -> SizeSearchResult:
+    """Find the largest size up to `upper` that fits by trials alone, of which there are at most `MAX_MEASURED`.
+
+    The bytes that forward and backward need beyond what is alive between steps are taken to grow at most with the
+    square of the size, so that the second trial is safe for any such curve. The later ones follow what was measured: a
+    parabola where the curve is smooth, whole steps where it has some (batches padded to a multiple). A curve with steps
+    can't be found exactly by so few trials: the result fits, but may be some steps too low.
+
+    Args:
+        upper: The largest size of interest.
+        rest_bytes: Bytes alive between steps.
+        limit_bytes: Memory of the device.
+        run_probe: Runs a trial step.
+    """
+    probes: list[Probe] = []
+    points: list[tuple[int, int]] = []
+    room = max(limit_bytes - rest_bytes, 1)
+    best, failed = 0, upper + 1
+    while len(probes) < MAX_MEASURED or not best:
+        candidate = min(_by_growth(points, room, failed, is_free=failed > upper), failed - 1)
+        if candidate <= best:
+            break
+        probe = run_probe(candidate)
+        probes.append(probe)
+        if not probe.fits:
+            failed = candidate
+            continue
+        best = candidate
+        if probe.work_bytes is None:
+            break
+        points.append((candidate, max(probe.work_bytes - rest_bytes, 1)))
+    peak = next((probe.peak_bytes for probe in probes if probe.size == best and probe.fits), None)
+    return SizeSearchResult(best, best > 0, peak, tuple(probes))
+
+
+_BETWEEN = 0.35  # from what is safe for a parabola (0) to what a line promises (1)
+_MARGIN = 0.04  # of an extrapolated distance
+_FAR = 2.2  # times the largest size measured
+_FLAT = 0.02  # growth that shows a step, as a share of proportional growth
+_STEP = 8  # batches are padded to multiples of this
+
+
+def _by_growth(points: Sequence[tuple[int, int]], room: float, failed: int, is_free: bool) -> int:
+    """Name the next size to try.
+
+    Args:
+        points: Sizes that fit, rising, and the bytes that forward and backward took beyond what was alive.
+        room: The bytes that they may take.
+        failed: The smallest size that failed; the next trial is below.
+        is_free: Whether none has failed yet.
+    """
+    if not points:
+        return max(1, min(2, failed - 1))
+    size, used = points[-1]
+    safe = size * math.sqrt(room / used)
+    if len(points) == 1:
+        return max(size + 1, int(safe))
+    if any(after - before <= _FLAT * before * (b - a) / a for (a, before), (b, after) in pairwise(points)):
+        return _by_steps(points, room, failed, is_free)
+    before_size, before = points[-2]
+    line = max(safe, size + (room - used) * (size - before_size) / (used - before))
+    if len(points) == 2:
+        return max(size + 1, int(safe ** (1 - _BETWEEN) * line**_BETWEEN)) if is_free else int(safe)
+    curve = _through(dict(points[-3:]))
+    named = largest_under(lambda n: curve(n) if n > size else 0, int(room), int(line))
+    named = int(max(named, safe))
+    # What is far from all that was measured is approached, and never from above.
+    margin = _MARGIN * (named - size) if named <= _FAR * size else (named - safe) / 2
+    named -= math.ceil(margin) if named > size + _STEP else int(margin)
+    if named < failed:
+        return named
+    # The curve was wrong: by a little if it had been measured nearby, else by a jump that lies anywhere between.
+    is_near = size > failed / 2 and named <= (1 + _CLOSE) * failed
+    return int(_STEP_BACK * failed if is_near else max(safe, (size + failed) / 2))
+
+
+def _by_steps(points: Sequence[tuple[int, int]], room: float, failed: int, is_free: bool) -> int:
+    """Name the next size for memory that grows in equal steps, each as high as the first measured."""
+    size, used = points[-1]
+    height = points[0][1]
+    named = size * max(1, int(room / height + _FLAT)) / max(1, round(used / height))
+    at_edge = -(-int(named) // _STEP) * _STEP
+    if at_edge <= max(1.15 * named, 3 * _STEP):
+        named = at_edge
+    return max(size + 1, int(named if is_free else min(named, (size + failed) / 2)))
 
 
 # --- the batch that needs the most memory: the longest sequences the data can give ----------------------------------

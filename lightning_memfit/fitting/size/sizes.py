@@ -1,6 +1,5 @@
 """`MicroBatchSize`: the size in use, lowered after a failure and raised again when a `Backoff` has passed."""
 
-from dataclasses import dataclass
 from itertools import chain
 
 STEPS_BEFORE_GROWTH = 100
@@ -57,47 +56,89 @@ def prefer(local_batch_size: int, largest: int) -> int:
     return next(chain(dividing, eights), largest)
 
 
-@dataclass
 class MicroBatchSize:
     """The size in use: lowered after a failure, and raised again after some time without failure.
+
+    What fails is one effective batch, however often its micro-batch has to be lowered until it passes: calls of
+    `shrink` without a `succeed` between them are one failure. After a quiet spell the size wanted is tried at once,
+    for most causes pass: a batch of very long samples, another process on the card. If that fails soon, the run is back
+    at the size that was good, the spell is twice as long, and the next tries go halfway up to what failed, so that a
+    permanent shortage costs few repeated batches and ends at the largest size that fits.
 
     Args:
         local_batch_size: Samples per device and loader batch.
         target: The size wanted, at which growth ends.
 
+        at_most: The size for batches larger than `local_batch_size`, while nothing has failed; by default `target`.
+
     Attributes:
         current: The size in use.
     """
 
-    local_batch_size: int
-    target: int
-
-    def __post_init__(self) -> None:
-        self.current = self.target
+    def __init__(self, local_batch_size: int, target: int, at_most: int | None = None) -> None:
+        self.local_batch_size = local_batch_size
+        self._at_most = max(target, target if at_most is None else at_most)
+        self.target = target
+        self.current = target
+        self._good = target
+        """The largest size known to last; below `current` while that is a try."""
+        self._bad: int | None = None
+        """The smallest size that failed when it was tried."""
+        self._is_failing = False
+        self._is_settled = True
         self._backoff = Backoff()
 
+    def for_batch(self, num_samples: int) -> int:
+        """Return the size for a batch, which may have more samples than the first one had."""
+        is_whole = self._is_settled and self.current >= self.local_batch_size
+        return min(num_samples, self._at_most if is_whole else self.current)
+
     def shrink(self, failed: int) -> int:
-        """Lower the size after one failed, by a quarter at least, and wait twice as long before growing again.
+        """Lower the size after one failed: to the last good one if that was a try, else by a quarter at least.
 
         Returns:
             The new size, or 0 if there is none below `failed`.
         """
         if failed <= 1:
             return 0
-        self.current = min(self.current, prefer(self.local_batch_size, max(1, failed * 3 // 4)))
-        self._backoff.fail()
+        if not self._is_failing:
+            self._is_failing = True
+            if self._good < self.current:
+                self._backoff.fail()
+                self._bad = self.current
+            else:
+                self._backoff.restart()
+        self._at_most = self.target
+        smaller = self._good if self._good < failed else prefer(self.local_batch_size, max(1, failed * 3 // 4))
+        self.current = self._good = min(self.current, smaller)
+        self._is_settled = False
         return self.current
 
     def succeed(self) -> int:
-        """Count a step without failure.
+        """Count an effective batch without failure.
 
         Returns:
-            The size for the next step.
+            The size for the next one.
         """
-        if self.current >= self.target:
+        if self._is_settled and self.current >= self.target:
             return self.current
-        if self._backoff.succeed():
-            fewer = -(-self.local_batch_size // self.current) - 1
-            saves_one = -(-self.local_batch_size // fewer) if fewer else self.local_batch_size
-            self.current = prefer(self.local_batch_size, min(self.target, max(saves_one, self.current * 4 // 3)))
+        self._is_failing = False
+        self._is_settled = False  # ranks lower `current` together, without a call of `shrink` on each
+        self._good = min(self._good, self.current)
+        if not self._backoff.succeed():
+            return self.current
+        self._good = self.current
+        if self.current >= self.target:
+            self._is_settled, self._bad, self._backoff = True, None, Backoff()
+        else:
+            self.current = self._next_try()
         return self.current
+
+    def _next_try(self) -> int:
+        """Return the size wanted, or if that failed lately one between it and the good one that saves a micro-batch."""
+        fewer = -(-self.local_batch_size // self._good) - 1
+        saves_one = -(-self.local_batch_size // fewer)
+        if self._bad is None or saves_one >= self._bad:
+            self._bad = None
+            return self.target
+        return prefer(self.local_batch_size, max(saves_one, (self._good + self._bad) // 2))

@@ -13,17 +13,15 @@ from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.rollback import TrainingSnapshot
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.size.search import (
-    MAX_PROBES,
+    ExactPredictor,
+    NoPrediction,
     PeakPredictor,
     Probe,
     SizeSearchResult,
+    find_by_trials,
     find_largest,
-    largest_under,
-    line_through,
 )
 from lightning_memfit.memory import format_bytes
-
-_SMALL = 8
 
 
 class NothingFits(torch.OutOfMemoryError):
@@ -33,8 +31,9 @@ class NothingFits(torch.OutOfMemoryError):
 class Trial:
     """Runs trial steps on a module in training, and undoes them when the context is left.
 
-    Use it as a context manager. Inside, gradients and optimizer states exist as in the middle of training: `warm_up`
-    makes them. The learning rate is zero meanwhile, so steps allocate the same memory without changing the weights.
+    Use it as a context manager. Inside, gradients and optimizer states exist as in the middle of training: the first
+    step makes them. The learning rate is zero meanwhile, so that steps allocate the same memory without changing the
+    weights.
 
     Args:
         trainer: The Trainer in training.
@@ -80,18 +79,29 @@ class Trial:
         if self._memory is not None:
             self._memory.reset_peak()
 
-    def warm_up(self) -> Probe:
-        """Run a step of one sample, which makes gradients and optimizer states, then measure one more."""
-        made = self._run(1)
-        return self._run(1) if made.fits else made
+    @property
+    def measures(self) -> bool:
+        """Whether peaks can be measured."""
+        return self._memory is not None
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes alive between two steps, on the rank that has most."""
+        live_bytes = 0 if self._memory is None else self._memory.live_bytes
+        return int(max(theirs for (theirs,) in self._consensus.exchange(live_bytes)))
+
+    def agree(self, size: int) -> int:
+        """Return the smallest of all ranks' sizes."""
+        return int(min(theirs for (theirs,) in self._consensus.exchange(size)))
 
     def probe(self, size: int) -> Probe:
-        """Run a step with micro-batches of a size."""
+        """Run a step with micro-batches of a size, and say so."""
         rank_zero_info(f"MicroBatching: trying micro-batch {size} ...")
-        self.num_steps += 1
-        return self._run(size)
+        return self.step(size)
 
-    def _run(self, size: int) -> Probe:
+    def step(self, size: int) -> Probe:
+        """Run a step with micro-batches of a size."""
+        self.num_steps += 1
         failure: Exception | None = None
         work_bytes = peak_bytes = -1
         if self._memory is not None:
@@ -127,54 +137,36 @@ def clear_gradients(module: nn.Module) -> None:
         parameter.grad = None
 
 
-def fit_size(trial: Trial, local_batch_size: int, limit_bytes: int, predict: PeakPredictor | None) -> SizeSearchResult:
-    """Find the largest micro-batch up to `local_batch_size`: predicted, then verified by at most two trial steps.
+def fit_size(
+    trial: Trial, local_batch_size: int, limit_bytes: int, predict: PeakPredictor | ExactPredictor | None
+) -> SizeSearchResult:
+    """Find the largest micro-batch up to `local_batch_size`: predicted, then verified by one or two trial steps.
 
-    Without a prediction, two more trials of moderate size replace it.
+    Before them comes one with a single sample, which makes gradients and optimizer states. A prediction that is not
+    traced is corrected by one more. Without a prediction, up to five trial steps of growing size replace it.
 
     Raises:
         NothingFits: If not even one sample fits, on all ranks.
     """
-    first = trial.warm_up()
-    trial.num_steps += 1
-    if not first.fits:
+    found: SizeSearchResult | None = None
+    is_traced = isinstance(predict, ExactPredictor)
+    if not trial.step(1).fits:
         raise NothingFits("Not even a micro-batch of one sample fits.")
-    if predict is None:
-        return _measure_and_find(trial, local_batch_size, limit_bytes, first)
-    return find_largest(local_batch_size, predict, limit_bytes, trial.probe, first)
-
-
-def _measure_and_find(trial: Trial, local_batch_size: int, limit_bytes: int, first: Probe) -> SizeSearchResult:
-    """Extrapolate from growing trials: one sample, eight, half of what those promise, and from there to the limit."""
-    if local_batch_size == 1 or first.peak_bytes is None:
-        return SizeSearchResult(1, True, first.peak_bytes, ())
-    measured = [first]
-    for size in (min(local_batch_size, _SMALL), None):
-        if size is None:
-            promised = largest_under(line_through(*measured[-2:]), limit_bytes, local_batch_size)
-            size = min(local_batch_size, max(measured[-1].size, promised // 2))
-        if size == measured[-1].size:
-            continue
-        probe = trial.probe(size)
-        if not probe.fits:
-            local_batch_size = size - 1
-            break
-        measured.append(probe)
-    if len(measured) == 1:
-        return _halve(trial, first, local_batch_size)
-    return find_largest(local_batch_size, line_through(*measured[-2:]), limit_bytes, trial.probe, measured[-1])
-
-
-def _halve(trial: Trial, first: Probe, upper: int) -> SizeSearchResult:
-    """Halve twice between one sample, which fits, and the few that don't."""
-    best, probes = first, []
-    for _ in range(MAX_PROBES):
-        if upper <= best.size:
-            break
-        probe = trial.probe((best.size + upper + 1) // 2)
-        probes.append(probe)
-        best, upper = (probe, upper) if probe.fits else (best, probe.size - 1)
-    return SizeSearchResult(best.size, True, best.peak_bytes, tuple(probes))
+    if predict is not None:
+        if isinstance(predict, ExactPredictor) and trial.measures:
+            predict.calibrate(trial.rest_bytes)
+        first = None if is_traced else trial.step(1)
+        if first is None or first.fits:
+            try:
+                found = find_largest(local_batch_size, predict, limit_bytes, trial.probe, first, trial.agree)
+            except NoPrediction as error:
+                rank_zero_info(f"MicroBatching: sizes are drawn from trial steps, for there is no prediction: {error}")
+    if found is None and (predict is None or is_traced):
+        upper = local_batch_size if trial.measures else 1
+        found = find_by_trials(upper, trial.rest_bytes, limit_bytes, trial.probe)
+    if found is None or not found.largest:
+        raise NothingFits("Not even a micro-batch of one sample fits beside gradients and optimizer states.")
+    return found
 
 
 def describe(found: SizeSearchResult, chosen: int, local_batch_size: int, limit_bytes: int, seconds: float) -> str:

@@ -1,15 +1,20 @@
 """Predictions made inside a Trainer, before anything is allocated for the run."""
 
+from typing import Any
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.micro_batching import compare
+from benchmarks.micro_batching.models import CURVED
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.size.prediction import MemoryPrediction
 from lightning_memfit.measure.monitor import MemoryMonitor
+from lightning_memfit.memory import Category
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.trainers import difference, fit, quiet_trainer
 
@@ -71,6 +76,82 @@ def test_a_step_that_cannot_be_traced_is_fitted_by_trials() -> None:
     fit(Wide(value_dependent=True), MemoryLimit("1MiB"), callback, max_epochs=1)
     assert callback.found is not None
     assert callback.found.largest > 1
+
+
+def test_predicting_keeps_no_batch_on_the_device() -> None:
+    callback, limit = MicroBatching(), MemoryLimit("1MiB")
+    live: list[int] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, *_: object) -> None:
+            assert limit.ledger is not None
+            live.append(limit.ledger.live_by_category[Category.INPUT])
+
+    fit(Wide(), limit, callback, Watch(), max_epochs=2)
+    assert callback.found is not None
+    assert live[0] == 1024 * WIDTH * 4
+    assert len(set(live)) == 1
+
+
+def test_every_trial_step_is_reported() -> None:
+    calls: list[int] = []
+
+    class Counting(Wide):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            if type(batch[0]) is torch.Tensor:  # not in a trace
+                calls.append(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    module, callback = Counting(), MicroBatching()
+    fit(module, MemoryLimit("1MiB"), callback, max_steps=1, max_epochs=-1)
+    assert callback.found is not None
+    trials = [1, *(probe.size for probe in callback.found.probes)]
+    assert callback.found.num_trials == len(trials)
+    assert calls[: len(trials)] == trials
+    assert calls[-1] == 1024 % callback.changes[0][1] or callback.changes[0][1]
+
+
+# --- memory that is not linear in the batch -------------------------------------------------------------------------
+
+
+def searched(name: str, monkeypatch: pytest.MonkeyPatch, steps: int = 4) -> dict[str, Any]:
+    monkeypatch.setattr(compare, "LATER_STEPS", steps)
+    row = compare.run_curved(next(case for case in CURVED if case.name == name))
+    assert row["checked"]
+    assert row["memfit"]["later_errors"] == 0
+    assert row["memfit"]["errors"] <= 1
+    assert row["memfit"]["verified"]
+    return row
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all pairs",
+        "padded to 16",
+        pytest.param("attention over the batch", marks=pytest.mark.slow),
+        pytest.param("distances", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_of_any_curve_is_traced_where_it_matters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = searched(name, monkeypatch)
+    assert 0.97 <= row["memfit"]["fraction"] <= 1
+    assert row["memfit"]["steps"] <= 3
+
+
+@pytest.mark.parametrize("name", ["values choose, attention", pytest.param("through C", marks=pytest.mark.slow)])
+def test_a_step_that_cannot_be_traced_is_found_in_six_trials(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = searched(name, monkeypatch)
+    assert 0.97 <= row["memfit"]["fraction"] <= 1
+    assert row["memfit"]["steps"] <= 6
+
+
+@pytest.mark.slow
+def test_longer_batches_get_a_smaller_size_before_they_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = searched("recurrent, then longer", monkeypatch)
+    assert 0.97 <= row["memfit"]["fraction"] <= 1
+    true = row["true_maximum_of_second_batch"]
+    assert min(0.97 * true, true - 1) <= row["memfit"]["size_of_second_batch"] <= true
 
 
 @pytest.mark.parametrize("techniques_first", [True, False])
