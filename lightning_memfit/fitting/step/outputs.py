@@ -4,15 +4,29 @@
 ranks and `commit` is called.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
 from typing import Any
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_memfit.fitting.step.log_rules import LogCall, LogRules
+
+
+def merge_kept(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
+    """Merge values that micro-batches have put into a list of the module: as outputs, and numbers to their mean."""
+    total = sum(weights)
+    if all(isinstance(value, float) for value in values) and total:
+        return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / total
+    if isinstance(values[0], Mapping):
+        return {key: merge_kept([value[key] for value in values], weights, sizes) for key in values[0]}
+    return merge(values, weights, sizes)
 
 
 def merge(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
@@ -66,96 +80,101 @@ def detached(value: Any) -> Any:
 
 # --- logged values --------------------------------------------------------------------------------------------------
 
-_REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
-    **dict.fromkeys(("sum", torch.sum, sum), torch.add),
-    **dict.fromkeys(("max", torch.max, max), torch.maximum),
-    **dict.fromkeys(("min", torch.min, min), torch.minimum),
-}
-
-
-@dataclass
-class _Record:
-    """One name, logged once by every micro-batch. Values are combined as they come, so that few tensors stay alive."""
-
-    arguments: dict[str, Any]
-    last: Any = None
-    combined: Tensor | None = None
-    weight: float = 0.0
-    count: int = 0
-
-    def add(self, value: Any, weight: float) -> None:
-        """Add the value of one micro-batch; one without weight (all labels masked) is left out."""
-        self.count += 1
-        self.last = value
-        if not weight or not isinstance(value, Tensor):
-            return
-        reduce = _REDUCTIONS.get(self.arguments.get("reduce_fx", "mean"))
-        if reduce is not None:
-            self.combined = value if self.combined is None else reduce(self.combined, value)
-        else:
-            self.combined = value * weight if self.combined is None else self.combined + value * weight
-            self.weight += weight
-
-    def value(self) -> Any:
-        """The value over the whole batch."""
-        if self.count == 1 or self.combined is None:
-            return self.last
-        return self.combined / self.weight if self.weight else self.combined
-
 
 class StepLogs:
     """Replaces `_ResultCollection.log` while micro-batches run.
 
     Nothing reaches Lightning before `commit`: a failed attempt logs nothing, and `sync_dist=True` reduces once per
-    step and never between a failure and its discovery. Means are weighted by the `batch_size` passed to `self.log`,
-    otherwise like the loss; values of micro-batches without weight (all labels masked) are left out.
+    step and never between a failure and its discovery. What several micro-batches logged becomes, by the rules, what
+    the whole batch would have logged. The `batch_size` passed to `self.log`, the value's weight in the epoch, adds up.
+
+    Args:
+        rules: How values of micro-batches make that of the batch. By default nothing has been learned about any name.
     """
 
-    def __init__(self) -> None:
-        self._records: dict[tuple[str, str], _Record] = {}
-        self.weight = 1.0
+    def __init__(self, rules: LogRules | None = None) -> None:
+        self.rules = LogRules() if rules is None else rules
+        self._calls: list[tuple[int, str, str, Any, dict[str, Any]]] = []
+        self._parts: list[tuple[float, int]] = []
+        self._registered: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._records)
+        return bool(self._calls)
+
+    @property
+    def calls(self) -> list[LogCall]:
+        """What was logged since the last `commit`, in order."""
+        return [LogCall(*call) for call in self._calls]
 
     def clear(self) -> None:
         """Forget what was logged."""
-        self._records.clear()
+        self._calls = []
+        self._parts = []
+
+    def begin_part(self, loss_weight: float, num_samples: int) -> None:
+        """Start a micro-batch; needed if there are several."""
+        self._parts.append((loss_weight, num_samples))
 
     @contextmanager
     def capture(self, results: Any) -> Iterator[None]:
         """Receive what is logged to a result collection of Lightning within the context."""
+        before = vars(results).get("log")
         results.log = self.record
         try:
             yield
         finally:
-            del results.log
+            if before is None:
+                del results.log
+            else:
+                results.log = before
+
+    def record(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
+        """Record a value in place of `_ResultCollection.log`. `LightningModule.log` has cloned and detached it."""
+        self._calls.append((len(self._parts) - 1, fx, name, value, arguments))
+
+    def fold(self) -> None:
+        """Replace what several micro-batches logged by what the whole batch would have logged."""
+        calls, parts = self._calls, self._parts
+        self._parts = []
+        if calls and len(parts) > 1:
+            self._calls = self.rules.merge([LogCall(*call) for call in calls], parts)  # type: ignore[assignment]
 
     def commit(self, results: Any) -> None:
-        """Log every name once, with its value over the whole batch."""
-        records, self._records = self._records, {}
-        for (fx, name), record in records.items():
-            results.log(fx, name, record.value(), **record.arguments)
+        """Log to Lightning what the whole batch would have logged."""
+        self.fold()
+        calls, self._calls = self._calls, []
+        for _, fx, name, value, arguments in calls:
+            self._log(results, fx, name, value, arguments)
+
+    def _log(self, results: Any, fx: str, name: str, value: Any, arguments: dict[str, Any]) -> None:
+        """Do what `results.log` does; if nothing but value and `batch_size` is new, a tenth of it.
+
+        Lightning compares the arguments by building all that it keeps about a name, and walks over that to move it to
+        the value's device. Both take longer than the rest of a small step.
+        """
+        key = f"{fx}.{name}"
+        batch_size = arguments.pop("batch_size", None)
+        entry, with_arguments = self._registered.get(key, (None, None))
+        if (
+            entry is not None
+            and entry is results.get(key)
+            and arguments == with_arguments
+            and entry.value.device == value.device
+            and results.dataloader_idx is None
+        ):
+            results.update_metrics(key, value, results._extract_batch_size(entry, batch_size, entry.meta))
+            return
+        results.log(fx, name, value, batch_size=batch_size, **arguments)
+        if isinstance(value, Tensor) and results.dataloader_idx is None:
+            self._registered[key] = results[key], arguments
 
     def metrics_on_step(self) -> set[int]:
         """Ids of the metric objects that were logged with `on_step=True`."""
         return {
-            id(record.last)
-            for record in self._records.values()
-            if isinstance(record.last, Metric) and record.arguments.get("on_step")
+            id(value)
+            for _, _, _, value, arguments in self._calls
+            if isinstance(value, Metric) and arguments.get("on_step")
         }
-
-    def record(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
-        """Record a value in place of `_ResultCollection.log`."""
-        batch_size = arguments.get("batch_size")
-        record = self._records.get((fx, name))
-        if record is None:
-            record = self._records[fx, name] = _Record(arguments)
-        # Cloned because the next micro-batch may change a logged tensor in place.
-        value = value.detach().clone() if isinstance(value, Tensor) else value
-        record.add(value, self.weight if batch_size is None else float(batch_size))
-        if batch_size is not None and record.count > 1:
-            record.arguments["batch_size"] += batch_size
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------
@@ -178,9 +197,6 @@ class StepMetrics:
         self._handles: list[Any] = []
         self._on_step: set[int] | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self._metrics)
-
     def begin(self) -> None:
         """Start a step of several micro-batches."""
         for shadow in self._shadows.values():
@@ -201,20 +217,52 @@ class StepMetrics:
         """Set the step value of the metrics that are logged with `on_step=True` to that of the whole batch."""
         if logged_on_step or self._on_step is not None:
             self._on_step = logged_on_step | (self._on_step or set())
+            self._shadows = {key: shadow for key, shadow in self._shadows.items() if key in self._on_step}
         for metric in self._metrics:
             if id(metric) in logged_on_step and id(metric) in self._shadows:
                 metric._forward_cache = self._shadows[id(metric)].compute()
+        for shadow in self._shadows.values():
+            shadow.reset()  # lists of predictions are not kept while the next batch runs
 
     def _observe(self, metric: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         shadow = self._shadows.get(id(metric))
         if shadow is None:
             assert isinstance(metric, Metric)
-            shadow = self._shadows[id(metric)] = metric.clone()
-            shadow._forward_hooks.clear()
-            shadow._forward_hooks_with_kwargs.clear()
-            shadow.reset()
+            shadow = self._shadows[id(metric)] = self._copy(metric)
         with torch.no_grad():
-            shadow.update(*args, **kwargs)
+            shadow.update(*detached(args), **detached(kwargs))
+
+    def _copy(self, metric: Metric) -> Metric:
+        """Return an empty copy without our hooks, which shares the parameters of a metric that is a network."""
+        memo: dict[int, Any] = {id(self): self, **{id(parameter): parameter for parameter in metric.parameters()}}
+        for child in metric.modules():
+            for state in child._defaults if isinstance(child, Metric) else ():
+                if isinstance(getattr(child, state), list):  # may hold an epoch's predictions
+                    memo[id(getattr(child, state))] = []
+        with _DetachedCopies():
+            copy: Metric = deepcopy(metric, memo)
+        for child in copy.modules():
+            child._forward_hooks.clear()
+            child._forward_hooks_with_kwargs.clear()
+            if isinstance(child, Metric):
+                # As `forward` does: a value over the batch is this rank's own unless the metric asks for more. Ranks
+                # must not wait for each other in an attempt.
+                child._to_sync = child.dist_sync_on_step
+        copy.reset()
+        return copy
+
+
+class _DetachedCopies(TorchFunctionMode):
+    """Copies tensors that belong to a graph, which `deepcopy` refuses, without it."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
 
 
 # --- all three ------------------------------------------------------------------------------------------------------
@@ -228,33 +276,34 @@ class StepOutputs:
     Args:
         module: The module in training.
         results: Lightning's collection that `self.log` writes to.
+        rules: How logged values of micro-batches make that of the batch.
 
     Attributes:
-        logs: Logged values; set its `weight` before each micro-batch.
+        logs: Logged values; call its `begin_part` before each micro-batch.
         loss: Sum of the divided losses since `begin`, without a graph; None before the first of several.
     """
 
-    def __init__(self, module: nn.Module, results: Any) -> None:
+    def __init__(self, module: nn.Module, results: Any, rules: LogRules | None = None) -> None:
         self._results = results
-        self.logs = StepLogs()
+        self.logs = StepLogs(rules)
         self._metrics = StepMetrics(module)
-        self._observes_metrics = False
-        self._begin_merging(1)
-
-    def begin(self, num_parts: int) -> None:
-        """Start a batch, which will be run in a number of parts."""
-        self._begin_merging(num_parts)
-        self._observes_metrics = num_parts > 1 and bool(self._metrics)
-        if self._observes_metrics:
-            self._metrics.begin()
-        self._results.log = self.logs.record
-
-    def _begin_merging(self, num_parts: int) -> None:
-        self._is_single = num_parts == 1
+        self._is_single = True
         self._single: ClosureResult | None = None
         self._uncounted: Tensor | None = None
         self._extras: list[tuple[dict[str, Any], float, int]] = []
         self.loss: Tensor | None = None
+
+    def begin(self, num_parts: int) -> None:
+        """Start a batch, which will be run in a number of parts."""
+        self._is_single = num_parts == 1
+        if not self._is_single:
+            self._drop()
+            self._metrics.begin()
+        self._results.log = self.logs.record
+
+    def _drop(self) -> None:
+        """Forget the results of micro-batches, whose tensors should not be kept while the next batch runs."""
+        self._single, self._uncounted, self._extras, self.loss = None, None, [], None
 
     def add(self, output: ClosureResult, weight: float, size: int) -> None:
         """Add the result of one micro-batch."""
@@ -271,7 +320,7 @@ class StepOutputs:
     def end(self) -> None:
         """Receive no more logs and metrics, after the last micro-batch or a failure."""
         del self._results.log
-        if self._observes_metrics:
+        if not self._is_single:
             self._metrics.end()
 
     def merged(self, factor: float) -> ClosureResult:
@@ -281,25 +330,27 @@ class StepOutputs:
             factor: Factor from the sum of the divided losses to the loss that Lightning reports: the mean over this
                 rank's batch, divided by `accumulate_grad_batches`.
         """
-        if self._observes_metrics:
-            self._metrics.finish(self.logs.metrics_on_step())
-        single, extras, loss = self._single, self._extras, self.loss if self.loss is not None else self._uncounted
-        self._begin_merging(1)  # the results of a batch are not kept while the next runs
-        if single is not None:
-            if factor != 1.0 and single.loss is not None:
-                single.loss = single.loss * factor
-            return single
+        if self._is_single:
+            result, self._single = self._single, None
+            assert result is not None
+            if factor != 1.0 and result.loss is not None:
+                result.loss = result.loss * factor
+            return result
+        self._metrics.finish(self.logs.metrics_on_step())
+        self.logs.fold()
+        loss = self.loss if self.loss is not None else self._uncounted
         result = ClosureResult(loss if loss is None or factor == 1.0 else loss * factor)
-        if extras:
-            values, weights, sizes = (list(column) for column in zip(*extras, strict=True))
+        if self._extras:
+            values, weights, sizes = (list(column) for column in zip(*self._extras, strict=True))
             result.extra = merge(values, weights, sizes)
+        self._drop()
         return result
 
     def clear(self) -> None:
         """Forget what was logged and returned since the last `commit`."""
         self.logs.clear()
-        self._begin_merging(1)
+        self._drop()
 
     def commit(self) -> None:
-        """Log every name once, with its value over the whole batch."""
+        """Log what the whole batch would have logged."""
         self.logs.commit(self._results)
