@@ -163,8 +163,16 @@ class MemoryMonitor(Callback):
         self._limit_bytes: int | None = None
         self._num_steps = 0
         self._global_step = 0
+        self._is_automatic = False
         self._every = 1
         self._losses: tuple[str, float, float] | None = None
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far, after steps that were not part of training."""
+        if self._ledger is not None:
+            self._ledger.reset_peak()
+        if DeviceKind.of(self._device).has_caching_allocator:
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
@@ -179,6 +187,7 @@ class MemoryMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Track live tensors, unless a limit already does so."""
         self._global_step = trainer.global_step
+        self._is_automatic = pl_module.automatic_optimization
         self._every = self.every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         limit = next((c for c in trainer.callbacks if isinstance(getattr(c, "ledger", None), StorageLedger)), None)  # type: ignore[attr-defined]
         if limit is not None:
@@ -192,12 +201,10 @@ class MemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; take a sample every `every_n_steps` optimizer steps."""
-        step = trainer.global_step
-        stepped = step != self._global_step
+        stepped = self._has_stepped(trainer)
         self._throughput.add(batch, stepped)
         if not stepped:
             return
-        self._global_step = step
         self._num_steps += 1
         warmed_up = self._num_steps == max(1, self.tracked_steps)
         ledger = self._ledger or (self._attachment.ledger if self._attachment is not None else None)
@@ -207,6 +214,15 @@ class MemoryMonitor(Callback):
             self._sample(trainer, ledger)
         if warmed_up:
             self._throughput.start()
+
+    def _has_stepped(self, trainer: Trainer) -> bool:
+        """Whether this batch ended an optimizer step. Lightning's own count costs six calls."""
+        before = self._global_step
+        if self._is_automatic and trainer.accumulate_grad_batches == 1:
+            self._global_step += 1
+        else:
+            self._global_step = trainer.global_step
+        return self._global_step != before
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_memfit.device.limit import MemoryLimit
@@ -65,6 +66,21 @@ def test_categories_are_exact_and_the_ledger_leaves(tmp_path):
     assert measured.get(Category.INPUT) == 4 * 4 * 8
     assert seen == [True] * 3 + [False] * 9
     assert monitor.report.measured_over == "the first 3 optimizer steps"
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_optimizer_steps_are_counted(tmp_path, accumulate):
+    steps = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            steps.append((monitor._num_steps, trainer.global_step))
+
+    monitor = MemoryMonitor(tracked_steps=1)
+    schedule = GradientAccumulationScheduler({0: 1, 1: 2, 2: accumulate})
+    train(tmp_path, monitor, Watch(), schedule, max_epochs=4)
+    assert steps
+    assert all(counted == taken for counted, taken in steps)
 
 
 class Masters(Language):
@@ -277,7 +293,7 @@ def test_an_unknown_loss_is_refused(tmp_path):
 def test_a_step_costs_less_than_twenty_microseconds(tmp_path):
     monitor = MemoryMonitor(tracked_steps=0)
     train(tmp_path, monitor)
-    trainer = SimpleNamespace(global_step=0)
+    trainer = SimpleNamespace(global_step=0, accumulate_grad_batches=1)
     monitor._every = 50_000
     monitor._throughput.start()
     batch = {"input_ids": torch.zeros(4, 16)}
