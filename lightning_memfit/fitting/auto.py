@@ -31,7 +31,7 @@ from lightning_memfit.device.probe import probe_host
 from lightning_memfit.estimate.target import Target, host_target, live_target
 from lightning_memfit.fitting.recovery.ladder import LastResort
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory
-from lightning_memfit.fitting.step.callback import MicroBatching
+from lightning_memfit.fitting.step.callback import MicroBatching, refuse_batch_size_finder
 from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.planner.feedback import PlanFeedback
@@ -41,6 +41,7 @@ from lightning_memfit.planner.time import calibrated, rates_of
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload, check_allow, facts_of
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.hooks import leave_out_hooks, with_or_without_start_hooks
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import TraceError
@@ -96,30 +97,35 @@ def _two_steps(
     """Whether a copy trains for two steps without running out of memory."""
     count, device = min(2, setting.accumulate_grad_batches), trainer.strategy.root_device
     owner = getattr(module, "_trainer", None)
-    clone = copy.deepcopy(module, {id(owner): None} if owner is not None else {})
-    clone._trainer = None
-    probing = pl.Trainer(
-        accelerator=DeviceKind.of(device).accelerator,
-        devices=1 if device.index is None else [device.index],
-        precision=setting.precision,
-        max_steps=2,
-        accumulate_grad_batches=count,
-        gradient_clip_val=trainer.gradient_clip_val,
-        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-        logger=False,
-        callbacks=[*limits, *Setting(chosen=setting.chosen).callbacks()],
-        **SILENT_TRAINER,
-    )
-    try:
-        loader: DataLoader[Any] = DataLoader([samples] * (2 * count), batch_size=None)  # type: ignore[arg-type]
-        probing.fit(clone, loader)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    finally:
+
+    def run(with_start_hooks: bool) -> bool:
+        clone = copy.deepcopy(module, {id(owner): None} if owner is not None else {})
         clone._trainer = None
-    return True
+        leave_out_hooks(clone, with_start_hooks)
+        probing = pl.Trainer(
+            accelerator=DeviceKind.of(device).accelerator,
+            devices=1 if device.index is None else [device.index],
+            precision=setting.precision,
+            max_steps=2,
+            accumulate_grad_batches=count,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            logger=False,
+            callbacks=[*limits, *Setting(chosen=setting.chosen).callbacks()],
+            **SILENT_TRAINER,
+        )
+        try:
+            loader: DataLoader[Any] = DataLoader([samples] * (2 * count), batch_size=None)  # type: ignore[arg-type]
+            probing.fit(clone, loader)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        finally:
+            clone._trainer = None
+        return True
+
+    return with_or_without_start_hooks(module, run)
 
 
 def _peak_bytes(device: torch.device, limits: list[MemoryLimit]) -> int | None:
@@ -217,6 +223,7 @@ class MemFit(pl.Callback):
                 "Set `devices=1`, plan with `memfit plan` or `memfit fit --memfit auto`, or choose techniques "
                 "yourself; see docs/guides/multi_gpu.md."
             )
+        refuse_batch_size_finder(trainer)
         taken = technique_classes()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:

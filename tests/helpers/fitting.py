@@ -5,7 +5,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_memfit.fitting.step.noise import RecordedNoise
 
 VOCABULARY = 11
 MASKED = -100
@@ -75,6 +78,20 @@ class FailInBackward(torch.autograd.Function):
         raise out_of_memory()
 
 
+class Tally:
+    """Counts calls and errors, where a repeated batch can't take them back as it does with attributes of a module."""
+
+    __slots__ = ("count", "failures")
+
+    def __init__(self) -> None:
+        self.count = self.failures = 0
+
+
+def is_checking() -> bool:
+    """Whether this call of `training_step` is part of the comparison before the first split."""
+    return any(isinstance(mode, RecordedNoise) for mode in _get_current_dispatch_mode_stack())
+
+
 class Failing(Tagger):
     """Runs out of memory where told to.
 
@@ -89,17 +106,21 @@ class Failing(Tagger):
         self.where = where
         self.calls = set(calls)
         self.rank = rank
-        self.count = 0
-        self.failures = 0
+        self.tally = Tally()
+
+    @property
+    def failures(self) -> int:
+        return self.tally.failures
 
     def _is_due(self, where: str) -> bool:
-        due = self.where == where and self.global_rank == self.rank and self.count in self.calls
-        self.failures += due
+        due = self.where == where and self.global_rank == self.rank and self.tally.count in self.calls
+        due = due and not is_checking()
+        self.tally.failures += due
         return due
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if self.training and torch.is_grad_enabled() and "step" not in self.where:
-            self.count += 1
+        if self.training and torch.is_grad_enabled() and "step" not in self.where and not is_checking():
+            self.tally.count += 1
         if self._is_due("forward"):
             raise out_of_memory()
         loss = super().training_step(batch, batch_idx)
@@ -111,7 +132,7 @@ class Failing(Tagger):
         optimizer = super().configure_optimizers()
 
         def fail(*_: Any) -> None:
-            self.count += 1
+            self.tally.count += 1
             if self._is_due(self.where):
                 raise out_of_memory()
 

@@ -119,6 +119,8 @@ def test_random_errors_in_the_optimizer_step_change_nothing(monkeypatch: pytest.
 
         limit_bytes = live_bytes = peak_bytes = 0
 
+        def reset_peak(self) -> None: ...
+
     monkeypatch.setattr("lightning_memfit.fitting.step.callback.find_device_memory", lambda trainer: Full())
     options = {"max_steps": 20, "max_epochs": -1}
     calls = (*random.Random(1).sample(range(1, 18), 4), 20, 21, 22)  # three times running at the end

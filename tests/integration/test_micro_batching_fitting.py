@@ -238,12 +238,20 @@ def test_what_cannot_be_exact_is_refused() -> None:
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
             return self.net(batch["input_ids"]).square().sum()
 
+    class SummedAndAveraged(Tagger):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.net(batch["input_ids"]).square().sum() + super().training_step(batch, batch_idx)
+
     with pytest.raises(MisconfigurationException, match=r"1 BatchNorm layers \(norm\).*allow_batch_statistics=True"):
         fit(Normed(), MicroBatching(micro_batch_size=4))
     with pytest.raises(MisconfigurationException, match=r"contrastive losses"):
         fit(Contrastive(), MicroBatching(micro_batch_size=4))
-    with pytest.raises(MisconfigurationException, match=r"return a mean in place of a sum"):
-        fit(Summed(), MicroBatching(micro_batch_size=4))
+    with pytest.raises(MisconfigurationException, match=r"several means that count different things"):
+        fit(SummedAndAveraged(), MicroBatching(micro_batch_size=4))
+    whole, split = Summed(), Summed()
+    fit(whole)
+    fit(split, MicroBatching(micro_batch_size=4))
+    assert difference(whole, split) < 2e-6
     for module in (Normed(), Contrastive(), Normed()):
         fit(module, MicroBatching(micro_batch_size=4, allow_batch_statistics=True), max_epochs=1)
     fit(Contrastive(), MicroBatching(micro_batch_size=16), max_epochs=1)  # the whole share

@@ -184,6 +184,14 @@ class HostCopy:
         with _disable_current_modes(), torch.no_grad():
             self._values = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
 
+    def equals(self, tensor: Tensor) -> bool:
+        """Whether a tensor in host memory holds the values; False for every other, which would have to be copied."""
+        if self._parts or self._wrap is not None or tensor.device.type != "cpu":
+            return False
+        with _disable_current_modes():
+            values = tensor.detach()
+            return self._values.layout == values.layout == torch.strided and torch.equal(self._values, values)
+
     def restore(self, tensor: Tensor) -> None:
         """Write the values back in place."""
         for name, part in self._parts.items():

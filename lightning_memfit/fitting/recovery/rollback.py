@@ -21,6 +21,14 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_memfit.fitting.recovery.host_states import HostCopy
+from lightning_memfit.fitting.recovery.step_state import (
+    MODULE_INTERNALS,
+    Saved,
+    StepState,
+    content_of,
+    restore_dict,
+    with_content,
+)
 
 # --- random generators, cheap enough to save in every step ----------------------------------------------------------
 
@@ -132,10 +140,6 @@ _numpy = _Generator(_ask_numpy, _NumpyWords(), lambda state: bool(state.get("has
 
 # --- snapshots ------------------------------------------------------------------------------------------------------
 
-_MAX_WALKED_ITEMS = 1000
-_MAX_WALKED_DEPTH = 4
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric", "_log_hyperparams", "_metric_attributes"}
-
 
 class OptimizerSnapshot:
     """Parameters of an optimizer, its states, hyper-parameters and own attributes.
@@ -168,7 +172,7 @@ class OptimizerSnapshot:
             for key in [key for key in group if key != "params" and key not in saved]:
                 del group[key]
             group.update(saved)
-        _restore_dict(vars(optimizer), self._attributes)
+        restore_dict(vars(optimizer), self._attributes)
 
 
 class TrainingSnapshot:
@@ -219,10 +223,10 @@ class TrainingSnapshot:
             if grad is not None and grad_copy is not None:
                 grad_copy.restore(grad)
         for child, buffers, attributes in self._modules:
-            _restore_dict(child._buffers, buffers.restored())
-            _restore_dict(vars(child), attributes.restored(), keep=_MODULE_INTERNALS - {"training"})
+            restore_dict(child._buffers, buffers.restored())
+            restore_dict(vars(child), attributes.restored(), keep=MODULE_INTERNALS - {"training"})
         for target, values in self._others:
-            _restore_dict(target, values.restored())
+            restore_dict(target, values.restored())
         cudnn = torch.backends.cudnn
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self._cudnn
         self._random.restore()
@@ -232,63 +236,15 @@ class _Values:
     """A dict of attributes, with the contents of its tensors, arrays and plain containers."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        self._values = {key: (value, _content(value)) for key, value in values.items()}
+        self._values = {key: (value, content_of(value)) for key, value in values.items()}
 
     def restored(self) -> dict[str, Any]:
         """Return the same objects with the contents that they had."""
-        return {key: _with_content(value, content) for key, (value, content) in self._values.items()}
+        return {key: with_content(value, content) for key, (value, content) in self._values.items()}
 
 
 def _attributes(module: nn.Module) -> _Values:
-    return _Values({k: v for k, v in vars(module).items() if k not in _MODULE_INTERNALS or k == "training"})
-
-
-def _content(value: Any, depth: int = 0) -> Any:
-    if _is_tensor(value):
-        return HostCopy(value)
-    if isinstance(value, (list, tuple, set, frozenset, deque, dict)):
-        # Items of long or deep containers (a data set kept on the module) are taken as they are.
-        walk = _content if len(value) <= _MAX_WALKED_ITEMS and depth < _MAX_WALKED_DEPTH else _nothing
-        if isinstance(value, dict):
-            return [(key, item, walk(item, depth + 1)) for key, item in value.items()]
-        return [(item, walk(item, depth + 1)) for item in value]
-    if type(value).__module__ == "numpy" and hasattr(value, "copy") and hasattr(value, "flags"):
-        return value.copy()
-    return None
-
-
-def _nothing(value: Any, depth: int) -> None:
-    return None
-
-
-def _with_content(value: Any, content: Any) -> Any:
-    if content is None:
-        return value
-    if isinstance(content, HostCopy):
-        content.restore(value)
-    elif isinstance(value, dict):
-        items = {key: _with_content(item, inner) for key, item, inner in content}
-        _restore_dict(value, items)
-    elif isinstance(value, (tuple, frozenset)):
-        for item, inner in content:
-            _with_content(item, inner)
-    elif isinstance(value, list):
-        value[:] = [_with_content(item, inner) for item, inner in content]
-    elif isinstance(content, list):  # set, deque
-        value.clear()
-        extend = value.update if isinstance(value, set) else value.extend
-        extend([_with_content(item, inner) for item, inner in content])
-    else:
-        value[...] = content
-    return value
-
-
-def _restore_dict(target: dict[Any, Any], values: dict[Any, Any], keep: frozenset[str] = frozenset()) -> None:
-    for key in [key for key in target if key not in values and key not in keep]:
-        del target[key]
-    for key, value in values.items():
-        if key not in target or target[key] is not value:
-            target[key] = value
+    return _Values({k: v for k, v in vars(module).items() if k not in MODULE_INTERNALS or k == "training"})
 
 
 def _is_tensor(value: Any) -> bool:
@@ -296,52 +252,6 @@ def _is_tensor(value: Any) -> bool:
 
 
 # --- rollback -------------------------------------------------------------------------------------------------------
-
-
-class MutableBuffers:
-    """Buffers that a forward pass changes (running statistics, counters), saved before each step.
-
-    It learns which: the first `save` copies all, later ones only those that have changed before. A buffer that
-    changes for the first time in a step that fails keeps the change.
-
-    Args:
-        module: The module with the buffers.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._slots = [(child, name) for child in module.modules() for name in child._buffers]
-        self._watched: list[tuple[nn.Module, str]] = self._slots
-        self._seen: list[tuple[int, int]] | None = None
-
-    def save(self) -> list[tuple[nn.Module, str, Tensor, HostCopy]]:
-        """Return copies of the buffers that change."""
-        if not self._slots:
-            return []
-        self._learn()
-        return [
-            (child, name, buffer, HostCopy(buffer))
-            for child, name in self._watched
-            if (buffer := child._buffers[name]) is not None
-        ]
-
-    @staticmethod
-    def load(saved: list[tuple[nn.Module, str, Tensor, HostCopy]]) -> None:
-        """Put the buffers back."""
-        for child, name, buffer, copy in saved:
-            copy.restore(buffer)
-            child._buffers[name] = buffer
-
-    def _learn(self) -> None:
-        now = [_identity(child._buffers[name]) for child, name in self._slots]
-        if self._seen is not None:
-            known = set(self._watched) if self._watched is not self._slots else set()
-            known |= {slot for slot, before, after in zip(self._slots, self._seen, now, strict=True) if before != after}
-            self._watched = [slot for slot in self._slots if slot in known]
-        self._seen = now
-
-
-def _identity(buffer: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if buffer is None else (id(buffer), buffer._version)
 
 
 class MetricStates:
@@ -365,15 +275,29 @@ class MetricStates:
                 object.__setattr__(metric, name, _copy(value))
 
 
+_METRIC_INTERNALS = frozenset(vars(nn.Module())) | {
+    *("update", "compute", "_update_signature", "_defaults", "_persistent", "_reductions")
+}
+
+_IMMUTABLE = frozenset((type(None), bool, int, float, str, torch.device, torch.dtype))
+
+
 def _metric_state(metric: Metric) -> dict[str, Any]:
-    names = (*metric._defaults, "_update_count", "_computed", "_forward_cache")
-    return {name: _copy(getattr(metric, name)) for name in names}
+    """Return the registered states, counters and caches, and what a wrapper or the user's own metric keeps besides."""
+    return {
+        name: value if type(value) in _IMMUTABLE else _copy(value)
+        for name, value in vars(metric).items()
+        if name not in _METRIC_INTERNALS
+    }
 
 
 def _copy(value: Any) -> Any:
+    """Copy a state without the graph that it may hold; tensors in lists are appended but never written to."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return list(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [item.detach() if isinstance(item, Tensor) else item for item in value]
+    return value.copy() if isinstance(value, (dict, set, deque)) else value
 
 
 @dataclass
@@ -382,7 +306,7 @@ class RollbackPoint:
 
     random: RandomState
     metrics: list[dict[str, Any]]
-    buffers: list[Any]
+    state: Saved
     hook_name: str | None
     """Name of the hook that was running, which Lightning leaves behind when a hook raises."""
 
@@ -400,20 +324,20 @@ class Rollback:
         self._parameters = list(module.parameters())
         self._metrics = MetricStates(module)
         self._device = device
-        self._buffers = MutableBuffers(module)
+        self.state = StepState(module)
         self._kept_zeros: list[nn.Parameter] = []
 
     def save(self) -> RollbackPoint:
         """Save the state before a loader batch. Gradients need no copy: an effective batch starts without any."""
         hook_name = getattr(self._module, "_current_fx_name", None)
-        return RollbackPoint(RandomState(self._device), self._metrics.save(), self._buffers.save(), hook_name)
+        return RollbackPoint(RandomState(self._device), self._metrics.save(), self.state.save(), hook_name)
 
     def load(self, point: RollbackPoint) -> None:
         """Go back to the start of a loader batch, except for gradients."""
         self._module._current_fx_name = point.hook_name
         point.random.restore()
         self._metrics.load(point.metrics)
-        self._buffers.load(point.buffers)
+        self.state.load(point.state)
 
     def remember_zeros(self) -> None:
         """Remember which gradients `zero_grad` left as zeros instead of None."""

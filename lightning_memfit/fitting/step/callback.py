@@ -5,29 +5,36 @@ The callback only connects the parts to Lightning's hooks: `MicroBatchLoop` repl
 batches of validation, test and prediction.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.ladder import LAST_RESORTS, LastResort
+from lightning_memfit.fitting.recovery.retry import TrainerGuard, explain_where
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
 from lightning_memfit.fitting.size.prediction import SizePrediction, predict_sizes
 from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearchResult
 from lightning_memfit.fitting.step.evaluation import EvaluationSplitter
 from lightning_memfit.fitting.step.loop import MicroBatchLoop
+from lightning_memfit.fitting.step.loss_weights import LossWeight, LossWeights
 from lightning_memfit.fitting.step.session import (
     FitSession,
     Options,
     lend_batch_size,
     loader_batch_size,
+    loader_remainder,
     local_batch_size_for,
 )
-from lightning_memfit.fitting.step.split import BatchSplitter, LossWeight, SplitHook, predicts_next_token
+from lightning_memfit.fitting.step.split import BatchSplitter, SplitHook
 from lightning_memfit.memory.attach import hide_idle_hooks
 
 
@@ -87,9 +94,9 @@ class MicroBatching(Callback):
         num_samples: Callable[[Any], int] | None = None,
         advise: Callable[[], str] | None = None,
     ) -> None:
-        if micro_batch_size != "auto" and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
+        if micro_batch_size != "auto" and not _is_count(micro_batch_size):
             raise ValueError(f'`micro_batch_size={micro_batch_size!r}` must be "auto" or at least 1.')
-        if global_batch_size is not None and global_batch_size < 1:
+        if global_batch_size is not None and not _is_count(global_batch_size):
             raise ValueError(f"`global_batch_size={global_batch_size}` must be at least 1.")
         if last_resort not in LAST_RESORTS:
             raise ValueError(f"`last_resort={last_resort!r}` is unknown. Choose from {', '.join(LAST_RESORTS)}.")
@@ -111,6 +118,7 @@ class MicroBatching(Callback):
         self._kept: dict[str, Any] = {}
         self._evaluation_sizes: dict[str, int] = {}
         self._loop: MicroBatchLoop | None = None
+        self._guard: TrainerGuard | None = None
         self._session: FitSession | None = None
         self._evaluation: EvaluationSplitter | None = None
         self._lent: tuple[Any, int] | None = None
@@ -133,7 +141,18 @@ class MicroBatching(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace Lightning's optimization loop and the strategy's evaluation steps."""
         self._undo(trainer)
-        self._evaluation = EvaluationSplitter(trainer, pl_module, self._splitter(pl_module), self._evaluation_sizes)
+        refuse_batch_size_finder(trainer)
+        if self.options.recover:
+            self._guard = TrainerGuard(trainer, pl_module)
+            self._guard.install()
+        self._evaluation = EvaluationSplitter(
+            trainer,
+            pl_module,
+            self._splitter(pl_module),
+            self._weights(pl_module),
+            self._evaluation_sizes,
+            self.options.allow_batch_statistics,
+        )
         self._evaluation.install()
         if stage != "fit":
             return
@@ -144,15 +163,25 @@ class MicroBatching(Callback):
         if self._predictor is None and self._searches(trainer):
             self._predictor = predict_sizes(trainer, pl_module)
         self._loop = MicroBatchLoop(trainer)
+        self._loop.begin = lambda: self._begin(trainer, pl_module)
         self._loop.install()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the session, which needs the optimizers, the loader and all ranks."""
+        self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._loop is not None
-        splitter = self._splitter(pl_module, loader_batch_size(trainer))
+        if self._session is not None:  # that of Lightning's learning rate finder, or of an earlier run
+            self.state_dict()
+            self._session.close()
+        splitter = self._splitter(pl_module, loader_batch_size(trainer), loader_remainder(trainer))
         options = replace(self.options, predictor=self._predictor)
-        self._session = FitSession(self._loop, options, splitter, find_device_memory(trainer), self._kept, self._note)
+        memory = find_device_memory(trainer)
+        self._session = FitSession(
+            self._loop, options, splitter, self._weights(pl_module), memory, self._kept, self._note
+        )
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -162,6 +191,8 @@ class MicroBatching(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore what was replaced; Lightning calls no `teardown` after an exception."""
+        if self.options.recover:
+            explain_where(exception, trainer.world_size)
         self._undo(trainer)
 
     @override
@@ -187,7 +218,7 @@ class MicroBatching(Callback):
         """Whether there will be a search for a size that a prediction can help."""
         _, split_batch, num_samples = self._hooks
         module = trainer.lightning_module
-        own_batches = split_batch or num_samples or hasattr(module, "split_batch") or hasattr(module, "num_samples")
+        own_batches = split_batch or num_samples or _method(module, "split_batch") or _method(module, "num_samples")
         has_limit = self.options.limit_bytes is not None or knows_limit(trainer)
         return self.options.micro_batch_size == "auto" and has_limit and not own_batches
 
@@ -203,15 +234,19 @@ class MicroBatching(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"micro_batch_size": float(size)}, step=trainer.global_step)
 
-    def _splitter(self, module: LightningModule, expected: int | None = None) -> BatchSplitter:
-        loss_weight, split_batch, num_samples = self._hooks
+    def _splitter(
+        self, module: LightningModule, expected: int | None = None, remainder: int | None = None
+    ) -> BatchSplitter:
+        _, split_batch, num_samples = self._hooks
         return BatchSplitter(
-            split_batch or getattr(module, "split_batch", None),
-            num_samples or getattr(module, "num_samples", None),
-            loss_weight or getattr(module, "loss_weight", None),
-            predicts_next_token(module),
+            split_batch or _method(module, "split_batch"),
+            num_samples or _method(module, "num_samples"),
             expected,
+            remainder,
         )
+
+    def _weights(self, module: LightningModule) -> LossWeights:
+        return LossWeights(self._hooks[0] or getattr(module, "loss_weight", None), module)
 
     def _undo(self, trainer: Trainer) -> None:
         if self._session is not None:
@@ -219,12 +254,41 @@ class MicroBatching(Callback):
             self._session.close()
         if self._loop is not None:
             self._loop.uninstall()
+        if self._guard is not None:
+            self._guard.uninstall()
         if self._evaluation is not None:
             self._evaluation.uninstall()
         if self._lent is not None:
             owner, before = self._lent
             owner.batch_size = before
-        self._loop, self._evaluation, self._lent = None, None, None
+        self._loop, self._guard, self._evaluation, self._lent = None, None, None, None
+
+
+def _method(module: LightningModule, name: str) -> Callable[..., Any] | None:
+    """A function that the module's class defines or the module was given; a number of that name is the user's own."""
+    if isinstance(vars(module).get(name), (FunctionType, MethodType, partial)):
+        return vars(module)[name]  # type: ignore[no-any-return]
+    defined = inspect.getattr_static(type(module), name, None)
+    return getattr(module, name) if isinstance(defined, (FunctionType, staticmethod, classmethod)) else None
+
+
+def refuse_batch_size_finder(trainer: Trainer) -> None:
+    """Refuse Lightning's search for the largest batch beside `MicroBatching`.
+
+    Raises:
+        MisconfigurationException: If the Trainer has a `BatchSizeFinder`, which `Tuner.scale_batch_size` adds.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
+        raise MisconfigurationException(
+            "`BatchSizeFinder` (`Tuner.scale_batch_size`) looks for the batch size at which memory runs out. With "
+            "`MicroBatching` that never happens, as it cuts batches to fit. Leave the finder out: set the batch size "
+            "that training should have, and `MicroBatching` finds the micro-batch for it."
+        )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _check_support(trainer: Trainer, module: LightningModule) -> None:

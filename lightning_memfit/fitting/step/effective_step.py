@@ -3,15 +3,18 @@
 run(batch) -> attempt -> consensus of ranks -> reduce and commit | roll back, lower the micro-batch or climb the ladder
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from zlib import crc32
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -19,18 +22,37 @@ from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.ladder import Ladder
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.postmortem import explain
+from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
+from lightning_memfit.fitting.recovery.step_state import MicroBatchStates, StateRules
 from lightning_memfit.fitting.size.device_memory import allocation_retries
+from lightning_memfit.fitting.size.shapes import ShapeGuard
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
+from lightning_memfit.fitting.step.batch_guard import BatchGuard
+from lightning_memfit.fitting.step.exactness import ExactnessCheck
 from lightning_memfit.fitting.step.gradient_reducer import GradientReducer, broadcast_buffers
+from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.step.outputs import StepOutputs
-from lightning_memfit.fitting.step.split import BatchSplitter, LocalBatch
+from lightning_memfit.fitting.step.loss_weights import LocalBatch, LossWeights
+from lightning_memfit.fitting.step.outputs import StepOutputs, merge_kept
+from lightning_memfit.fitting.step.split import BatchSplitter, sizes_of
 from lightning_memfit.memory.kind import DeviceKind
 
-_OK, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
+_NO_RULES = StateRules()
+_OK, _OUT_OF_MEMORY, _FAILED, _OPEN = 0, 1, 2, 3
+_SKIPS = (
+    "`training_step` returned None, which skips a batch, for some micro-batches of a batch and not others: the "
+    "whole batch would be skipped or not. Return a loss of zero weight for them, keep the whole share in one "
+    "micro-batch, or accept it: `MicroBatching(allow_batch_statistics=True)`."
+)
 _STEPS_BETWEEN_CHECKS = 16
 _MANY_RETRIES = 4
+_MAX_CHECKS = 3
+_LET_OTHERS_SPEAK = 2.0  # seconds
+
+
+class _Open(Exception):
+    """What a check on this batch can settle: new values on the module, or ways to combine values that differ here."""
 
 
 @dataclass
@@ -50,13 +72,18 @@ class EffectiveStep:
     known only at its end: until then the first batch is assumed for all, and if they differ the gradients are
     corrected by one factor before the step.
 
+    Before a batch is split for the first time, an `ExactnessCheck` compares samples together with samples apart, and
+    again on the first batch for which it matters what exactly the loss is a mean over.
+
     An attempt runs every micro-batch without communication between ranks. Then all ranks exchange how it went, as three
     numbers each. Only if all succeeded are gradients reduced and values logged. Otherwise all of them go back to the
     start of the effective batch, take a smaller micro-batch and repeat it.
 
     Args:
         loop: Runs forward and backward.
-        splitter: Splits and weighs batches.
+        splitter: Splits batches.
+        weights: Weighs micro-batches.
+        check: Compares samples together with samples apart; None if the user accepts differences.
         sizes: The micro-batch size in use.
         ladder: Makes one sample need less memory.
         consensus: Communication between the ranks.
@@ -64,12 +91,15 @@ class EffectiveStep:
         recover: Whether an attempt that ran out of memory is repeated, if ranks don't communicate in it.
         on_change: Called with the new micro-batch size and the reason.
         advise: Returns the last lines of the error when nothing helps.
+        rules: How logged values of micro-batches make that of the batch.
     """
 
     def __init__(
         self,
         loop: MicroBatchLoop,
         splitter: BatchSplitter,
+        weights: LossWeights,
+        check: ExactnessCheck | None,
         sizes: MicroBatchSize,
         ladder: Ladder,
         consensus: RankConsensus,
@@ -77,14 +107,18 @@ class EffectiveStep:
         recover: bool,
         on_change: Callable[[int, str], None],
         advise: Callable[[], str] | None,
+        rules: LogRules,
     ) -> None:
         self._loop = loop
         self._splitter = splitter
+        self._weights = weights
+        self._check = check
         self._sizes = sizes
         self._ladder = ladder
         self._consensus = consensus
         self._reducer = reducer
-        self._is_alone = consensus.world_size == 1
+        self._num_ranks = consensus.world_size
+        self._is_alone = self._num_ranks == 1
         # Sharded strategies communicate in forward and average gradients in backward: no rank can stop alone.
         self._is_sharded = not self._is_alone and reducer is None
         self._recovers = recover and not self._is_sharded
@@ -93,14 +127,37 @@ class EffectiveStep:
         self._device: torch.device = loop.trainer.strategy.root_device
         self._is_cached = DeviceKind.of(self._device).has_caching_allocator
         self._rollback = Rollback(loop.module, self._device)
-        self._outputs = StepOutputs(loop.module, loop.results)
+        self._outputs = StepOutputs(loop.module, loop.results, rules)
+        self._rules = rules
+        self._guard = BatchGuard()
+        self._num_checks = 0
+        self._looks = False
+        self._is_open = False
+        # Alone and not accumulating, the weight of a batch that isn't split cancels out.
+        self._weighs_whole = not self._is_alone or loop.trainer.accumulate_grad_batches > 1
         self._past: list[_Past] = []
         self._window_total = 0.0
+        self._batch_total = 0.0
         self._reference = 1.0
         self._is_cleared = False
         self._failed_size = 0
         self._num_steps = 0
         self._retries = 0
+        self.shapes: ShapeGuard | None = None
+        self._last: tuple[LocalBatch, RollbackPoint]
+        self._is_again = False
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an effective batch can be repeated once it is complete."""
+        return self._is_alone and self._recovers
+
+    def go_back(self) -> None:
+        """Return to the start of the loader batch that was run last; the next `run` repeats it, and logs nothing."""
+        self._outputs.clear()
+        self._rollback.clear_gradients()
+        self._rollback.load(self._last[1])
+        self._is_again = True
 
     def run(self, request: StepRequest) -> ClosureResult:
         """Run one loader batch; gradients are complete when it was the last of its window.
@@ -108,47 +165,149 @@ class EffectiveStep:
         Raises:
             torch.OutOfMemoryError: If not even one sample fits.
         """
+        if self._is_again:
+            return self._run_again(request)
         self._num_steps += 1
         if self._is_cached and not self._num_steps % _STEPS_BETWEEN_CHECKS:
             self._watch_allocator()
-        local_batch = self._splitter.read(request.arguments["batch"])
-        self._weigh_in(request, local_batch)
+        num_samples = self._splitter.count(request.batch)
+        size = self._size_for(request, num_samples)
+        local_batch = self._weigh(request, num_samples, size)
         start = self._rollback.save()
-        is_repeated = False
+        if self._weigh_in(request, local_batch, self._needs_check(local_batch, size)):
+            local_batch, start = self._check_on(request, local_batch, start, size)
+        request.kept = self._guard.keep(request.batch)  # there, so that it dies with the batch
+        self._num_checks = 0
+        self._looks = self._check is not None and self._rollback.state.is_looking
+        result = self._run_to_success(request, local_batch, start, size)
+        self._guard.learn(request.kept)
+        if self._rollback.state.is_looking:
+            self._rollback.state.look_at_weights()
+        self._outputs.commit()
+        self._loop.after_backward(partial(self._run_gradients_again, request))
+        self._complete(request, *self._last)
+        return result
+
+    def _run_again(self, request: StepRequest) -> ClosureResult:
+        self._is_again = False
+        result = self._run_gradients_again(request)
+        self._loop.after_backward(partial(self._run_gradients_again, request), is_repeated=True)
+        return result
+
+    def _run_gradients_again(self, request: StepRequest) -> ClosureResult:
+        """Run forward and backward of the batch that was run last from its start; it is logged already."""
+        self.go_back()
+        self._is_again = False
+        request.arguments["batch"] = self._guard.restored(request.kept)
+        with self._loop.logged_already():
+            size = self._size_for(request, self._last[0].num_samples)
+            result = self._run_to_success(request, *self._last, size, is_repeated=True)
+        self._outputs.clear()
+        return result
+
+    def _run_to_success(
+        self,
+        request: StepRequest,
+        local_batch: LocalBatch,
+        start: RollbackPoint,
+        size: int,
+        is_repeated: bool = False,
+    ) -> ClosureResult:
+        """Attempt the batch until it succeeds on all ranks, and complete its gradients."""
+        num_samples = local_batch.num_samples
+        self._last = local_batch, start
         while True:
-            size = min(self._sizes.current, local_batch.num_samples)
-            result, error = self._attempt(request, local_batch, size, start if is_repeated else None)
+            result, error = self._attempt(request, local_batch, size, start, is_repeated)
             if self._all_succeeded(error, size):
                 break
-            self._go_back(request, error, start)
+            is_open = self._go_back(request, error, start)
             del error
+            request.arguments["batch"] = self._guard.restored(request.kept)
             is_repeated = True
+            size = self._size_for(request, num_samples)
+            local_batch = self._weigh(request, num_samples, size)
+            if self._weigh_again(request, local_batch, self._needs_check(local_batch, size, is_open)):
+                local_batch, start = self._check_on(request, local_batch, start, size, has_failed=not is_open)
+            self._last = local_batch, start
         assert result is not None
-        return self._complete(request, local_batch, start, result)
+        if request.is_last:
+            if self._reducer is not None:
+                self._reduce(self._reducer)
+            self._correct_window()
+        return result
 
-    def _weigh_in(self, request: StepRequest, local_batch: LocalBatch) -> None:
-        """Add the weight of this batch, over all ranks, to that of its window."""
-        total = local_batch.weight
-        if not self._is_alone:
-            total = sum(theirs for (theirs,) in self._consensus.exchange(total))
+    def _size_for(self, request: StepRequest, num_samples: int) -> int:
+        """Return the micro-batch size for a batch: less than the one in use if its samples are longer than before."""
+        size = self._sizes.for_batch(num_samples)
+        return size if self.shapes is None or self._is_sharded else self.shapes.size_for(request.batch, size)
+
+    def _weigh(self, request: StepRequest, num_samples: int, size: int) -> LocalBatch:
+        if self._weighs_whole or num_samples > size:
+            weighed = self._weights.read(request.batch, num_samples)
+            if weighed.weight or self._weighs_whole:
+                return weighed
+        # Nothing to weigh by, or nothing to weigh: a batch whose labels are all masked is a step like any other.
+        return LocalBatch(num_samples, float(num_samples))
+
+    def _needs_check(self, local_batch: LocalBatch, size: int, is_open: bool = False) -> bool:
+        """Whether this rank has to check that micro-batches give what the batch gives.
+
+        It has to before the first split of a batch, where it is in dispute how micro-batches weigh, and where an
+        attempt has left something open.
+        """
+        if self._check is None or local_batch.num_samples <= size:
+            return False
+        is_known = self._check.is_done and not is_open
+        return not is_known or local_batch.is_disputed(sizes_of(local_batch.num_samples, size))
+
+    def _check_on(
+        self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint, size: int, has_failed: bool = False
+    ) -> tuple[LocalBatch, RollbackPoint]:
+        """Check on this batch, on all ranks; nothing is changed if micro-batches don't give what it gives."""
+        assert self._check is not None
+        num_samples = local_batch.num_samples
+        self._check.run(request, request.batch, num_samples, size, has_failed)
+        self._loop.module._current_fx_name = start.hook_name
+        if self._check.state_rules.names:
+            self._rollback.state.watch(self._check.slots)
+            start = replace(start, state=self._rollback.state.copies())
+        local_batch = self._weigh(request, num_samples, size)
+        self._weigh_again(request, local_batch)
+        return local_batch, start
+
+    def _weigh_in(self, request: StepRequest, local_batch: LocalBatch, needs_check: bool) -> bool:
+        """Add the weight of this batch, over all ranks, to that of its window; return whether any rank has to check."""
         if request.zero_grad is not None:
             self._past.clear()
             self._is_cleared = False
             self._window_total = 0.0
+        self._batch_total = 0.0
+        return self._weigh_again(request, local_batch, needs_check)
+
+    def _weigh_again(self, request: StepRequest, local_batch: LocalBatch, needs_check: bool = False) -> bool:
+        """Replace the weight of this batch in that of its window; return whether any rank has to check."""
+        total = local_batch.weight
+        if not self._is_alone:
+            told = self._consensus.exchange(total, needs_check)
+            total, needs_check = sum(theirs for theirs, _ in told), any(needs for _, needs in told)
+        if request.zero_grad is not None:
             self._reference = max(total, 1e-30) * self._loop.trainer.accumulate_grad_batches
-        self._window_total += total
+        self._window_total += total - self._batch_total
+        self._batch_total = total
+        return needs_check
 
     # --- an attempt -------------------------------------------------------------------------------------------------
 
     def _attempt(
-        self, request: StepRequest, local_batch: LocalBatch, size: int, repeat_from: RollbackPoint | None
+        self, request: StepRequest, local_batch: LocalBatch, size: int, start: RollbackPoint, is_repeated: bool
     ) -> tuple[ClosureResult | None, Exception | None]:
         try:
-            if repeat_from is not None and self._past:
-                self._repeat_past(request, repeat_from, size)
-            return self._run_micro_batches(request, local_batch, size), None
+            if is_repeated and self._past:
+                self._repeat_past(request, start, size)
+            return self._run_micro_batches(request, local_batch, size, start), None
         except Exception as error:
-            if self._is_alone and not (self._recovers and is_out_of_memory(error)):
+            is_expected = isinstance(error, _Open) or (self._recovers and is_out_of_memory(error))
+            if self._is_alone and not is_expected:
                 raise
             return None, error
 
@@ -159,37 +318,66 @@ class EffectiveStep:
             arguments = OrderedDict((k, move_data_to_device(v, self._device)) for k, v in past.arguments.items())
             again = replace(request, arguments=arguments, zero_grad=None, is_last=False)
             size_of_past = min(size, past.local_batch.num_samples)
-            self._run_micro_batches(again, past.local_batch, size_of_past, announce=False)
+            self._run_micro_batches(again, past.local_batch, size_of_past, past.start, announce=False)
             self._outputs.clear()
         self._rollback.load(start)
 
     def _run_micro_batches(
-        self, request: StepRequest, local_batch: LocalBatch, size: int, announce: bool = True
+        self, request: StepRequest, local_batch: LocalBatch, size: int, start: RollbackPoint, announce: bool = True
     ) -> ClosureResult:
         loop, outputs = self._loop, self._outputs
-        batches, sizes, weights = self._splitter.micro_batches(request.arguments["batch"], local_batch, size)
+        sizes = sizes_of(local_batch.num_samples, size)
+        batches = self._splitter.split(request.arguments["batch"], sizes)
+        weights = local_batch.weights_of(batches, sizes)
+        rules = _NO_RULES if self._check is None or len(sizes) == 1 else self._check.state_rules
+        states = MicroBatchStates(rules, start.state) if rules.names else None
+        skips: set[bool] = set()
         last_counted = len(weights) - 1
         while last_counted and not weights[last_counted]:
             last_counted -= 1
         outputs.begin(len(sizes))
         try:
             for index, weight in enumerate(weights):
-                outputs.logs.weight = weight
+                outputs.logs.begin_part(weight, sizes[index])
                 part, batches[index] = batches[index], None
+                if states is not None and index:
+                    states.before_next()
                 output = loop.forward(request, part, self._divisor(weight))
+                skips.add(output.closure_loss is None)
+                if len(skips) > 1 and self._check is not None:
+                    raise MisconfigurationException(_SKIPS)
                 if request.zero_grad is not None and not self._is_cleared:
                     request.zero_grad()
                     self._rollback.remember_zeros()
                     self._is_cleared = True
                 self._backward(request, output, weight, announce and index == last_counted)
                 outputs.add(output, weight, sizes[index])
+                if states is not None:
+                    states.add(sizes[index], weight)
+                if not index and self._looks and len(sizes) > 1:
+                    self._stop_if(bool(self._rollback.state.written() - rules.names))
                 del part, output  # before the next forward
         finally:
             outputs.end()
-        return outputs.merged(self._divisor(local_batch.weight) / loop.trainer.accumulate_grad_batches)
+        if states is not None and (disputed := states.finish(merge_kept)):
+            assert self._check is not None
+            self._check.refute_restored(disputed)
+            raise _Open
+        result = outputs.merged(self._divisor(local_batch.weight) / loop.trainer.accumulate_grad_batches)
+        if len(sizes) > 1:
+            self._stop_if(bool(self._rules.unsettled) and self._check is not None and self._check.is_worth_more)
+        return result
+
+    def _stop_if(self, is_open: bool) -> None:
+        """End the attempt if something has come up that a check on this batch can settle, unless several could not."""
+        if is_open and self._num_checks < _MAX_CHECKS:
+            self._num_checks += 1
+            raise _Open
 
     def _divisor(self, weight: float) -> float:
         """Return the divisor that makes a mean over `weight` tokens or samples a part of the effective batch's mean."""
+        if self._weights.is_sum:
+            return float(self._loop.trainer.accumulate_grad_batches * (1 if self._is_sharded else self._num_ranks))
         if not weight:
             return 1.0
         return self._reference / weight / (self._consensus.world_size if self._is_sharded else 1)
@@ -216,9 +404,11 @@ class EffectiveStep:
             Exception: If a rank failed for a reason other than memory; on that rank the same exception.
         """
         if self._is_alone:
-            self._failed_size = size
+            self._is_open = isinstance(error, _Open)
+            self._failed_size = 0 if self._is_open else size
             return error is None
         status = _OK if error is None else _OUT_OF_MEMORY if is_out_of_memory(error) else _FAILED
+        status = _OPEN if isinstance(error, _Open) else status
         if not self._recovers and status == _OUT_OF_MEMORY:
             status = _FAILED
         told = self._consensus.exchange(status, size, self._sizes.current)
@@ -226,33 +416,25 @@ class EffectiveStep:
         if error is not None and status == _FAILED:
             raise error
         if failed:
+            time.sleep(_LET_OTHERS_SPEAK)  # who is first to stop is often the only one that is heard
             raise RuntimeError(f"Rank {failed[0]} failed in this step; see its error. This rank stops, too.")
         self._failed_size = int(max((size for theirs, size, _ in told if theirs == _OUT_OF_MEMORY), default=0))
         self._sizes.current = min(self._sizes.current, int(min(current for *_, current in told)))
-        return not self._failed_size
+        self._is_open = any(theirs == _OPEN for theirs, *_ in told)
+        return not (self._failed_size or self._is_open)
 
     # --- after success ----------------------------------------------------------------------------------------------
 
-    def _complete(
-        self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint, result: ClosureResult
-    ) -> ClosureResult:
-        if request.is_last:
-            if self._reducer is not None:
-                self._reduce(self._reducer)
-            self._correct_window()
-            self._past.clear()
-        else:
+    def _complete(self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint) -> None:
+        if not request.is_last:
             host = OrderedDict((k, move_data_to_device(v, torch.device("cpu"))) for k, v in request.arguments.items())
             self._past.append(_Past(host, local_batch, start))
-        self._outputs.commit()
-        self._loop.after_backward()
         before = self._sizes.current
         if self._sizes.succeed() > before:
             self._on_change(self._sizes.current, "no failure for a while")
         if given_up := self._ladder.succeed():  # after every batch: ranks must count alike
             rank_zero_info(f"MicroBatching: no failure for a while; from now on without {given_up}.")
             self._on_change(self._sizes.current, f"from now on without {given_up}")
-        return result
 
     def _reduce(self, reducer: GradientReducer) -> None:
         present = reducer.present()
@@ -263,7 +445,7 @@ class EffectiveStep:
         broadcast_buffers(self._loop.module)
 
     def _correct_window(self) -> None:
-        if self._window_total == self._reference or not self._window_total:
+        if self._window_total == self._reference or not self._window_total or self._weights.is_sum:
             return
         factor = self._reference / self._window_total
         grads: list[Tensor] = [p.grad for p in self._loop.module.parameters() if p.grad is not None]
@@ -272,8 +454,12 @@ class EffectiveStep:
 
     # --- after a failure --------------------------------------------------------------------------------------------
 
-    def _go_back(self, request: StepRequest, error: Exception | None, start: RollbackPoint) -> None:
-        """Free what the attempt held, restore the state before it and lower the micro-batch, on every rank alike."""
+    def _go_back(self, request: StepRequest, error: Exception | None, start: RollbackPoint) -> bool:
+        """Free what the attempt held, restore the state before it and lower the micro-batch, on every rank alike.
+
+        Returns:
+            Whether the attempt ended because something has to be checked, not for memory.
+        """
         self._outputs.clear()
         if error is not None:
             message = str(error).split("\n")[0]
@@ -282,7 +468,10 @@ class EffectiveStep:
             message = "on another rank"
         self._rollback.clear_gradients()
         self._rollback.load(start)
+        if not self._failed_size:
+            return True
         self._need_less(request, message, error, start)
+        return False
 
     def _need_less(self, request: StepRequest, message: str, error: Exception | None, start: RollbackPoint) -> None:
         """Take again a rung that was given up too early, else lower the micro-batch, else take the next rung.
@@ -302,7 +491,7 @@ class EffectiveStep:
             rank_zero_warn(f"Memory ran out with {failed}: the effective batch is repeated, from now on with {rung}.")
             self._on_change(self._sizes.current, f"from now on with {rung}")
         else:
-            raise torch.OutOfMemoryError(
+            raise MemoryExhausted(
                 f"A micro-batch of one sample does not fit{self._ladder.summary()} {message}\n"
                 f"{self._explain(request, start)}"
             ) from error

@@ -1,17 +1,31 @@
-"""`EvaluationSplitter`: splits batches of validation, test and prediction after one has run out of memory."""
+"""`EvaluationSplitter`: splits batches of validation, test and prediction after one has run out of memory.
 
-from collections.abc import Callable
+Before the first split it checks on some of the samples that parts give what the whole gives: a metric over the batch
+(retrieval within it, a perplexity, a correlation) would change silently.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
-from lightning_memfit.fitting.recovery.rollback import MetricStates, RandomState
+from lightning_memfit.fitting.recovery.retry import MemoryExhausted
+from lightning_memfit.fitting.recovery.rollback import MetricStates, RandomState, TrainingSnapshot
+from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge
-from lightning_memfit.fitting.step.split import BatchSplitter
+from lightning_memfit.fitting.step.split import BatchSplitter, sizes_of
 
 _STEPS = ("validation_step", "test_step", "predict_step")
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # TF32 rounds to the latter
+_LOW_PRECISION = 3e-2
+_MISMATCHES = 0.02
+"""Share of integers that may differ: classes whose scores are equal but for rounding."""
 
 
 class EvaluationSplitter:
@@ -22,11 +36,17 @@ class EvaluationSplitter:
     concatenation. Nothing is exchanged between ranks; values with `sync_dist=True` are reduced once per batch, after
     all parts.
 
+    Before a step is split for the first time, half of the samples that failed are run at once and in unequal parts.
+    What they return, log and add to metrics must agree; what differs between two runs at once (random numbers) isn't
+    compared.
+
     Args:
         trainer: The trainer.
         module: The module.
-        splitter: Splits and weighs batches.
+        splitter: Splits batches.
+        weights: Weighs their parts.
         sizes: Sizes to start with, by the name of the step, for example those of the last run.
+        allow_batch_statistics: Whether values may change when batches are split.
     """
 
     def __init__(
@@ -34,16 +54,20 @@ class EvaluationSplitter:
         trainer: Trainer,
         module: LightningModule,
         splitter: BatchSplitter,
+        weights: LossWeights,
         sizes: dict[str, int],
+        allow_batch_statistics: bool = False,
     ) -> None:
         self._trainer = trainer
         self._module = module
         self._splitter = splitter
+        self._weights = weights
         self.sizes = sizes
         self._metrics = StepMetrics(module)
         self._states = MetricStates(module)
         self._replaced: dict[str, tuple[Any, Any]] = {}
         self._is_installed = False
+        self._allows_changes = allow_batch_statistics
 
     def install(self) -> None:
         """Replace the strategy's evaluation steps."""
@@ -91,19 +115,24 @@ class EvaluationSplitter:
                 count = self._splitter.count(batch) if count is None else count
                 failed = min(self.sizes.get(name, count), count)
                 if failed <= 1:
-                    raise failure
+                    message = str(failure).split("\n")[0]
+                    raise MemoryExhausted(
+                        f"One sample does not fit in `{name}`. Shorter samples or a smaller model would. {message}"
+                    ) from failure
                 release(failure)
                 del failure
                 random, states, self._module._current_fx_name = point
                 random.restore()
                 self._states.load(states)
+                if name not in self.sizes and not self._allows_changes:
+                    self._check(name, step, batch, args, kwargs, count)
                 self.sizes[name] = max(1, failed // 2)
                 rank_zero_warn(f"Memory ran out in `{name}` with {failed} samples; going on with {self.sizes[name]}.")
 
         return split_step
 
     def _run_whole(self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any) -> Any:
-        results = None if name == "predict_step" else self._trainer._results
+        results = self._results(name)
         if results is None:
             return step(batch, *args, **kwargs)
         logs = StepLogs()
@@ -115,15 +144,34 @@ class EvaluationSplitter:
     def _run_parts(self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any, count: int) -> Any:
         if count <= self.sizes[name]:
             return self._run_whole(name, step, batch, args, kwargs)
-        local_batch = self._splitter.read(batch, count)
-        parts, sizes, weights = self._splitter.micro_batches(batch, local_batch, self.sizes[name])
-        results = None if name == "predict_step" else self._trainer._results
         logs = StepLogs()
+        output = self._run_split(name, step, batch, args, kwargs, count, self.sizes[name], logs)
+        results = self._results(name)
+        if results is not None:
+            logs.commit(results)
+        return output
+
+    def _run_split(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        batch: Any,
+        args: Any,
+        kwargs: Any,
+        count: int,
+        micro_batch_size: int,
+        logs: StepLogs,
+    ) -> Any:
+        """Run a batch in parts, collect in `logs` what they log, and return the merged outputs."""
+        sizes = sizes_of(count, micro_batch_size)
+        parts = self._splitter.split(batch, sizes)
+        weights = self._weights.read(batch, count).weights_of(parts, sizes)
+        results = self._results(name)
         self._metrics.begin()
         outputs = []
         try:
-            for part, weight in zip(parts, weights, strict=True):
-                logs.weight = weight
+            for part, weight, size in zip(parts, weights, sizes, strict=True):
+                logs.begin_part(weight, size)
                 if results is None:
                     outputs.append(step(part, *args, **kwargs))
                 else:
@@ -132,6 +180,139 @@ class EvaluationSplitter:
         finally:
             self._metrics.end()
         self._metrics.finish(logs.metrics_on_step())
-        if results is not None:
-            logs.commit(results)
         return merge(outputs, weights, sizes)
+
+    def _results(self, name: str) -> Any:
+        """Lightning's collection that the step logs to; None if it can't log."""
+        return None if name == "predict_step" else self._trainer._results
+
+    # --- the check --------------------------------------------------------------------------------------------------
+
+    def _check(self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any, count: int) -> None:
+        """Check on some samples of a batch that parts give what the whole gives.
+
+        Raises:
+            MisconfigurationException: If they don't.
+        """
+        size = count // 2
+        found: list[str] | None = None
+        while size > 1 and found is None:
+            part = self._splitter.split(batch, [size, count - size])[0]
+            try:
+                found = self._differences(name, step, part, args, kwargs, size)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error
+            else:
+                break
+            release(failure)
+            del failure
+            size //= 2
+        if found is None:
+            rank_zero_warn(f"Two samples do not fit in `{name}`: nobody knows whether its values depend on the batch.")
+        elif found:
+            raise MisconfigurationException(
+                f"Memory ran out in `{name}` with {count} samples, and it can't be split: with {size} samples at once "
+                f"and in parts, {'; '.join(found)}. Give its loader a smaller `batch_size`, collect the metric over "
+                "the epoch with torchmetrics, pass `self.log` the `batch_size` that a mean is over, or accept the "
+                "change: `MicroBatching(allow_batch_statistics=True)`."
+            )
+
+    def _differences(
+        self, name: str, step: Callable[..., Any], part: Any, args: Any, kwargs: Any, size: int
+    ) -> list[str]:
+        """Run samples at once and in unequal parts, and return in words what differs."""
+        device = self._trainer.strategy.root_device
+        snapshot = TrainingSnapshot(self._module, (), device, with_parameters=False)
+        random = RandomState(device)
+        tolerance = _LOW_PRECISION if "16" in str(self._trainer.precision) else 0.0
+
+        def run(micro_batch_size: int) -> dict[str, Any]:
+            return self._values(name, step, part, args, kwargs, size, micro_batch_size)
+
+        try:
+            whole = run(size)
+            random.restore()
+            cut = run(size - max(1, size // 3))
+            different = [key for key in {**whole, **cut} if _differ(whole.get(key), cut.get(key), tolerance)]
+            if different:  # the second run at once draws other random numbers
+                again = run(size)
+                different = [key for key in different if not _differ(whole.get(key), again.get(key), tolerance)]
+        finally:
+            snapshot.restore()
+        return [f"{key} is {_short(whole.get(key))} and {_short(cut.get(key))}" for key in different]
+
+    def _values(
+        self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any, count: int, size: int
+    ) -> dict[str, Any]:
+        """What samples return, log and add to metrics, in words; nothing reaches Lightning."""
+        metrics = [(path, child) for path, child in self._module.named_modules() if isinstance(child, Metric)]
+        for _, metric in metrics:
+            metric.reset()
+        logs, logged = StepLogs(), _Logged()
+        output = self._run_split(name, step, batch, args, kwargs, count, size, logs)
+        logs.commit(logged)
+        values: dict[str, Any] = {f"`self.log({key!r})`": value for key, value in logged.items()}
+        values |= _leaves(output, "what it returns")
+        for path, metric in metrics:
+            metric.sync_on_compute = False  # other ranks are elsewhere
+            if metric._update_count:
+                values[f"the metric `{path}`"] = metric.compute()
+        return values
+
+
+class _Logged(dict[str, Any]):
+    """Takes what is logged in the place of Lightning's collection."""
+
+    dataloader_idx = 0
+
+    def log(self, fx: str, name: str, value: Any, **_: Any) -> None:
+        """Keep a logged value; metrics are compared as such."""
+        if not isinstance(value, Metric):
+            self[name] = value
+
+
+def _leaves(value: Any, path: str) -> dict[str, Any]:
+    """Tensors and other objects in an output, by where they are."""
+    if isinstance(value, Mapping):
+        items: Any = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    else:
+        return {path: value.detach().clone() if isinstance(value, Tensor) else value}
+    return {name: leaf for key, item in items for name, leaf in _leaves(item, f"{path}[{key!r}]").items()}
+
+
+def _differ(one: Any, other: Any, tolerance: float) -> bool:
+    """Whether two values differ by more than rounding; objects other than numbers and tensors differ by their class."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):  # a metric's
+        return one.keys() != other.keys() or any(_differ(one[key], other[key], tolerance) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) != len(other) or any(_differ(*pair, tolerance) for pair in zip(one, other, strict=True))
+    if isinstance(one, (Tensor, float, int)) and isinstance(other, (Tensor, float, int)):
+        return _tensors_differ(torch.as_tensor(one), torch.as_tensor(other), tolerance)
+    return type(one) is not type(other)
+
+
+def _tensors_differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape:
+        return True
+    if not one.numel():
+        return False
+    other = other.to(one.device)
+    if not one.is_floating_point() and not other.is_floating_point() and not one.is_complex():
+        return float((one != other).double().mean()) > (_MISMATCHES if one.numel() > 1 else 0.0)
+    kinds = [tensor.dtype for tensor in (one, other) if tensor.is_floating_point() or tensor.is_complex()]
+    tolerance = max(tolerance, *(_TOLERANCES.get(kind, _LOW_PRECISION) for kind in kinds))
+    one, other = one.double(), other.double()
+    scale = float(torch.maximum(one.abs(), other.abs()).nan_to_num(0.0, 0.0, 0.0).max())
+    return not torch.allclose(one, other, rtol=tolerance, atol=tolerance * max(scale, 1e-3), equal_nan=True)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.item():.6g}" if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (float, int)):
+        return f"{value:.6g}"
+    return "missing" if value is None else f"a {type(value).__name__}"

@@ -4,6 +4,7 @@ It checks that the loader delivers what `global_batch_size` asks for, chooses th
 and then leaves every batch to an `EffectiveStep`, which runs later batches without the session.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,18 +16,25 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler
 
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.guard import StepGuard
 from lightning_memfit.fitting.recovery.ladder import Ladder, LastResort, rungs_up_to
+from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
+from lightning_memfit.fitting.size.prediction import SizePrediction
 from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearchResult, lengthened, longest_samples
+from lightning_memfit.fitting.size.shapes import ShapeGuard
 from lightning_memfit.fitting.size.sizes import MicroBatchSize, prefer
 from lightning_memfit.fitting.size.trial import NothingFits, Trial, clear_gradients, describe, fit_size
+from lightning_memfit.fitting.step.comparison import silenced
 from lightning_memfit.fitting.step.effective_step import EffectiveStep
+from lightning_memfit.fitting.step.exactness import ExactnessCheck
 from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
+from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.step.loss_checks import check_batch_statistics, check_independent_samples
+from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs
 from lightning_memfit.fitting.step.split import BatchSplitter
 from lightning_memfit.memory.kind import DeviceKind, hardware_name
@@ -81,6 +89,18 @@ def loader_batch_size(trainer: Trainer) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def loader_remainder(trainer: Trainer) -> int | None:
+    """Return the samples of the training loader's last batch if that is smaller, as far as its sampler tells."""
+    loader, size = trainer.train_dataloader, loader_batch_size(trainer)
+    sampler = getattr(loader, "batch_sampler", None)
+    if size is None or type(sampler) is not BatchSampler or sampler.drop_last:
+        return None
+    try:
+        return len(sampler.sampler) % size  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def check_global_batch(trainer: Trainer, global_batch_size: int, found: int) -> None:
     """Check the batch size that the loader delivers.
 
@@ -123,7 +143,8 @@ class FitSession:
     Args:
         loop: The loop in training.
         options: The user's options.
-        splitter: Splits and weighs batches.
+        splitter: Splits batches.
+        weights: Weighs micro-batches.
         device_memory: The device's memory; None if it has no known limit.
         kept: What an earlier run found, as `kept` returns it; used on the same device with as many ranks.
         note: Called with the size and the reason at every choice and change.
@@ -141,6 +162,7 @@ class FitSession:
         loop: MicroBatchLoop,
         options: Options,
         splitter: BatchSplitter,
+        weights: LossWeights,
         device_memory: DeviceMemory | None,
         kept: dict[str, Any],
         note: Callable[[int, str], None],
@@ -152,6 +174,7 @@ class FitSession:
         self._loop = loop
         self._options = options
         self._splitter = splitter
+        self._weights = weights
         self._memory = device_memory
         self._kept = kept
         self._note = note
@@ -168,10 +191,13 @@ class FitSession:
         has_host = kind.has_own_memory or (kind.is_host and device_memory is not None)
         rungs = rungs_up_to(options.last_resort, module, trainer.optimizers[0], has_host, trainer.num_devices)
         self._ladder = Ladder(rungs, self._consensus)
+        self._rules = LogRules()
         self.sizes: MicroBatchSize | None = None
         self.found: SizeSearchResult | None = None
+        self._shapes: ShapeGuard | None = None
         loop.guard = StepGuard(device_memory)
         loop.run_step = self._run_first
+        loop.recover = options.recover
 
     def close(self) -> None:
         """Destroy what ranks share, and undo everything that the ladder did."""
@@ -188,9 +214,12 @@ class FitSession:
     def _run_first(self, request: StepRequest) -> ClosureResult:
         """Choose the size and run the batch; from the next one on the loop calls the step itself."""
         options, sizes = self._options, self._start(request)
+        check = ExactnessCheck(self._loop, self._splitter, self._weights, self._consensus, self._rules, self._memory)
         step = EffectiveStep(
             self._loop,
             self._splitter,
+            self._weights,
+            None if options.allow_batch_statistics else check,
             sizes,
             self._ladder,
             self._consensus,
@@ -198,8 +227,11 @@ class FitSession:
             options.recover,
             self._note,
             options.advise if options.last_resort == "offload" else self._advise,
+            self._rules,
         )
+        step.shapes = self._shapes
         self._loop.run_step = step.run
+        self._loop.go_back = step.go_back if step.repeats else None
         return step.run(request)
 
     def _start(self, request: StepRequest) -> MicroBatchSize:
@@ -210,10 +242,10 @@ class FitSession:
         size, reason = self._choose(request, local_batch_size)
         # All ranks use the smallest size; their batches may differ.
         size = int(min(theirs for (theirs,) in self._consensus.exchange(size)))
-        if size < local_batch_size and not self._options.allow_batch_statistics:
-            check_batch_statistics(self._loop.module)
-            check_independent_samples(self._loop, request, self._splitter, local_batch_size)
-        self.sizes = MicroBatchSize(local_batch_size, size)
+        wanted = self._options.micro_batch_size
+        is_unlimited = wanted == "auto" and self._options.limit_bytes is None and self._memory is None
+        at_most = sys.maxsize if is_unlimited else None if wanted == "auto" else wanted
+        self.sizes = MicroBatchSize(local_batch_size, size, at_most)
         self._note(size, f"{reason} As before, with {again}." if again else reason)
         return self.sizes
 
@@ -222,10 +254,12 @@ class FitSession:
         if wanted != "auto":
             size = min(wanted, local_batch_size)
             return size, f"MicroBatching: micro-batch {size} of {local_batch_size} samples, as asked for."
+        limit_bytes = self._options.limit_bytes or (self._memory.limit_bytes if self._memory is not None else None)
         if kept.get("micro_batch_size") and self._is_as_kept():
             size = min(local_batch_size, int(kept["micro_batch_size"]))
+            self._predict_for(request.batch, local_batch_size)
+            self._shapes = self._guard(request.batch, size, limit_bytes)
             return size, f"MicroBatching: micro-batch {size} of {local_batch_size} samples, as in the checkpoint."
-        limit_bytes = self._options.limit_bytes or (self._memory.limit_bytes if self._memory is not None else None)
         if limit_bytes is None:
             return local_batch_size, (
                 f"MicroBatching: the whole share of {local_batch_size} samples at once; no memory limit is known for "
@@ -236,7 +270,7 @@ class FitSession:
             found = self.found = self._search(request, local_batch_size, limit_bytes)
         except NothingFits as error:
             if self._options.last_resort == "none":
-                raise torch.OutOfMemoryError(f"{error} {_HINT}") from error
+                raise MemoryExhausted(f"{error} {_HINT}") from error
             return 1, "MicroBatching: as it is, not even one sample fits; training begins with one and saves memory."
         size = prefer(local_batch_size, found.largest)
         return size, describe(found, size, local_batch_size, limit_bytes, time.monotonic() - started)
@@ -244,20 +278,46 @@ class FitSession:
     def _search(self, request: StepRequest, local_batch_size: int, limit_bytes: int) -> SizeSearchResult:
         """Find the largest size that fits by trial steps on the longest samples of the data."""
         loop, batch = self._loop, self._worst_case(request.batch, local_batch_size)
+        self._predict_for(batch, local_batch_size)
 
         def forward_and_backward(size: int) -> None:
-            rest = local_batch_size - size
-            part = self._splitter.split(batch, [size, rest] if rest else [size])[0]
+            is_cleared = size == local_batch_size and loop.trainer.accumulate_grad_batches == 1
             with StepLogs().capture(loop.results):
-                loss = loop.forward(request, part, 1.0).closure_loss
-                if not rest:  # the whole batch at once: `zero_grad` comes between forward and backward
+                loss = loop.forward(request, self._take(batch, size), 1.0).closure_loss
+                if is_cleared:  # the whole batch at once: `zero_grad` comes between forward and backward
                     clear_gradients(loop.module)
                 if loss is not None:
                     loop.backward(request, loss, announce=False)
 
-        with Trial(loop.trainer, forward_and_backward, self._memory, self._consensus) as trial:
+        with (
+            silenced(loop.trainer),
+            Trial(loop.trainer, forward_and_backward, self._memory, self._consensus) as trial,
+        ):
             found = fit_size(trial, local_batch_size, limit_bytes, self._options.predictor)
-            return replace(found, num_trials=trial.num_steps)
+        self._shapes = self._guard(batch, found.largest, limit_bytes - found.missed_bytes)
+        return replace(found, num_trials=trial.num_steps)
+
+    def _guard(self, batch: Any, size: int, limit_bytes: int | None) -> ShapeGuard:
+        """Return what gives batches of larger shapes than this one a smaller size."""
+        prediction = self._options.predictor
+        if not isinstance(prediction, SizePrediction) or limit_bytes is None:
+            return ShapeGuard(batch, size, None)
+
+        def predict(other: Any, upper: int) -> int:
+            count = self._splitter.count(other)
+            found = prediction.for_batch(other, count, self._take).largest_under(limit_bytes, min(upper, count))
+            return upper if found == count else found
+
+        return ShapeGuard(batch, size, predict)
+
+    def _take(self, batch: Any, size: int) -> Any:
+        """Return the first samples of a batch, as they are split in training."""
+        rest = self._splitter.count(batch) - size
+        return self._splitter.split(batch, [size, rest])[0] if rest > 0 else batch
+
+    def _predict_for(self, batch: Any, local_batch_size: int) -> None:
+        if isinstance(self._options.predictor, SizePrediction):
+            self._options.predictor.begin(batch, local_batch_size, self._take)
 
     def _worst_case(self, batch: Any, local_batch_size: int) -> Any:
         longest = longest_samples(self._loop.trainer.train_dataloader, local_batch_size)

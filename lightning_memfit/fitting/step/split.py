@@ -1,155 +1,143 @@
-"""Split a batch of any nesting into micro-batches, each with its weight in the loss of the effective batch.
+"""Find the batch dimension of a batch of any nesting, and split the batch into micro-batches along it.
 
-A mean over the effective batch is the weighted mean of the means over its micro-batches, where the weight of a
-micro-batch is the number its mean was taken over: samples, or label tokens that are not masked.
+The loader's batch size says what to look for. What the first full batch shows is remembered: which tensors have a batch
+dimension and where, and which lists hold one entry per sample. Everything else is passed whole to every micro-batch.
 """
 
 import copy
 import dataclasses
-import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 SplitHook = Callable[[Any, list[int]], Sequence[Any]]
-LossWeight = Callable[[Any], "float | Tensor"]
 
-IGNORE_INDEX = -100
-_WHOLE = (str, bytes, numbers.Number, torch.dtype, torch.device, type(None))
-_WITHOUT_LABELS = (Tensor, list, tuple)
-
-
-class LocalBatch:
-    """The number of samples of this device's loader batch, and their weight in the loss.
-
-    Args:
-        num_samples: Number of samples in the batch.
-        weight: Number of samples or label tokens that its loss is a mean over.
-        rows: Weight of every sample, if weights differ and are independent of each other.
-        loss_weight: The user's function, called on every part, if the user gave one.
-    """
-
-    def __init__(
-        self,
-        num_samples: int,
-        weight: float,
-        rows: list[int] | None = None,
-        loss_weight: LossWeight | None = None,
-    ) -> None:
-        self.num_samples = num_samples
-        self.weight = weight
-        self._rows = rows
-        self._loss_weight = loss_weight
-
-    def weights_of(self, parts: list[Any], sizes: list[int]) -> list[float]:
-        """Return the weight of each micro-batch.
-
-        Raises:
-            ValueError: If the user's weights for the parts don't add up to that for the whole.
-        """
-        if self._loss_weight is not None:
-            weights = [float(self._loss_weight(part)) for part in parts]
-            if abs(sum(weights) - self.weight) > 1e-6 * max(abs(self.weight), 1.0):
-                raise ValueError(
-                    f"`loss_weight` of the parts {weights} adds up to {sum(weights)}, of the whole batch to "
-                    f"{self.weight}. Return what the loss is a mean over: a count that adds up."
-                )
-            return weights
-        if self._rows is None:
-            return [float(size) for size in sizes]
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        return [float(sum(self._rows[end - size : end])) for size, end in zip(sizes, ends, strict=True)]
+Path = tuple[Any, ...]
+"""Keys, indices and field names from the batch to a part of it."""
 
 
 class BatchSplitter:
-    """Split batches into micro-batches along dimension 0 of their tensors.
+    """Split batches into micro-batches along their batch dimension.
 
-    Mappings (Hugging Face `BatchEncoding` among them), lists, tuples, named tuples and dataclasses are walked through;
-    tensors and NumPy arrays whose first dimension is the batch size are split without copying, columns of padding
-    included; lists of one object per sample are sliced; scalars, strings and tensors of other sizes are passed whole to
-    every micro-batch.
+    Mappings (Hugging Face `BatchEncoding` among them), lists, tuples, named tuples and dataclasses are walked through.
+    Tensors and NumPy arrays with a batch dimension are split without copying, columns of padding included; lists of one
+    entry per sample are sliced; everything else is passed whole to every micro-batch. The batch dimension is the first;
+    only if no tensor of the batch has the loader's batch size there, it is the second (time-major sequences).
 
     Args:
         hook: `split_batch(batch, sizes) -> parts` for batches that can't be split that way: graphs, ragged data,
             custom classes.
         num_samples: Number of samples in a batch, for use with `hook`; without it `len(batch)` counts, or what the
             tensors of the batch say.
-        loss_weight: Function from a batch or a part of it to the number that its loss is averaged over. Without it,
-            unmasked label tokens count if the batch has integer `labels`, else samples.
-        shifts_labels: Whether the loss predicts the next token, so that the first label of each sample never counts.
-        expected: The loader's batch size, if known. It decides what a list of equally sized tensors is: one tensor
-            per sample (`expected` of them) or one tensor per field.
+        expected: The loader's batch size, if known.
+        remainder: Samples of the loader's last batch if that is smaller, if known.
     """
 
     def __init__(
         self,
         hook: SplitHook | None = None,
         num_samples: Callable[[Any], int] | None = None,
-        loss_weight: LossWeight | None = None,
-        shifts_labels: bool = False,
         expected: int | None = None,
+        remainder: int | None = None,
     ) -> None:
         self._hook = hook
         self._num_samples = num_samples
-        self._loss_weight = loss_weight
-        self._shifts_labels = shifts_labels
-        self._expected = expected
-        self._per_sample_lists = False
+        self._expected = expected if expected is not None and expected > 1 else None
+        self._remainder = remainder or None
+        self._dims: dict[Path, int | None] = {}  # of tensors; None: passed whole
+        self._per_sample: set[Path] = set()
+        self._shares_no_first = False
+        self._is_learned = False
+
+    # --- how many samples -------------------------------------------------------------------------------------------
 
     def count(self, batch: Any) -> int:
         """Return the number of samples in a batch.
 
         Raises:
-            ValueError: If the number is ambiguous.
+            ValueError: If the batch contradicts the loader's batch size, an earlier batch or itself.
         """
         if self._num_samples is not None:
             return int(self._num_samples(batch))
         if self._hook is not None and hasattr(batch, "__len__") and not _is_container(batch):
             return len(batch)
-        expected = self._expected
-        if expected is not None and expected > 1:  # a ragged batch shows nothing; what was learned before stays valid
-            if any(size == expected for size in _first_sizes(batch)):
-                self._per_sample_lists = False
-                return expected
-            if any(len(leaf) == expected for leaf in _lists(batch)):
-                self._per_sample_lists = True
-        if self._per_sample_lists:
-            return next(len(leaf) for leaf in _lists(batch))
-        return _vote(batch, expected)
+        if type(batch) is Tensor and batch.ndim and self._is_plain(batch.shape[0]):  # needs no search
+            return batch.shape[0]
+        leaves, lists = list(_tensors(batch)), list(_lists(batch))
+        known = self._known_sizes(leaves, lists)
+        if len(known) == 1:
+            return known.pop()
+        if len(known) > 1:
+            return self._settle(leaves, known, batch)
+        count, dim = self._find(batch, leaves, lists)
+        if count > 1:
+            self._learn(leaves, lists, count, dim)
+        return count
 
-    def read(self, batch: Any, num_samples: int | None = None) -> LocalBatch:
-        """Count and weigh the samples of a batch: by the user's function, by unmasked label tokens, or one each.
+    def _is_plain(self, size: int) -> bool:
+        """Whether a batch that is one tensor has its batch dimension where tensors usually have it."""
+        return self._dims.get(()) == 0 or (() not in self._dims and self._expected in (None, size))
 
-        Tokens count if the batch has integer `labels`, (samples, ...), with `-100` for tokens that the loss ignores.
-        Reading the counts waits for the device once.
+    def _known_sizes(self, leaves: list[tuple[Path, Any]], lists: list[tuple[Path, Any]]) -> set[int]:
+        """Return the sizes of what had a batch dimension in earlier batches; one if the batch is as they were."""
+        found: set[int] = set()
+        for path, leaf in leaves:
+            dim = self._dims.get(path)
+            if dim is not None and leaf.ndim > dim:
+                found.add(int(leaf.shape[dim]))
+        if self._per_sample:
+            found.update(len(value) for path, value in lists if path in self._per_sample)
+        return found
 
-        Args:
-            batch: Batch from the loader.
-            num_samples: Its number of samples, if already counted.
-        """
-        count = self.count(batch) if num_samples is None else num_samples
-        if self._loss_weight is not None:
-            return LocalBatch(count, float(self._loss_weight(batch)), loss_weight=self._loss_weight)
-        labels = None
-        if type(batch) not in _WITHOUT_LABELS:  # looking for labels where there are none is slow
-            labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0 or len(labels) != count:
-            return LocalBatch(count, float(count))
-        counted = labels[:, 1:] if self._shifts_labels and labels.ndim > 1 else labels
-        rows = counted.ne(IGNORE_INDEX).reshape(count, -1).sum(1).tolist()
-        return LocalBatch(count, float(sum(rows)), rows)
+    def _settle(self, leaves: list[tuple[Path, Any]], sizes: set[int], batch: Any) -> int:
+        """Resolve a contradiction to earlier batches: a constant can have had as many rows as a full batch."""
+        if self._remainder in sizes and sizes == {self._remainder, self._expected}:
+            for path, leaf in leaves:
+                dim = self._dims.get(path)
+                if dim is not None and leaf.ndim > dim and leaf.shape[dim] == self._expected:
+                    self._dims[path] = None
+            return int(self._remainder or 0)
+        raise ValueError(
+            f"Parts of the batch that had equal numbers of samples before now have {sorted(sizes)}: {_shapes(batch)}. "
+            f"{_WAY_OUT}"
+        )
 
-    def micro_batches(self, batch: Any, local: LocalBatch, size: int) -> tuple[list[Any], list[int], list[float]]:
-        """Split a batch into micro-batches of a size; only the last may be smaller.
+    def _find(self, batch: Any, leaves: list[tuple[Path, Any]], lists: list[tuple[Path, Any]]) -> tuple[int, int]:
+        """Return the number of samples and the batch dimension."""
+        promised = [size for size in (self._expected, self._remainder) if size is not None]
+        for size in promised:
+            if any(leaf.shape[0] == size for _, leaf in leaves) or any(len(value) == size for _, value in lists):
+                return size, 0
+        for size in promised:
+            if any(leaf.ndim > 1 and leaf.shape[1] == size for _, leaf in leaves):
+                return size, 1
+        sizes = {int(leaf.shape[0]) for _, leaf in leaves} or {len(value) for _, value in lists if value}
+        if self._expected is not None and sizes and not (self._remainder is None and max(sizes) < self._expected):
+            raise ValueError(
+                f"The loader's batch size is {self._expected}, but nothing in the batch has this size: "
+                f"{_shapes(batch)}. {_WAY_OUT}"
+            )
+        if len(sizes) == 1:
+            return sizes.pop(), 0
+        found = f"first dimensions {sorted(sizes)}" if sizes else f"a `{type(batch).__name__}` without tensors"
+        raise ValueError(f"The batch size can't be told from the batch ({found}). {_WAY_OUT}")
 
-        Returns:
-            The micro-batches, their numbers of samples and their weights.
-        """
-        sizes = sizes_of(local.num_samples, size)
-        parts = self.split(batch, sizes)
-        return parts, sizes, local.weights_of(parts, sizes)
+    def _learn(self, leaves: list[tuple[Path, Any]], lists: list[tuple[Path, Any]], count: int, dim: int) -> None:
+        """Remember what has a batch dimension, if this batch is a full one or nobody knows."""
+        if self._expected not in (None, count):
+            return
+        self._is_learned = True
+        for _, value in lists:
+            if _is_per_sample(value, count, self._shares_no_first):
+                self._shares_no_first = True
+        self._per_sample |= {p for p, value in lists if _is_per_sample(value, count, self._shares_no_first)}
+        for path, leaf in leaves:
+            if not any(path[: len(above)] == above for above in self._per_sample):
+                self._dims[path] = dim if leaf.ndim > dim and leaf.shape[dim] == count else None
+
+    # --- splitting --------------------------------------------------------------------------------------------------
 
     def split(self, batch: Any, sizes: list[int]) -> list[Any]:
         """Split into parts of the given sizes, which add up to the number of samples.
@@ -167,35 +155,48 @@ class BatchSplitter:
             return parts
         if len(sizes) == 1:
             return [batch]
-        return self._split(batch, sizes, sum(sizes))
+        return self._split(batch, (), sizes, sum(sizes))
 
-    def _split(self, value: Any, sizes: list[int], total: int) -> list[Any]:
+    def _split(self, value: Any, path: Path, sizes: list[int], total: int) -> list[Any]:
         if isinstance(value, Tensor):
-            return _split_tensor(value, sizes, total)
+            return self._split_tensor(value, path, sizes, total)
         if _is_array(value):
-            return _slices(value, sizes) if value.ndim and len(value) == total else [value] * len(sizes)
-        if isinstance(value, _WHOLE):
-            return [value] * len(sizes)
+            dim = self._dim(value, path, total)
+            return [value] * len(sizes) if dim is None else _slices(value, sizes, dim)
         if isinstance(value, Mapping):
-            return _rebuild_mapping(value, {key: self._split(one, sizes, total) for key, one in value.items()}, sizes)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return _rebuild_dataclass(value, self._split, sizes, total)
+            columns = {key: self._split(one, (*path, key), sizes, total) for key, one in value.items()}
+            return _rebuild_mapping(value, columns, len(sizes))
+        if _is_dataclass(value):
+            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            columns = {name: self._split(one, (*path, name), sizes, total) for name, one in fields.items()}
+            return _rebuild_dataclass(value, columns, len(sizes))
         if isinstance(value, (list, tuple)):
-            if self._is_per_sample(value, total):
+            found = path in self._per_sample if self._is_learned else _is_per_sample(value, total, False)
+            if found and len(value) == total:
                 return _slices(value, sizes)
-            return [
-                _rebuild_sequence(value, row)
-                for row in zip(*(self._split(v, sizes, total) for v in value), strict=True)
-            ] or [value] * len(sizes)
-        raise ValueError(
-            f"The batch contains a `{type(value).__name__}`, which has no known batch dimension. Define "
-            "`split_batch(batch, sizes)` on the LightningModule or pass `MicroBatching(split_batch=...)`."
-        )
+            items = [self._split(one, (*path, index), sizes, total) for index, one in enumerate(value)]
+            return [_rebuild_sequence(value, row) for row in zip(*items, strict=True)] or [value] * len(sizes)
+        return [value] * len(sizes)
 
-    def _is_per_sample(self, value: Sequence[Any], total: int) -> bool:
-        if len(value) != total or hasattr(value, "_fields"):
-            return False
-        return self._per_sample_lists or not any(size == total for size in _first_sizes(value))
+    def _split_tensor(self, tensor: Tensor, path: Path, sizes: list[int], total: int) -> list[Tensor]:
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "nested" if tensor.is_nested else "sparse"
+            raise ValueError(
+                f"The batch contains a {kind} tensor, which can't be split. Define `split_batch(batch, sizes)`."
+            )
+        dim = self._dim(tensor, path, total)
+        return [tensor] * len(sizes) if dim is None else list(tensor.split(sizes, dim))
+
+    def _dim(self, leaf: Any, path: Path, total: int) -> int | None:
+        """Return the batch dimension of a tensor or array: as in the first full batch, else by its size."""
+        dim = self._dims.get(path, 0)
+        return dim if dim is not None and leaf.ndim > dim and leaf.shape[dim] == total else None
+
+
+_WAY_OUT = (
+    "Define `split_batch(batch, sizes)` and `num_samples(batch)` on the LightningModule, or pass them to "
+    "`MicroBatching`."
+)
 
 
 def sizes_of(num_samples: int, micro_batch_size: int) -> list[int]:
@@ -204,71 +205,137 @@ def sizes_of(num_samples: int, micro_batch_size: int) -> list[int]:
     return [micro_batch_size] * full + ([rest] if rest else [])
 
 
-def _vote(batch: Any, expected: int | None) -> int:
-    sizes = list(_first_sizes(batch)) or [len(leaf) for leaf in _lists(batch)]
-    if expected is not None and expected in sizes:
-        return expected
-    if sizes and len(set(sizes)) == 1:
-        return sizes[0]
-    found = f"first dimensions {sorted(set(sizes))}" if sizes else f"a `{type(batch).__name__}` without tensors"
-    raise ValueError(
-        f"The batch size can't be told from the batch ({found}). Define `split_batch(batch, sizes)` and "
-        "`num_samples(batch)` on the LightningModule or pass them to `MicroBatching`."
-    )
+# --- copies, for steps that change what they are given --------------------------------------------------------------
 
 
-def _first_sizes(value: Any) -> Iterator[int]:
-    if isinstance(value, Tensor) or _is_array(value):
-        if value.ndim:
-            yield value.shape[0]  # `len` of a tensor is ten times slower
-    else:
-        for child in _children(value):
-            yield from _first_sizes(child)
+def with_own_containers(batch: Any) -> Any:
+    """Return the batch in new containers of the same kinds; tensors and everything else stay the same objects."""
+    if type(batch) is Tensor:
+        return batch
+    return _rebuilt(batch, lambda leaf: leaf)
 
 
-def _lists(value: Any) -> Iterator[list[Any]]:
-    if isinstance(value, list) and value:
-        yield value
-    for child in _children(value):
-        yield from _lists(child)
+def with_own_tensors(batch: Any) -> Any:
+    """Return a copy of the batch that shares no containers, tensors or arrays with it.
+
+    Objects of unknown classes are deep-copied as well if they can be.
+    """
+    return _rebuilt(batch, _copied)
 
 
-def _children(value: Any) -> Iterator[Any]:
+def versions(batch: Any) -> list[int]:
+    """Return the version counters of a batch's tensors, which grow whenever one is changed in place."""
+    if type(batch) is Tensor:
+        return [batch._version]
+    return [tensor._version for tensor in tensors_of(batch)]
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch."""
+    return [leaf for _, leaf in _tensors(batch, with_scalars=True) if isinstance(leaf, Tensor)]
+
+
+def _rebuilt(value: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
-        yield from value.values()
+        columns = {key: [_rebuilt(one, leaf)] for key, one in value.items()}
+        return _rebuild_mapping(value, columns, 1)[0]
+    if _is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return _rebuild_dataclass(value, {name: [_rebuilt(getattr(value, name), leaf)] for name in names}, 1)[0]
+    if isinstance(value, (list, tuple)):
+        return _rebuild_sequence(value, tuple(_rebuilt(one, leaf) for one in value))
+    return leaf(value)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # open files, locks: what can't be copied is passed as it is
+        return value
+
+
+# --- walking through a batch ----------------------------------------------------------------------------------------
+
+
+def _tensors(value: Any, path: Path = (), with_scalars: bool = False) -> Iterator[tuple[Path, Any]]:
+    """Yield every tensor and array that has dimensions."""
+    if isinstance(value, Tensor) or _is_array(value):
+        if with_scalars or (value.ndim and not getattr(value, "is_nested", False)):
+            yield path, value
+    else:
+        for key, child in children(value):
+            yield from _tensors(child, (*path, key), with_scalars)
+
+
+def _lists(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield every sequence that may hold one entry per sample."""
+    if isinstance(value, (list, tuple)) and value and not hasattr(value, "_fields"):
+        yield path, value
+    for key, child in children(value):
+        yield from _lists(child, (*path, key))
+
+
+def children(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the parts of a mapping, a sequence or a dataclass with their keys."""
+    if isinstance(value, Mapping):
+        yield from value.items()
     elif isinstance(value, (list, tuple)):
-        yield from value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from (getattr(value, field.name) for field in dataclasses.fields(value))
+        yield from enumerate(value)
+    elif _is_dataclass(value):
+        yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (Mapping, list, tuple, Tensor)) or dataclasses.is_dataclass(value)
+def _is_per_sample(value: Sequence[Any], count: int, others_are: bool) -> bool:
+    """Whether a sequence holds one entry per sample, rather than one per field.
+
+    If all tensors in it have the batch size, they are fields, unless other sequences of the batch are surely per
+    sample. If some have it and others don't, entries of one kind are samples, and entries of several kinds fields.
+    """
+    if len(value) != count or hasattr(value, "_fields"):
+        return False
+    sizes = [leaf.shape[0] == count for _, leaf in _tensors(list(value))]
+    is_of_one_kind = len({_kind(one) for one in value}) == 1
+    if all(sizes):
+        return not sizes or (others_are and is_of_one_kind)
+    return others_are or not any(sizes) or is_of_one_kind
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor) or _is_array(value):
+        return type(value), value.ndim, str(value.dtype), tuple(value.shape[1:])
+    return (type(value), tuple(sorted(map(str, value)))) if isinstance(value, Mapping) else type(value)
+
+
+def _shapes(batch: Any) -> str:
+    """Return the names and shapes of a batch's tensors, for errors."""
+    found = [f"{'.'.join(map(str, path)) or 'the tensor'} {tuple(leaf.shape)}" for path, leaf in _tensors(batch)]
+    return ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else f"a `{type(batch).__name__}`"
+
+
+def _is_container(batch: Any) -> bool:
+    return isinstance(batch, (Mapping, list, tuple, Tensor)) or _is_dataclass(batch)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "ndim") and hasattr(value, "__len__")
 
 
-def _split_tensor(tensor: Tensor, sizes: list[int], total: int) -> list[Tensor]:
-    if tensor.is_nested:
-        raise ValueError(
-            "The batch contains a nested tensor, which can't be split. Define `split_batch(batch, sizes)`."
-        )
-    if tensor.ndim == 0 or tensor.size(0) != total:
-        return [tensor] * len(sizes)
-    return list(tensor.split(sizes))
-
-
-def _slices(value: Any, sizes: list[int]) -> list[Any]:
+def _slices(value: Any, sizes: list[int], dim: int = 0) -> list[Any]:
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [value[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    rows = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return [value[(slice(None),) * dim + (row,)] if dim else value[row] for row in rows]
 
 
-def _rebuild_mapping(value: Mapping[Any, Any], columns: dict[Any, list[Any]], sizes: list[int]) -> list[Any]:
+def _rebuild_mapping(value: Mapping[Any, Any], columns: dict[Any, list[Any]], count: int) -> list[Any]:
     parts = []
-    for index in range(len(sizes)):
-        part: Any = copy.copy(value)
+    for index in range(count):
+        part: Any = copy.copy(value) if isinstance(value, MutableMapping) else {}
         for key, column in columns.items():
             part[key] = column[index]
         parts.append(part)
@@ -279,25 +346,9 @@ def _rebuild_sequence(value: Any, row: tuple[Any, ...]) -> Any:
     return type(value)(*row) if hasattr(value, "_fields") else type(value)(row)
 
 
-def _rebuild_dataclass(value: Any, split: Callable[..., list[Any]], sizes: list[int], total: int) -> list[Any]:
-    parts = [copy.copy(value) for _ in sizes]
-    for field in dataclasses.fields(value):
-        for part, item in zip(parts, split(getattr(value, field.name), sizes, total), strict=True):
-            object.__setattr__(part, field.name, item)
+def _rebuild_dataclass(value: Any, columns: dict[str, list[Any]], count: int) -> list[Any]:
+    parts = [copy.copy(value) for _ in range(count)]
+    for name, column in columns.items():
+        for part, item in zip(parts, column, strict=True):
+            object.__setattr__(part, name, item)
     return parts
-
-
-def predicts_next_token(module: nn.Module) -> bool:
-    """Whether a Hugging Face model in the module shifts the labels before its loss, as `ForCausalLMLoss` does.
-
-    Decoders of encoder-decoder models get their labels unshifted and don't count.
-    """
-    for child in module.modules():
-        config = getattr(child, "config", None)
-        if config is None or not hasattr(child, "loss_function") or not hasattr(config, "is_encoder_decoder"):
-            continue
-        if type(child).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-            return True
-        if type(child).__name__.endswith("ForConditionalGeneration"):
-            return not config.is_encoder_decoder
-    return False

@@ -3,9 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.step.session import check_global_batch, local_batch_size_for
+from tests.helpers.fitting import Tagger
+from tests.helpers.trainers import difference, fit
 
 
 def trainer(**strategy):
@@ -25,3 +29,35 @@ def test_what_does_not_fit_is_refused():
         local_batch_size_for(trainer(), 40)
     with pytest.raises(MisconfigurationException, match="delivers 4 x 2 devices x `accumulate_grad_batches=2` = 16"):
         check_global_batch(trainer(tensor_parallel_size=4), 48, 4)
+
+
+@pytest.mark.parametrize("name", ["num_samples", "loss_weight", "split_batch"])
+@pytest.mark.parametrize("value", [48, 0.5, torch.nn.Linear(1, 1), torch.nn.Parameter(torch.ones(1))])
+def test_a_plain_attribute_named_like_a_hook_is_not_one(name: str, value: object) -> None:
+    plain, module = Tagger(), Tagger()
+    setattr(module, name, value)
+    fit(plain, max_steps=2, max_epochs=-1)
+    fit(module, MicroBatching(micro_batch_size=16), max_steps=2, max_epochs=-1)
+    assert difference([*plain.net.parameters()], [*module.net.parameters()]) == 0.0
+
+
+@pytest.mark.parametrize("name", ["function", "method", "static"])
+def test_methods_and_assigned_functions_are_hooks(name: str) -> None:
+    calls = []
+
+    class Hooked(Tagger):
+        @staticmethod
+        def static(batch: dict[str, torch.Tensor]) -> float:
+            calls.append(1)
+            return float((batch["labels"] != -100).sum())
+
+        def method(self, batch: dict[str, torch.Tensor]) -> float:
+            return self.static(batch)
+
+    module = Hooked()
+    if name == "function":
+        module.loss_weight = Hooked.static
+    else:
+        Hooked.loss_weight = vars(Hooked)[name]
+    fit(module, MicroBatching(micro_batch_size=4), max_steps=1, max_epochs=-1)
+    assert calls

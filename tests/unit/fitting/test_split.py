@@ -1,7 +1,12 @@
 """Cutting batches of any nesting, and what each part weighs in the loss."""
 
+import threading
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -9,7 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memfit.fitting.step.split import BatchSplitter, predicts_next_token, sizes_of
+from lightning_memfit.fitting.step.loss_weights import LossWeights, predicts_next_token
+from lightning_memfit.fitting.step.split import (
+    BatchSplitter,
+    sizes_of,
+    tensors_of,
+    versions,
+    with_own_containers,
+    with_own_tensors,
+)
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -104,8 +117,6 @@ def test_what_cannot_be_told_is_refused() -> None:
         BatchSplitter().count({"x": rows(4), "class_weights": torch.ones(10)})
     with pytest.raises(ValueError, match="`object` without tensors"):
         BatchSplitter().count(object())
-    with pytest.raises(ValueError, match=r"contains a `object`.*split_batch"):
-        BatchSplitter().split({"x": rows(4), "graph": object()}, [2, 2])
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(ValueError, match="nested tensor"):
         BatchSplitter().split({"x": nested}, [1, 1])
@@ -125,24 +136,187 @@ def test_hook_for_graphs() -> None:
         splitter.split(Graphs("abc"), [1, 1, 1])
 
 
+# --- the batch dimension is known -------------------------------------------------------------------------------------
+
+
+def test_time_major_batches_are_cut_where_the_loader_says() -> None:
+    splitter = BatchSplitter(expected=4, remainder=3)
+    full = {"x": torch.arange(40).reshape(5, 4, 2), "y": torch.arange(20).reshape(5, 4), "mask": torch.ones(5, 5)}
+    assert splitter.count(full) == 4
+    parts = splitter.split(full, [1, 3])
+    assert [tuple(part["x"].shape) for part in parts] == [(5, 1, 2), (5, 3, 2)]
+    assert [tuple(part["y"].shape) for part in parts] == [(5, 1), (5, 3)]
+    assert all(part["mask"] is full["mask"] for part in parts)
+    assert torch.equal(torch.cat([part["x"] for part in parts], 1), full["x"])
+    # Later batches of as many steps as samples, and the ragged last one, are cut alike.
+    square = {"x": torch.ones(4, 4, 2), "y": torch.ones(4, 4), "mask": torch.ones(4, 4)}
+    assert splitter.count(square) == 4
+    assert [tuple(part["x"].shape) for part in splitter.split(square, [1, 3])] == [(4, 1, 2), (4, 3, 2)]
+    last = {"x": torch.ones(3, 3, 2), "y": torch.ones(3, 3), "mask": torch.ones(3, 3)}
+    assert splitter.count(last) == 3
+    first, second = splitter.split(last, [1, 2])
+    assert (tuple(first["y"].shape), tuple(second["y"].shape)) == ((3, 1), (3, 2))
+    assert second["mask"] is last["mask"]
+
+
+def test_constants_as_large_as_the_last_batch_stay_whole() -> None:
+    splitter = BatchSplitter(expected=4, remainder=3)
+    constant = torch.ones(3, 3)
+    assert splitter.count({"x": rows(4, 2), "constant": constant}) == 4
+    last = {"x": rows(3, 2), "constant": constant}
+    assert splitter.count(last) == 3
+    assert [part["constant"] is constant for part in splitter.split(last, [2, 1])] == [True, True]
+    assert [len(part["x"]) for part in splitter.split(last, [2, 1])] == [2, 1]
+
+
+def test_constants_as_large_as_a_full_batch_are_found_out_in_the_last() -> None:
+    splitter = BatchSplitter(expected=4, remainder=3)
+    constant = torch.ones(4)
+    assert splitter.count((rows(4, 2), constant)) == 4
+    assert splitter.count((rows(3, 2), constant)) == 3
+    parts = splitter.split((rows(3, 2), constant), [1, 2])
+    assert [part[1] is constant for part in parts] == [True, True]
+    assert splitter.count((rows(4, 2), constant)) == 4
+
+
+def test_lists_of_samples_whose_length_happens_to_be_that_of_the_batch() -> None:
+    """One of four sequences is four long: the list is cut, and not the sequence."""
+    splitter = BatchSplitter(expected=4)
+    sequences = [torch.ones(2), torch.ones(4), torch.ones(7), torch.ones(3)]
+    batch = {"sequences": sequences, "labels": torch.arange(4)}
+    assert splitter.count(batch) == 4
+    first, second = splitter.split(batch, [1, 3])
+    assert first["sequences"] == sequences[:1]
+    assert all(one is other for one, other in zip(second["sequences"], sequences[1:], strict=True))
+    assert second["labels"].tolist() == [1, 2, 3]
+    again = {"sequences": [torch.ones(4)] * 4, "labels": torch.arange(4)}
+    assert splitter.count(again) == 4
+    assert [len(part["sequences"]) for part in splitter.split(again, [1, 3])] == [1, 3]
+
+
+class Colour(Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    "other", [Path("a/b"), datetime(2026, 1, 1), Colour.RED, object(), print, {1, 2}, b"bytes", range(4), slice(2)]
+)
+def test_what_is_no_batch_of_anything_is_passed_whole(other: Any) -> None:
+    splitter = BatchSplitter(expected=4)
+    batch = {"x": rows(4, 2), "other": other, "deep": [{"other": (other,)}]}
+    assert splitter.count(batch) == 4
+    for part in splitter.split(batch, [1, 3]):
+        assert part["other"] is other
+        assert part["deep"][0]["other"][0] is other
+
+
+def test_contradictions_are_refused_with_the_shapes() -> None:
+    with pytest.raises(ValueError, match=r"batch size is 4, but nothing.*this size: x \(6, 2\), y \(6,\).*split_batch"):
+        BatchSplitter(expected=4).count({"x": rows(6, 2), "y": rows(6)})
+    splitter = BatchSplitter(expected=4, remainder=3)
+    assert splitter.count({"x": rows(4, 2), "y": rows(4)}) == 4
+    with pytest.raises(ValueError, match=r"equal numbers.*now have \[2, 4\]: x \(4, 2\), y \(2,\)"):
+        splitter.count({"x": rows(4, 2), "y": rows(2)})
+
+
+def test_without_a_known_size_all_tensors_have_to_agree() -> None:
+    assert BatchSplitter().count({"x": rows(6, 2), "y": rows(6)}) == 6
+    with pytest.raises(ValueError, match=r"first dimensions \[4, 6\]"):
+        BatchSplitter().count({"x": rows(6, 2), "y": rows(4)})
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def nested() -> dict[str, Any]:
+    return {
+        "x": rows(4, 2).double().requires_grad_(),
+        "pair": Pair(rows(4), [rows(4), {"deep": numpy.arange(4)}]),
+        "record": Record(rows(4), "train"),
+        "names": ["a", "b"],
+        "other": SimpleNamespace(values=[1]),
+    }
+
+
+def test_own_containers_hold_the_same_tensors() -> None:
+    batch = nested()
+    own = with_own_containers(batch)
+    assert own["x"] is batch["x"]
+    assert own["pair"].y[1]["deep"] is batch["pair"].y[1]["deep"]
+    assert own["record"].x is batch["record"].x
+    assert own["other"] is batch["other"]
+    assert (type(own["pair"]), type(own["record"])) == (Pair, Record)
+    del own["x"]
+    own["pair"].y.clear()
+    own["names"].append("c")
+    assert batch.keys() == nested().keys()
+    assert len(batch["pair"].y) == 2
+    assert batch["names"] == ["a", "b"]
+
+
+def test_own_tensors_share_no_storage() -> None:
+    batch = nested()
+    before = versions(batch)
+    own = with_own_tensors(batch)
+    assert own["x"].requires_grad
+    assert own["x"].is_leaf
+    for tensor in tensors_of(own):
+        tensor.data.add_(1)
+    own["pair"].y[1]["deep"] += 1
+    own["other"].values.append(2)
+    assert torch.equal(batch["x"], rows(4, 2).double())
+    assert batch["pair"].y[1]["deep"].tolist() == [0, 1, 2, 3]
+    assert batch["record"].x.tolist() == [0, 1, 2, 3]
+    assert batch["other"].values == [1]
+    assert versions(batch) == before
+
+
+def test_what_cannot_be_copied_is_passed_as_it_is() -> None:
+    lock = threading.Lock()
+    assert with_own_tensors([lock, rows(2)])[0] is lock
+
+
+def test_versions_tell_of_changes_in_place() -> None:
+    batch = nested()
+    before = versions(batch)
+    batch["pair"].y[0].mul_(2)
+    assert versions(batch) != before
+    assert versions(rows(2)) == [0]
+
+
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
 LABELS = torch.tensor([[1, 2, -100], [-100, -100, -100], [4, 5, 6], [7, -100, -100]])
 
 
-def weights_of(batch: dict[str, torch.Tensor], sizes: list[int], shifted: bool = False) -> list[float]:
-    splitter = BatchSplitter(shifts_labels=shifted)
-    return splitter.read(batch, sum(sizes)).weights_of(splitter.split(batch, sizes), sizes)
+class Shifting(nn.Module):
+    """Looks like a causal language model of Hugging Face."""
+
+    loss_function = None
+
+
+Shifting.__name__ = "ToyForCausalLM"
+
+
+def shifting() -> nn.Module:
+    module = Shifting()
+    module.config = SimpleNamespace(is_encoder_decoder=False)
+    return module
+
+
+def weights_of(batch: dict[str, torch.Tensor], sizes: list[int], module: nn.Module | None = None) -> list[float]:
+    parts = BatchSplitter().split(batch, sizes)
+    return LossWeights(module=module).read(batch, sum(sizes)).weights_of(parts, sizes)
 
 
 def test_unmasked_tokens_count() -> None:
     assert weights_of({"labels": LABELS}, [1, 1, 2]) == [2, 0, 4]
-    assert BatchSplitter().read({"labels": LABELS}).weight == 6
+    assert LossWeights().read({"labels": LABELS}, 4).weight == 6
 
 
 def test_the_first_label_does_not_count_for_the_next_token() -> None:
-    assert weights_of({"labels": LABELS}, [1, 1, 1, 1], shifted=True) == [1, 0, 2, 0]
+    assert weights_of({"labels": LABELS}, [1, 1, 1, 1], shifting()) == [1, 0, 2, 0]
 
 
 def test_samples_count_without_integer_labels() -> None:
@@ -153,12 +327,11 @@ def test_samples_count_without_integer_labels() -> None:
 
 def test_the_users_weight_decides_and_must_add_up() -> None:
     batch = {"labels": LABELS}
-    splitter = BatchSplitter(loss_weight=lambda part: part["labels"].gt(4).sum())
-    found = splitter.read(batch)
+    found = LossWeights(lambda part: part["labels"].gt(4).sum()).read(batch, 4)
     assert found.weight == 3
-    assert splitter.micro_batches(batch, found, 2)[1:] == ([2, 2], [0, 3])
+    assert found.weights_of(BatchSplitter().split(batch, [2, 2]), [2, 2]) == [0, 3]
     with pytest.raises(ValueError, match=r"adds up to 2\.0.*to 1\.0"):
-        BatchSplitter(loss_weight=lambda part: 1.0).read(batch).weights_of([None, None], [2, 2])
+        LossWeights(lambda part: 1.0).read(batch, 4).weights_of([None, None], [2, 2])
 
 
 def test_hugging_face_models_that_shift() -> None:
@@ -189,7 +362,7 @@ def test_weights_are_what_the_loss_is_a_mean_over(kind: str) -> None:
         model = hf.BertForMaskedLM(config).eval()
     batch = {"input_ids": torch.randint(1, 11, (4, 3)), "labels": LABELS}
     parts = BatchSplitter().split(batch, [1, 1, 2])
-    weights = weights_of(batch, [1, 1, 2], predicts_next_token(model))
+    weights = weights_of(batch, [1, 1, 2], model)
     losses = [model(**part).loss for part in parts]
     mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight) / sum(weights)
     assert float(mean) == pytest.approx(float(model(**batch).loss), abs=1e-6)

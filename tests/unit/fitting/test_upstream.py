@@ -59,6 +59,7 @@ def test_names_of_torchmetrics() -> None:
     assert metric._update_count == 1
     assert metric._forward_cache == 2.0
     assert metric.compute() == metric._computed == 2.0
+    assert metric._to_sync
 
 
 def test_names_of_lightning() -> None:
@@ -89,3 +90,20 @@ def test_the_running_hooks_name_is_where_log_looks_for_it() -> None:
 def test_hooks_that_are_not_callable_are_skipped() -> None:
     """What `memory.attach` relies on."""
     assert "if callable(fn)" in inspect.getsource(call._call_callback_hooks)
+
+
+def test_logged_tensors_are_copies() -> None:
+    """What `StepLogs.record` relies on: the next micro-batch may change a logged tensor in place."""
+
+    class Reusing(Tagger):
+        def training_step(self, batch: object, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)  # type: ignore[arg-type]
+            values = torch.zeros(1)
+            self.log("value", values)
+            logged = self.trainer._results["training_step.value"].value
+            values.add_(1.0)
+            assert float(logged) == 0.0
+            assert not logged.requires_grad
+            return loss
+
+    fit(Reusing(), max_steps=1, max_epochs=-1)

@@ -1,0 +1,556 @@
+"""`StepState`: what a training step changes on a module besides gradients and metrics, found by looking.
+
+Buffers, frozen parameters (the teacher of a distillation), attributes of modules and of plain objects that they hold,
+and random generators of their own. The first steps are saved whole and compared; later ones save only what has changed
+before, so that the usual module, on which nothing changes, costs next to nothing.
+"""
+
+import argparse
+import math
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
+
+from lightning_memfit.fitting.recovery.host_states import HostCopy
+
+MAX_ITEMS = 1000
+"""Longer containers (a data set kept on the module) are taken as they are."""
+MAX_DEPTH = 4
+MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric", "_log_hyperparams", "_metric_attributes"}
+_NOT_STATE = frozenset({"_current_fx_name", "_fabric_optimizers", "_param_requires_grad_state", "_hparams"})
+_MAX_SLOTS = 20_000
+_FIRST_LOOKS = 8
+_STEPS_BETWEEN_LOOKS = 64
+_LARGE = 1 << 22
+_SMALL = 64
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Optimizer, Dataset, DataLoader)
+_LIBRARIES = sys.stdlib_module_names | {
+    *("torch", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
+    *(
+        "lightning_memfit",
+        "transformers",
+        "tokenizers",
+        "datasets",
+        "peft",
+        "deepspeed",
+        "bitsandbytes",
+        "wandb",
+        "numpy",
+    ),
+}
+_PLAIN = (types.SimpleNamespace, argparse.Namespace)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place where a value is kept: a key of a dict that belongs to a module, or an attribute of an object in there.
+
+    Steps may replace such an object by another, so that it is looked up anew each time.
+
+    Attributes:
+        name: What the place is called.
+        owner: Dict of a module.
+        key: Key of it.
+        inner: Names of attributes, from the value of that key to the value that is meant.
+        holders: The dict, key and value of every object on the way there, as they were when the slot was saved.
+    """
+
+    name: str
+    owner: dict[str, Any]
+    key: str
+    inner: tuple[str, ...] = ()
+    holders: tuple[tuple[dict[str, Any], str, Any], ...] = ()
+
+    def read(self) -> Any:
+        """Return the value, or `MISSING`."""
+        if not self.inner:
+            return self.owner.get(self.key, MISSING)
+        owner, key = self.place()
+        return owner.get(key, MISSING)
+
+    def place(self) -> tuple[dict[str, Any], str]:
+        """Return the dict and the key where the value is now; those of the first object on the way that is missing."""
+        owner, key = self.owner, self.key
+        for name in self.inner:
+            attributes = getattr(owner.get(key), "__dict__", None)
+            if not isinstance(attributes, dict):
+                return {}, key
+            owner, key = attributes, name
+        return owner, key
+
+    def saved(self) -> "Slot":
+        """Return the slot with the objects on the way to its value."""
+        owner, key, holders = self.owner, self.key, []
+        for name in self.inner:
+            held = owner.get(key, MISSING)
+            holders.append((owner, key, held))
+            attributes = getattr(held, "__dict__", None)
+            if not isinstance(attributes, dict):
+                break
+            owner, key = attributes, name
+        return replace(self, holders=tuple(holders)) if holders else self
+
+    def write(self, value: Any) -> None:
+        """Put a value there, or remove what is there if it is `MISSING`, after the saved objects on the way."""
+        for owner, key, held in self.holders:
+            _put(owner, key, held)
+        _put(*self.place(), value)
+
+
+def _put(owner: dict[str, Any], key: str, value: Any) -> None:
+    if value is MISSING:
+        owner.pop(key, None)
+    elif key not in owner or owner[key] is not value:
+        owner[key] = value
+
+
+MISSING: Any = object()
+
+
+def find_slots(module: nn.Module) -> dict[str, Slot]:
+    """Return every place of a module that a step might change, by its name; metrics and trained parameters apart."""
+    found: dict[str, Slot] = {}
+    seen: set[int] = set()
+    own = {id(child) for metric in module.modules() if isinstance(metric, Metric) for child in metric.modules()}
+    for path, child in module.named_modules():
+        if id(child) in own:
+            continue
+        prefix = f"{path}." if path else ""
+        for key in child._buffers:
+            found[f"{prefix}{key}"] = Slot(f"{prefix}{key}", child._buffers, key)
+        for key, parameter in child._parameters.items():
+            if parameter is not None and not parameter.requires_grad:
+                found[f"{prefix}{key}"] = Slot(f"{prefix}{key}", child._parameters, key)
+        attributes = {k: v for k, v in vars(child).items() if k not in MODULE_INTERNALS and k not in _NOT_STATE}
+        for key, value in attributes.items():
+            _add(found, seen, Slot(f"{prefix}{key}", vars(child), key), value)
+        if len(found) > _MAX_SLOTS:
+            break
+    return found
+
+
+def _add(found: dict[str, Slot], seen: set[int], slot: Slot, value: Any) -> None:
+    inner = _inside(value) if len(slot.inner) < MAX_DEPTH else None
+    if inner is None or len(inner) > MAX_ITEMS:
+        found[slot.name] = slot
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for key, item in inner.items():
+            if isinstance(key, str):
+                _add(found, seen, replace(slot, name=f"{slot.name}.{key}", inner=(*slot.inner, key)), item)
+
+
+def _inside(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of a plain object that a user wrote; None for everything else."""
+    kind = type(value)
+    if isinstance(value, (*_OPAQUE, Tensor)):
+        return None
+    if kind.__module__.partition(".")[0] in _LIBRARIES and kind not in _PLAIN:
+        return None
+    if is_random_source(value) or isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        return None
+    attributes = getattr(value, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else None
+
+
+# --- copies of values -----------------------------------------------------------------------------------------------
+
+
+def is_random_source(value: Any) -> bool:
+    """Whether a value is a generator of random numbers of torch, NumPy or Python."""
+    return isinstance(value, (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random))
+
+
+def random_source_state(value: Any) -> Any:
+    """Return the state of a generator of random numbers."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, numpy.random.Generator):
+        return value.bit_generator.state
+    return value.get_state() if isinstance(value, numpy.random.RandomState) else value.getstate()
+
+
+def set_random_source_state(value: Any, state: Any) -> None:
+    """Set a generator of random numbers back."""
+    if isinstance(value, (torch.Generator, numpy.random.RandomState)):
+        value.set_state(state)
+    elif isinstance(value, numpy.random.Generator):
+        value.bit_generator.state = state
+    else:
+        value.setstate(state)
+
+
+@dataclass(frozen=True)
+class _RandomContent:
+    state: Any
+
+
+def content_of(value: Any, depth: int = 0) -> Any:
+    """Return a copy of what a value holds, to put it back later; None where the value itself is all there is."""
+    if isinstance(value, Tensor):
+        return HostCopy(value)
+    if is_random_source(value):
+        return _RandomContent(random_source_state(value))
+    if isinstance(value, (list, tuple, set, frozenset, deque, dict)):
+        walk = content_of if len(value) <= MAX_ITEMS and depth < MAX_DEPTH else _nothing
+        if isinstance(value, dict):
+            return [(key, item, walk(item, depth + 1)) for key, item in value.items()]
+        return [(item, walk(item, depth + 1)) for item in value]
+    if type(value).__module__ == "numpy" and hasattr(value, "copy") and hasattr(value, "flags"):
+        return value.copy()
+    inner = _inside(value) if depth < MAX_DEPTH else None
+    if inner is not None and len(inner) <= MAX_ITEMS:
+        return _ObjectContent([(key, item, content_of(item, depth + 1)) for key, item in inner.items()])
+    return None
+
+
+@dataclass(frozen=True)
+class _ObjectContent:
+    items: list[tuple[str, Any, Any]]
+
+
+def _nothing(value: Any, depth: int) -> None:
+    return None
+
+
+def with_content(value: Any, content: Any) -> Any:
+    """Put back into a value what it held, and return it."""
+    if content is None:
+        return value
+    if isinstance(content, HostCopy):
+        if not content.equals(value):  # writing would count as a change of the tensor, which a batch may share
+            content.restore(value)
+    elif isinstance(content, _RandomContent):
+        set_random_source_state(value, content.state)
+    elif isinstance(content, _ObjectContent):
+        restore_dict(value.__dict__, {key: with_content(item, inner) for key, item, inner in content.items})
+    elif isinstance(value, dict):
+        restore_dict(value, {key: with_content(item, inner) for key, item, inner in content})
+    elif isinstance(value, (tuple, frozenset)):
+        for item, inner in content:
+            with_content(item, inner)
+    elif isinstance(value, list):
+        value[:] = [with_content(item, inner) for item, inner in content]
+    elif isinstance(content, list):  # set, deque
+        value.clear()
+        extend = value.update if isinstance(value, set) else value.extend
+        extend([with_content(item, inner) for item, inner in content])
+    else:
+        value[...] = content
+    return value
+
+
+def restore_dict(target: dict[Any, Any], values: dict[Any, Any], keep: frozenset[str] = frozenset()) -> None:
+    """Make a dict hold exactly some values, without touching those that it holds already."""
+    for key in [key for key in target if key not in values and key not in keep]:
+        del target[key]
+    for key, value in values.items():
+        if key not in target or target[key] is not value:
+            target[key] = value
+
+
+# --- comparing values -----------------------------------------------------------------------------------------------
+
+
+def reading_of(value: Any, depth: int = 0) -> Any:
+    """Return a copy of a value that `alike` compares: tensors on the host, samples of large ones."""
+    with _disable_current_modes():  # what keeps count of a device's memory is not to count these
+        return _reading_of(value, depth)
+
+
+def _reading_of(value: Any, depth: int) -> Any:
+    if isinstance(value, Tensor):
+        values = value.detach()
+        if values.layout != torch.strided or type(values) not in (Tensor, nn.Parameter, nn.Buffer):
+            return type(value).__name__
+        if values.numel() > _LARGE:
+            values = values.reshape(-1)[:: values.numel() // 4096]
+        return values.to("cpu", copy=True)
+    if is_random_source(value):
+        return _reading_of(random_source_state(value), depth + 1)
+    if isinstance(value, dict) and len(value) <= MAX_ITEMS and depth < 2 * MAX_DEPTH:
+        return {key: _reading_of(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple, deque)) and len(value) <= MAX_ITEMS and depth < 2 * MAX_DEPTH:
+        return [_reading_of(item, depth + 1) for item in value]
+    if isinstance(value, numpy.ndarray):
+        return torch.from_numpy(value.copy()) if value.dtype.kind in "fiub" else value.tolist()
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), numpy.generic)) or value is MISSING:
+        return value
+    if isinstance(value, (set, frozenset)) and len(value) <= MAX_ITEMS:
+        return sorted(map(repr, value))
+    if isinstance(value, (list, tuple, deque, set, frozenset, dict)):
+        return len(value)
+    return type(value).__qualname__
+
+
+def alike(one: Any, other: Any, tolerance: float) -> bool:
+    """Whether two readings are the same up to a relative rounding error."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one.shape != other.shape:
+            return False
+        if not (one.is_floating_point() or one.is_complex()):
+            return torch.equal(one, other)
+        scale = float(one.abs().nan_to_num().max()) if one.numel() else 0.0
+        return torch.allclose(one, other.to(one.dtype), rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-300) or (one != one and other != other)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(alike(a, b, tolerance) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(value, other[key], tolerance) for key, value in one.items())
+    return type(one) is type(other) and bool(one == other)
+
+
+# --- steps ----------------------------------------------------------------------------------------------------------
+
+Saved = dict[str, tuple[Slot, Any, Any]]
+"""By name: the slot, its value and the copy of what that held."""
+
+
+class StepState:
+    """Saves what steps change on a module, and puts it back.
+
+    What changes for the first time in a step that fails, between two looks, keeps the change.
+
+    Args:
+        module: The module in training.
+
+    Attributes:
+        is_looking: Whether this step is one of those in which everything is compared.
+        writes_weights: Whether a step has written to parameters in training, which are then copied before each.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._watched: dict[str, Slot] = {}
+        self._readings: dict[str, Any] | None = {}
+        self._num_saves = 0
+        self._weights: dict[str, Tensor] = {}
+        self.is_looking = False
+        self.writes_weights = False
+        self._buffers: list[tuple[dict[str, Any], str, Slot]] = []
+        self._seen: list[tuple[int, int]] = []
+
+    def save(self) -> Saved:
+        """Return copies of what changes; at first of everything."""
+        self._num_saves += 1
+        number = self._num_saves
+        self.is_looking = number <= _FIRST_LOOKS or not number & (number - 1) or not number % _STEPS_BETWEEN_LOOKS
+        if self.is_looking:
+            return self._look()
+        if self._buffers:
+            self._look_at_buffers()
+        return self.copies() if self._watched or self.writes_weights else {}
+
+    def copies(self) -> Saved:
+        """Return copies of what is known to change."""
+        return copies_of((*self._watched.values(), *self._weight_slots()))
+
+    @staticmethod
+    def load(saved: Saved, names: Iterable[str] | None = None) -> None:
+        """Put values back, all or those of some names."""
+        for slot, value, content in saved.values() if names is None else (saved[n] for n in names if n in saved):
+            slot.write(with_content(value, content))
+
+    def written(self) -> set[str]:
+        """Return the names of what has changed since `save`, in a step in which everything is compared."""
+        slots, before = find_slots(self._module), self._readings or {}
+        values = {name: slot.read() for name, slot in slots.items()}
+        return {
+            name
+            for name, value in values.items()
+            if not is_random_source(value) and not (name in before and alike(before[name], reading_of(value), 0.0))
+        }
+
+    def look_at_weights(self) -> None:
+        """Find out, in a step in which everything is compared, whether it has written to parameters in training."""
+        now = sampled_weights(self._module)
+        if any(name in now and not alike(old, reading_of(now[name]), 0.0) for name, old in self._weights.items()):
+            self.writes_weights = True
+        self._weights = {}
+
+    def watch(self, slots: Iterable[Slot]) -> None:
+        """Save these from now on, also those that are still missing."""
+        self._watched.update((slot.name, slot) for slot in slots)
+
+    def _look(self) -> Saved:
+        """Find out what has changed since the last look."""
+        slots, first = find_slots(self._module), self._num_saves == 1
+        if not self.writes_weights:
+            self._weights = {name: reading_of(sample) for name, sample in sampled_weights(self._module).items()}
+        readings = {name: reading_of(slot.read()) for name, slot in slots.items()}
+        if not first and self._readings is not None:
+            before = self._readings
+            changed = [n for n, now in readings.items() if n not in before or not alike(before[n], now, 0.0)]
+            self._watched.update((name, slots[name]) for name in changed)
+        self._readings = readings
+        self._buffers = [(*slot.place(), slot) for slot in slots.values() if isinstance(slot.read(), Tensor)]
+        self._seen = [_identity(owner.get(key)) for owner, key, _ in self._buffers]
+        return copies_of({s.name: s for s in _worth_copying(slots, self._module)}.values()) | self.copies()
+
+    def _weight_slots(self) -> list[Slot]:
+        if not self.writes_weights:
+            return []
+        return [
+            Slot(f"{path}.{key}", child._parameters, key)
+            for path, child in self._module.named_modules()
+            for key, parameter in child._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+
+    def _look_at_buffers(self) -> None:
+        for index, (owner, key, slot) in enumerate(self._buffers):
+            now = _identity(owner.get(key))
+            if now != self._seen[index]:
+                self._seen[index] = now
+                self._watched.setdefault(slot.name, slot)
+
+
+def copies_of(slots: Iterable[Slot]) -> Saved:
+    """Return the values of some slots with copies of what they hold."""
+    return {slot.name: (slot.saved(), value, content_of(value)) for slot in slots for value in (slot.read(),)}
+
+
+def _worth_copying(slots: dict[str, Slot], module: nn.Module) -> list[Slot]:
+    """Return all slots; without frozen parameters where they are more than those in training, as below adapters."""
+    trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    frozen = sum(p.nbytes for p in module.parameters() if not p.requires_grad)
+    return [s for s in slots.values() if frozen <= trained or not isinstance(s.read(), nn.Parameter)]
+
+
+def _identity(value: Any) -> tuple[int, int]:
+    return (id(value), value._version) if isinstance(value, Tensor) and not value.is_inference() else (id(value), 0)
+
+
+# --- micro-batches --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StateRules:
+    """How values that a step writes on the module are put together from what its micro-batches write.
+
+    Attributes:
+        unproven: Names in `restored` for which other ways do as well while all micro-batches write the same.
+        restored: Every micro-batch starts from the value before the step: all write the same (counters, power
+            iterations of spectral norm, teachers that follow the weights).
+        averaged: As `restored`, and the weighted mean of what micro-batches write stays (running means).
+        merged: Lists to which every micro-batch adds what the whole adds once: merged like outputs (losses kept for
+            the end of the epoch).
+        joined: As `restored`, and the rows that micro-batches write are put together (outputs that a hook keeps).
+        carried: Every micro-batch goes on with what the one before left (sums, queues).
+    """
+
+    restored: frozenset[str] = frozenset()
+    averaged: frozenset[str] = frozenset()
+    merged: frozenset[str] = frozenset()
+    joined: frozenset[str] = frozenset()
+    carried: frozenset[str] = frozenset()
+    unproven: frozenset[str] = frozenset()
+
+    @staticmethod
+    def ways() -> tuple[str, ...]:
+        """Return the names of all ways."""
+        return tuple(field.name for field in fields(StateRules) if field.name != "unproven")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All names, which have to be saved before each step."""
+        return self.restored | self.averaged | self.merged | self.joined | self.carried
+
+
+class MicroBatchStates:
+    """Puts together what the micro-batches of a step write on the module.
+
+    Args:
+        rules: By which rules.
+        saved: The values before the step.
+    """
+
+    def __init__(self, rules: StateRules, saved: Saved) -> None:
+        self._rules = rules
+        self._saved = saved
+        self._from_start = rules.names - rules.carried
+        self._sums: dict[str, Any] = {}
+        self._added: dict[str, list[list[Any]]] = {name: [] for name in rules.merged}
+        self._rows: dict[str, list[Any]] = {name: [] for name in rules.joined}
+        self._sizes: list[int] = []
+        self._weights: list[float] = []
+        self._first: dict[str, Any] = {}
+        self._disputed: set[str] = set()
+
+    def before_next(self) -> None:
+        """Put back what the next micro-batch starts from."""
+        StepState.load(self._saved, self._from_start)
+
+    def add(self, size: int, weight: float) -> None:
+        """Take what a micro-batch has written, given its number of samples and the weight of its loss."""
+        self._sizes.append(size)
+        self._weights.append(weight)
+        for name in self._rules.averaged & self._saved.keys():
+            value = self._saved[name][0].read()
+            value = value.detach() * size if isinstance(value, Tensor) else value * size
+            self._sums[name] = value + self._sums[name] if name in self._sums else value
+        for name, added in self._added.items():
+            slot, _, content = self._saved[name]
+            added.append(list(slot.read())[len(content) :])
+        for name, rows in self._rows.items():
+            rows.append(self._saved[name][0].read().detach())
+        for name in self._rules.unproven & self._saved.keys():
+            value = self._saved[name][0].read()
+            if isinstance(value, Tensor) and value.numel() > _SMALL:
+                value = value.detach().reshape(-1)[:: value.numel() // _SMALL]
+            now = reading_of(value)
+            if not alike(self._first.setdefault(name, now), now, 1e-9):
+                self._disputed.add(name)
+
+    def finish(self, merge: Callable[[list[Any], list[float], list[int]], Any]) -> set[str]:
+        """Leave on the module what the whole batch would have.
+
+        Args:
+            merge: Merges values of the micro-batches, given their weights and sizes.
+
+        Returns:
+            Names under which micro-batches have written different values where they seemed to write the same.
+        """
+        if self._disputed:
+            return self._disputed
+        for name, total in self._sums.items():
+            slot, mean = self._saved[name][0], total / sum(self._sizes)
+            value = slot.read()
+            if isinstance(value, Tensor):
+                value.detach().copy_(mean)
+            else:
+                _put(*slot.place(), mean)
+        for name, added in self._added.items():
+            slot, _, content = self._saved[name]
+            columns = [list(column) for column in zip(*added, strict=True)]
+            slot.read()[len(content) :] = [merge(column, self._weights, self._sizes) for column in columns]
+        for name, rows in self._rows.items():
+            _put(*self._saved[name][0].place(), torch.cat(rows))
+        return set()
+
+
+def sampled_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return samples of the parameters in training, which show whether a step has written to them."""
+    with _disable_current_modes():
+        return _sampled_weights(module)
+
+
+def _sampled_weights(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: parameter.detach().reshape(-1)[:: max(1, parameter.numel() // 1024)]
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and type(parameter.data) is Tensor
+    }

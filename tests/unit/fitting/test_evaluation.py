@@ -1,0 +1,186 @@
+"""Validation batches are split where nothing changes by it, and refused in words where something does."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_memfit.fitting import MicroBatching
+from tests.helpers.fitting import VOCABULARY, Sentences, Tagger, out_of_memory
+from tests.helpers.trainers import difference, fit, quiet_trainer
+
+
+class Evaluated(Tagger):
+    """Logs what `validation_step` tells it to, and runs out of memory with more samples than fit."""
+
+    fits = 100
+    centres = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-100)
+        self.mean = MeanMetric()
+        self.kept: list[Tensor] = []
+        self.sizes: list[int] = []
+
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        loss = nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"])
+        self.log("val_loss", loss, batch_size=int((batch["labels"] != -100).sum()))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        logits = self.net(batch["input_ids"])
+        self.sizes.append(len(logits))
+        if len(logits) > self.fits:
+            raise out_of_memory()
+        self.kept.append(logits)
+        return self.evaluate(logits, batch)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if len(batch["index"]) > self.fits:
+            raise out_of_memory()
+        logits = self.net(batch["input_ids"])
+        return {"logits": logits, "centred": logits - logits.mean(0)} if self.centres else {"logits": logits}
+
+
+class Exact(Evaluated):
+    """Values that parts make up exactly."""
+
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        self.accuracy(logits.argmax(-1).flatten(), batch["labels"].flatten())
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("rows", float(len(logits)), reduce_fx="sum")
+        self.log("largest", logits.max(), reduce_fx="max")
+        loss = super().evaluate(logits, batch)
+        return {"loss": loss, "logits": logits, "names": ["a"] * len(logits), "nothing": None}
+
+
+def validated(module: Evaluated, fits: int, step: str = "validate", **options: Any) -> Any:
+    module.fits = fits
+    trainer = quiet_trainer(MicroBatching(**options), precision="64-true")
+    arguments = {} if step == "predict" else {"verbose": False}
+    return getattr(trainer, step)(module, DataLoader(Sentences(), 16), **arguments)
+
+
+@pytest.mark.parametrize("fits", [8, 5])
+@pytest.mark.parametrize("step", ["validate", "test"])
+def test_exact_values_stay_what_they_are(step: str, fits: int) -> None:
+    whole, cut = Exact(), Exact()
+    (expected,) = validated(whole, 100, step)
+    (found,) = validated(cut, fits, step)
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_check_leaves_no_trace() -> None:
+    whole, cut = Exact(), Exact()
+    validated(whole, 100)
+    validated(cut, 8)
+    assert torch.equal(torch.cat(cut.kept), torch.cat(whole.kept))
+    # 16 fail, 8 at once and 6 + 2 are compared and forgotten, then two halves of each batch count
+    assert cut.sizes == [16, *[8] * 6]
+    assert float(cut.accuracy.compute()) == float(whole.accuracy.compute())
+
+
+class Retrieval(Evaluated):
+    """How much more a sample is like itself than like the others of the batch."""
+
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        rows = logits.flatten(1)
+        self.log("recall", (rows @ rows.T).softmax(1).diagonal().mean())
+
+
+class Perplexity(Evaluated):
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        self.log("perplexity", nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"]).exp())
+
+
+class MeanOfMeans(Evaluated):
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        self.mean.update(nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"]))
+        self.log("mean", self.mean)
+
+
+class Returns(Evaluated):
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        return {"total": logits.sum()}
+
+
+class ReturnsNumbers(Evaluated):
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        return {"rows": len(logits)}
+
+
+CHANGED = [
+    (Retrieval, r"`self.log\('recall'\)` is [\d.]+ and [\d.]+"),
+    (Perplexity, r"`self.log\('perplexity'\)`"),
+    (MeanOfMeans, "the metric `mean` is"),
+    (Returns, r"what it returns\['total'\] is"),
+    (ReturnsNumbers, r"what it returns\['rows'\] is 8 and"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), CHANGED)
+def test_values_of_the_batch_are_refused_before_they_change(kind: type[Evaluated], message: str) -> None:
+    with pytest.raises(
+        MisconfigurationException, match=f"(?s)`validation_step` with 16 samples.*{message}.*batch_size"
+    ):
+        validated(kind(), 8)
+    with pytest.raises(MisconfigurationException, match=f"(?s)`test_step`.*{message}"):
+        validated(kind(), 8, "test")
+
+
+@pytest.mark.parametrize(("kind", "message"), CHANGED)
+def test_they_can_be_accepted(kind: type[Evaluated], message: str) -> None:
+    validated(kind(), 8, allow_batch_statistics=True)
+
+
+def test_predictions_are_checked_too() -> None:
+    assert len(validated(Exact(), 5, "predict")) == 3
+    with pytest.raises(MisconfigurationException, match=r"`predict_step`.*\['centred'\]"):
+        module = Exact()
+        module.centres = True
+        validated(module, 5, "predict")
+
+
+def test_the_check_finds_a_size_that_fits() -> None:
+    with pytest.raises(MisconfigurationException, match="with 2 samples at once"):
+        validated(Retrieval(), 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        validated(Retrieval(), 1)
+    assert any("nobody knows" in str(one.message) for one in caught)
+
+
+def test_random_values_are_not_compared() -> None:
+    class Noisy(Evaluated):
+        def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+            self.log("noise", torch.rand(len(logits)).mean())
+            return super().evaluate(logits, batch)
+
+    validated(Noisy(), 5)
+
+
+def test_training_goes_on_as_without_the_error() -> None:
+    whole, cut = Exact(dropout=0.3), Exact(dropout=0.3)
+    cut.fits = 5
+    trainers = []
+    for module in (whole, cut):
+        torch.manual_seed(1)
+        loader = DataLoader(Sentences(), 16)
+        trainers.append(fit(module, MicroBatching(micro_batch_size=4), val_loader=loader, precision="64-true"))
+    assert difference(whole, cut) == 0.0
+    for name, value in trainers[0].callback_metrics.items():
+        assert float(trainers[1].callback_metrics[name]) == pytest.approx(float(value), abs=1e-9), name
+
+
+def test_one_sample_that_does_not_fit_ends_the_run_in_words() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="One sample does not fit in `validation_step`"):
+        validated(Exact(), 0)

@@ -1,0 +1,789 @@
+"""Training with `MicroBatching` equals training without it, or ends with the reason before a weight has changed."""
+
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.fitting.recovery.step_state import alike, find_slots, reading_of
+from tests.helpers.fitting import is_checking, out_of_memory
+from tests.helpers.trainers import difference, fit
+
+FEATURES, CLASSES, LENGTH, BATCH, SAMPLES = 4, 5, 3, 6, 24
+
+
+def numbers() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def loader(*columns: Tensor, **options: Any) -> DataLoader:
+    return DataLoader(TensorDataset(*columns), BATCH, **options)
+
+
+def regression() -> DataLoader:
+    inputs = torch.randn(SAMPLES, FEATURES, generator=numbers(), dtype=torch.float64)
+    return loader(inputs, inputs.flip(1) ** 2)
+
+
+def classes() -> DataLoader:
+    inputs = torch.randn(SAMPLES, FEATURES, generator=numbers(), dtype=torch.float64)
+    return loader(inputs, torch.randint(0, CLASSES, (SAMPLES,), generator=numbers()))
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    """Token ids and labels of which some are -100, unevenly over the samples."""
+    ids = torch.randint(0, CLASSES, (SAMPLES, LENGTH), generator=numbers())
+    kept = torch.rand(SAMPLES, LENGTH, generator=numbers()) < torch.linspace(0.2, 0.9, SAMPLES)[:, None]
+    kept[:, 0] = True
+    return ids, ids.roll(1, 1).masked_fill(~kept, -100)
+
+
+class Toy(pl.LightningModule):
+    """Maps features to features; cases below change one thing about it."""
+
+    make_loader: Callable[[], DataLoader] = staticmethod(regression)
+    fails_at: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, FEATURES)).double()
+        self.record: list[int] = _Record()
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return functional.mse_loss(self.net(inputs), targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not is_checking():
+            self.record.append(batch_idx)
+            if len(self.record) in self.fails_at:
+                raise out_of_memory()
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader:
+        return type(self).make_loader()
+
+
+class _Record:
+    """Remembers calls where a repeated batch can't take them back as it does with attributes."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+
+    def append(self, item: Any) -> None:
+        self._items.append(item)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+
+def both(kind: type[Toy], size: int = 2, fails_at: tuple[int, ...] = (), **options: Any) -> tuple[Toy, Toy]:
+    """Train a module without and with `MicroBatching`."""
+    plain, ours = kind(), kind()
+    fit(plain, max_epochs=2)
+    ours.fails_at = fails_at
+    fit(ours, MicroBatching(micro_batch_size=size, **options), max_epochs=2)
+    return plain, ours
+
+
+def assert_exact(kind: type[Toy], size: int = 2, fails_at: tuple[int, ...] = (), **options: Any) -> tuple[Toy, Toy]:
+    plain, ours = both(kind, size, fails_at, **options)
+    assert difference(plain, ours) < 1e-9
+    for (name, one), (_, other) in zip(plain.named_buffers(), ours.named_buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=name)
+    return plain, ours
+
+
+def assert_refused(kind: type[Toy], match: str, size: int = 2, fails_at: tuple[int, ...] = ()) -> None:
+    module = kind()
+    module.fails_at = fails_at
+    with pytest.raises(MisconfigurationException, match=match):
+        fit(module, MicroBatching(micro_batch_size=size), max_epochs=2)
+    assert difference(module, kind()) == 0.0
+
+
+# --- 1: checks also run when the size becomes smaller later -----------------------------------------------------------
+
+
+class SumLoss(Toy):
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(self.net(batch[0]), batch[1], reduction="sum")
+
+
+class Contrastive(Toy):
+    def loss(self, batch: Any) -> Tensor:
+        scores = self.net(batch[0]) @ batch[1].T
+        return functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+class Normalised(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES).double()
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(self.net(self.norm(batch[0])), batch[1])
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,)), (4, (2,))])
+def test_summed_losses_are_added_up(size: int, fails_at: tuple[int, ...]) -> None:
+    assert_exact(SumLoss, size, fails_at)
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,)), (1, ())])
+def test_contrastive_losses_are_refused_whenever_the_batch_is_split(size: int, fails_at: tuple[int, ...]) -> None:
+    assert_refused(Contrastive, "Samples affect each other", size, fails_at)
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,))])
+def test_batch_normalisation_is_refused_whenever_the_batch_is_split(size: int, fails_at: tuple[int, ...]) -> None:
+    assert_refused(Normalised, r"1 BatchNorm layers \(norm\)", size, fails_at)
+
+
+@pytest.mark.parametrize("kind", [SumLoss, Contrastive, Normalised])
+def test_the_whole_share_at_once_needs_no_check(kind: type[Toy]) -> None:
+    _, ours = assert_exact(kind, BATCH)
+    assert len(ours.record) == 8
+
+
+@pytest.mark.parametrize("kind", [Contrastive, Normalised])
+def test_a_later_shrink_is_refused_with_the_weights_of_the_last_good_step(kind: type[Toy]) -> None:
+    before, module = kind(), kind()
+    fit(before, max_steps=2, max_epochs=-1)
+    module.fails_at = (3,)
+    with pytest.raises(MisconfigurationException, match="Samples affect each other|normalise with"):
+        fit(module, MicroBatching(micro_batch_size=BATCH), max_epochs=2)
+    assert module.trainer.global_step == 2
+    assert difference(module, before) == 0.0
+
+
+@pytest.mark.parametrize("fails_at", [(3,), (3, 4), (1, 5)])
+def test_a_later_shrink_of_a_sum_is_exact(fails_at: tuple[int, ...]) -> None:
+    assert_exact(SumLoss, BATCH, fails_at)
+
+
+# --- 2: the check sees what matters -----------------------------------------------------------------------------------
+
+
+class Classes(Toy):
+    make_loader = staticmethod(classes)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(FEATURES, CLASSES).double()
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class ClassWeighted(Classes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.criterion(self.net(batch[0]), batch[1])
+
+
+class HiddenWeights(Classes):
+    """The weights of classes stand where nobody can find them."""
+
+    def loss(self, batch: Any) -> Tensor:
+        weights = torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
+        return functional.cross_entropy(self.net(batch[0]), batch[1], weights)
+
+
+class HiddenWeightsWithHook(HiddenWeights):
+    def loss_weight(self, batch: Any) -> Tensor:
+        return torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64)[batch[1]].sum()
+
+
+class WrongHook(HiddenWeights):
+    def loss_weight(self, batch: Any) -> float:
+        return len(batch[0])
+
+
+class Tokens(Toy):
+    """Labels of -100 in a tuple."""
+
+    make_loader = staticmethod(lambda: loader(*tokens()))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(CLASSES, 6), nn.Tanh(), nn.Linear(6, CLASSES)).double()
+
+    def labelled(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.net(ids).transpose(1, 2), labels)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.labelled(*batch)
+
+
+class Named(Tokens):
+    @staticmethod
+    def make_loader() -> DataLoader:
+        ids, labels = tokens()
+        rows = [{"ids": one, "answers": other} for one, other in zip(ids, labels, strict=True)]
+        return DataLoader(rows, BATCH)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.labelled(batch["ids"], batch["answers"])
+
+
+class FloatMask(Tokens):
+    @staticmethod
+    def make_loader() -> DataLoader:
+        ids, labels = tokens()
+        return loader(ids, ids.roll(1, 1), labels.ne(-100).double())
+
+    def loss(self, batch: Any) -> Tensor:
+        ids, labels, mask = batch
+        losses = functional.cross_entropy(self.net(ids).transpose(1, 2), labels, reduction="none")
+        return (losses * mask).sum() / mask.sum()
+
+
+class Shifted(Tokens):
+    """The module itself shifts labels by one."""
+
+    def loss(self, batch: Any) -> Tensor:
+        ids, labels = batch
+        return self.labelled(ids[:, :-1], labels[:, 1:])
+
+
+class OwnIgnoredIndex(Tokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(ignore_index=3)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.criterion(self.net(batch[0]).transpose(1, 2), batch[0])
+
+
+class Padded(Tokens):
+    """Only what the module knows tells padding from tokens: the last token that is repeated."""
+
+    @staticmethod
+    def make_loader() -> DataLoader:
+        ids = tokens()[0] % (CLASSES - 1)
+        ids[torch.arange(LENGTH) > torch.arange(SAMPLES)[:, None] % LENGTH] = CLASSES - 1
+        return loader(torch.cat([ids, torch.full((SAMPLES, 2), CLASSES - 1)], 1))
+
+    def loss(self, batch: Any) -> Tensor:
+        (ids,) = batch
+        return self.labelled(ids, ids.masked_fill(ids == CLASSES - 1, -100))
+
+
+class Lengths(Tokens):
+    @staticmethod
+    def make_loader() -> DataLoader:
+        ids = tokens()[0]
+        return loader(ids, torch.arange(SAMPLES) % LENGTH + 1)
+
+    def loss(self, batch: Any) -> Tensor:
+        ids, lengths = batch
+        return self.labelled(ids, ids.masked_fill(torch.arange(LENGTH) >= lengths[:, None], -100))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5])
+@pytest.mark.parametrize(
+    "kind", [Classes, ClassWeighted, HiddenWeightsWithHook, Tokens, Named, FloatMask, Shifted, OwnIgnoredIndex, Lengths]
+)
+def test_whatever_the_loss_is_a_mean_over(kind: type[Toy], size: int) -> None:
+    assert_exact(kind, size)
+
+
+@pytest.mark.parametrize("kind", [Tokens, FloatMask, Shifted, ClassWeighted])
+def test_it_is_found_at_a_later_shrink_as_well(kind: type[Toy]) -> None:
+    assert_exact(kind, BATCH, fails_at=(4,))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_padding_is_found(size: int) -> None:
+    assert_exact(Padded, size)
+
+
+def test_weights_that_nothing_shows_are_refused_with_the_hook_that_helps() -> None:
+    assert_refused(HiddenWeights, r"they count .* define `loss_weight\(batch\)`")
+
+
+def test_a_wrong_hook_is_refused() -> None:
+    assert_refused(WrongHook, "as `loss_weight` says, but")
+
+
+class FunctionalNorm(Toy):
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(self.net(functional.batch_norm(batch[0], None, None, training=True)), batch[1])
+
+
+class Centred(Toy):
+    """Statistics of the batch that no layer tells of."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(self.net(batch[0]) - self.net(batch[0]).mean(0), batch[1])
+
+
+class Mixup(Toy):
+    def loss(self, batch: Any) -> Tensor:
+        order = torch.randperm(len(batch[0]))
+        inputs, targets = (0.7 * one + 0.3 * one[order] for one in batch)
+        return functional.mse_loss(self.net(inputs), targets)
+
+
+class Balanced(Toy):
+    """A term over the whole batch, as in mixtures of experts, is too small to show in the loss."""
+
+    def loss(self, batch: Any) -> Tensor:
+        out = self.net(batch[0])
+        return functional.mse_loss(out, batch[1]) + 1e-3 * out.softmax(1).mean(0).square().sum()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", [FunctionalNorm, Centred, Mixup, Balanced])
+def test_samples_that_affect_each_other_are_refused(kind: type[Toy], size: int) -> None:
+    assert_refused(kind, "Samples affect each other", size)
+
+
+class Dropping(Toy):
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(functional.dropout(self.net(batch[0]), 0.5), batch[1])
+
+
+def test_a_step_that_fails_on_one_sample_is_refused() -> None:
+    assert_refused(FunctionalNorm, "can't be run on 1 samples of the batch alone: ValueError: Expected more than 1", 1)
+
+
+def test_noise_is_no_reason_to_refuse() -> None:
+    module = Dropping()
+    fit(module, MicroBatching(micro_batch_size=2), max_epochs=2)
+    assert module.trainer.global_step == 8
+
+
+class PairsOf(Toy):
+    @staticmethod
+    def make_loader() -> DataLoader:
+        inputs = torch.randn(SAMPLES, FEATURES, generator=numbers(), dtype=torch.float64)
+        return DataLoader(TensorDataset(inputs, inputs.flip(1) ** 2), 2)
+
+
+class ContrastivePairs(PairsOf, Contrastive):
+    pass
+
+
+def test_shares_of_two_are_checked_as_well() -> None:
+    assert_exact(PairsOf, 1)
+    assert_refused(ContrastivePairs, "Samples affect each other", 1)
+
+
+# --- 2: what the step writes on the module ----------------------------------------------------------------------------
+
+
+class Counting(Toy):
+    """Buffers updated in the step decide how much the loss counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.steps += 1
+        return super().loss(batch) / self.steps
+
+
+class RunningMean(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = functional.mse_loss(self.net(batch[0] - self.mean), batch[1])
+        self.mean.lerp_(batch[0].mean(0), 0.1)
+        return loss
+
+
+class RunningVariance(Toy):
+    """Not the mean of anything that micro-batches write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("variance", torch.ones(FEATURES, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = functional.mse_loss(self.net(batch[0] / self.variance), batch[1])
+        self.variance.lerp_(batch[0].var(0), 0.1)
+        return loss
+
+
+class Queue(Toy):
+    """Keeps the last samples, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(2 * BATCH, FEATURES, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.queue = torch.cat([self.queue[len(batch[0]) :], batch[0]])
+        return loss
+
+
+class QueueRead(Queue):
+    """The second micro-batch would read the samples of the first."""
+
+    def loss(self, batch: Any) -> Tensor:
+        scores = self.net(batch[0]) @ self.queue.T
+        return super().loss(batch) + scores.square().mean()
+
+
+class Teacher(Toy):
+    """A momentum teacher that is updated in the step, through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        for theirs, mine in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            theirs.data = theirs.data * 0.9 + mine.data * 0.1
+        return super().loss(batch) + functional.mse_loss(self.net(batch[0]), self.teacher(batch[0]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.net.parameters(), lr=0.01)
+
+
+class TeacherInPlace(Teacher):
+    def loss(self, batch: Any) -> Tensor:
+        for theirs, mine in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            theirs.data.mul_(0.9).add_(mine.data, alpha=0.1)
+        return functional.mse_loss(self.net(batch[0]), self.teacher(batch[0]) + batch[1])
+
+
+class Annealed(Toy):
+    """A plain number that the step counts up decides how much a term counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        self.calls += 1
+        return super().loss(batch) + min(1.0, self.calls / 8) * self.net(batch[0]).abs().mean()
+
+
+class Helpers(Toy):
+    """Counters and lists in plain helper objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = SimpleNamespace(calls=0, inner=SimpleNamespace(history=[]))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.space.calls += 1
+        self.space.inner.history.append(self.space.calls)
+        return super().loss(batch) / (self.space.calls + len(self.space.inner.history))
+
+
+class Made(Toy):
+    """An attribute that the first step makes."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().loss(batch) / self.calls
+
+
+class MadeInHelper(Helpers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = SimpleNamespace()
+
+    def loss(self, batch: Any) -> Tensor:
+        self.space.calls = getattr(self.space, "calls", 0) + 1
+        return Toy.loss(self, batch) / self.space.calls
+
+
+class Replaced(Helpers):
+    """A helper that every step replaces."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.space = SimpleNamespace(calls=self.space.calls + 1)
+        return Toy.loss(self, batch) / self.space.calls
+
+
+class Spectral(Toy):
+    """Power iteration: every forward writes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = nn.utils.parametrizations.spectral_norm(self.net[0])
+
+
+WRITING = [
+    Counting,
+    RunningMean,
+    Queue,
+    Teacher,
+    TeacherInPlace,
+    Annealed,
+    Helpers,
+    Made,
+    MadeInHelper,
+    Replaced,
+    Spectral,
+]
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (5, ()), (BATCH, (3,)), (4, (2, 4))])
+@pytest.mark.parametrize("kind", WRITING)
+def test_what_the_step_writes_is_that_of_the_batch(kind: type[Toy], size: int, fails_at: tuple[int, ...]) -> None:
+    plain, ours = assert_exact(kind, size, fails_at)
+    for name in ("calls", "space"):
+        assert getattr(plain, name, None) == getattr(ours, name, None)
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,))])
+def test_a_queue_that_is_read_is_refused(size: int, fails_at: tuple[int, ...]) -> None:
+    assert_refused(QueueRead, "Samples affect each other", size, fails_at)
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,))])
+def test_what_cannot_be_put_together_is_refused(size: int, fails_at: tuple[int, ...]) -> None:
+    assert_refused(RunningVariance, "changes `variance` of the module", size, fails_at)
+
+
+# --- 3: the batch dimension is known ----------------------------------------------------------------------------------
+
+
+class TimeMajor(Toy):
+    """(T, B, C) with as many time steps as could be samples."""
+
+    @staticmethod
+    def make_loader() -> DataLoader:
+        inputs = torch.randn(SAMPLES, LENGTH, FEATURES, generator=numbers(), dtype=torch.float64)
+        rows = list(zip(inputs, inputs.flip(2) ** 2, strict=True))
+        return DataLoader(rows, BATCH, collate_fn=lambda rows: [torch.stack(c, 1) for c in zip(*rows, strict=True)])
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return functional.mse_loss(self.net(inputs.cumsum(0)), targets)
+
+
+class WithConstants(Toy):
+    """Every batch brings a constant, whose size is that of the last batch."""
+
+    @staticmethod
+    def make_loader() -> DataLoader:
+        inputs = torch.randn(SAMPLES - 2, FEATURES, generator=numbers(), dtype=torch.float64)
+        constant = torch.arange(4.0, dtype=torch.float64)
+
+        def collate(rows: list[Any]) -> dict[str, Any]:
+            return {"x": torch.stack(rows), "constant": constant, "where": object()}
+
+        return DataLoader(inputs, BATCH, collate_fn=collate)
+
+    def loss(self, batch: Any) -> Tensor:
+        assert len(batch["constant"]) == FEATURES
+        return (self.net(batch["x"]) - batch["constant"]).square().mean()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("kind", [TimeMajor, WithConstants])
+def test_batches_are_cut_where_their_samples_are(kind: type[Toy], size: int) -> None:
+    assert_exact(kind, size)
+
+
+# --- 4: steps that change what they are given -------------------------------------------------------------------------
+
+
+class Popping(Named):
+    def loss(self, batch: Any) -> Tensor:
+        return self.labelled(batch["ids"], batch.pop("answers"))
+
+
+class InPlace(Toy):
+    def loss(self, batch: Any) -> Tensor:
+        batch[0].mul_(0.5)
+        return super().loss(batch)
+
+
+class Noisy(Toy):
+    """Draws from a generator of its own, the same for all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(11)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * torch.rand((), generator=self.noise, dtype=torch.float64)
+
+
+class FailingLate(InPlace):
+    """Memory runs out after the batch has been changed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        fails_at, self.fails_at = self.fails_at, ()
+        loss = super().training_step(batch, batch_idx)
+        self.fails_at = fails_at
+        if not is_checking() and len(self.record) in fails_at:
+            raise out_of_memory()
+        return loss
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,)), (BATCH, (3,)), (4, (2, 4))])
+@pytest.mark.parametrize("kind", [Popping, InPlace, FailingLate])
+def test_every_repeat_gets_the_loaders_batch(kind: type[Toy], size: int, fails_at: tuple[int, ...]) -> None:
+    assert_exact(kind, size, fails_at)
+
+
+def test_an_own_generator_goes_on_as_without_checks_and_repeats() -> None:
+    plain, ours = Noisy(), Noisy()
+    fit(plain, max_epochs=2)
+    ours.fails_at = (3,)
+    fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=2, max_steps=2)
+    two = Noisy()
+    fit(two, max_steps=2)
+    assert difference(two, ours) == 0.0
+    assert torch.equal(two.noise.get_state(), ours.noise.get_state())
+
+
+# --- 4: no trace ------------------------------------------------------------------------------------------------------
+
+
+class Written(DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def log_metrics(self, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(metrics)
+
+
+class Logging(Toy):
+    """Counts its samples, and writes to the logger itself if it is told to."""
+
+    writes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked, self.starts = _Record(), _Record()
+
+    def on_train_start(self) -> None:
+        self.starts.append(1)
+
+    def loss(self, batch: Any) -> Tensor:
+        if is_checking():
+            for _ in batch[0]:
+                self.checked.append(1)
+        loss = super().loss(batch)
+        self.log("loss", loss)
+        if self.writes:
+            self.logger.log_metrics({"own": float(loss)})
+        return loss
+
+
+class WritingLogs(Logging):
+    writes = True
+
+
+def test_values_are_written_once_per_step() -> None:
+    module, logger = Logging(), Written()
+    fit(module, MicroBatching(micro_batch_size=2), logger=logger, log_every_n_steps=1)
+    assert sum("loss" in metrics for metrics in logger.calls) == module.trainer.global_step == 8
+    assert len(module.starts) == 1
+
+
+def test_checks_write_nothing_to_the_logger() -> None:
+    """The whole share at once, smaller from the third step on: a check and a repeat."""
+    module, logger = WritingLogs(), Written()
+    module.fails_at = (3,)
+    with pytest.warns(UserWarning, match="writes `own` to the logger itself"):
+        fit(module, MicroBatching(micro_batch_size=BATCH), logger=logger, log_every_n_steps=1)
+    assert len(module.checked) > 0
+    assert sum("own" in metrics for metrics in logger.calls) == 2 + 2 * 6
+    assert sum("loss" in metrics for metrics in logger.calls) == 8
+
+
+class Snapshot(pl.Callback):
+    """What the run is like right before the first batch is run for good: weights, states, generators, attributes."""
+
+    def __init__(self) -> None:
+        self.at_start: dict[str, Any] = {}
+        self.at_first: dict[str, Any] = {}
+
+    @staticmethod
+    def of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+        own = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, list))}
+        return copy.deepcopy(
+            {
+                "weights": dict(module.state_dict()),
+                "gradients": [p.grad for p in module.parameters()],
+                "optimizer": trainer.optimizers[0].state_dict(),
+                "random": torch.get_rng_state(),
+                "own": {k: v for k, v in own.items() if not k.startswith("_")},
+                "attributes": sorted(vars(module)),
+                "slots": {name: reading_of(slot.read()) for name, slot in find_slots(module).items()},
+            }
+        )
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if not self.at_start:
+            self.at_start = self.of(trainer, pl_module)
+            pl_module.first = lambda: self.at_first or self.at_first.update(self.of(trainer, pl_module))
+            self.at_start = self.of(trainer, pl_module)
+
+
+@pytest.mark.parametrize("kind", [Toy, Logging, Helpers, Made, Teacher, Counting, Spectral, Dropping])
+def test_the_check_leaves_no_trace(kind: type[Toy]) -> None:
+    class Watched(kind):  # type: ignore[valid-type, misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if is_checking():
+                checks.append(1)
+            else:
+                self.first()
+            return super().training_step(batch, batch_idx)
+
+    checks: list[int] = []
+    module, snapshot = Watched(), Snapshot()
+    fit(module, snapshot, MicroBatching(micro_batch_size=2), max_steps=1)
+    assert checks
+    assert snapshot.at_first.keys() == snapshot.at_start.keys()
+    for name, value in snapshot.at_start.items():
+        assert alike(reading_of(value), reading_of(snapshot.at_first[name]), 0.0), name
+
+
+@pytest.mark.parametrize(("size", "cost"), [(1, 4), (2, 4), (3, 6), (5, 6)])
+def test_the_check_runs_few_samples_twice_where_memory_is_limited(size: int, cost: int) -> None:
+    """Together and in parts, as many as a micro-batch has: no more than a batch."""
+    module = Logging()
+    fit(module, MicroBatching(micro_batch_size=size), MemoryLimit("1GiB"), max_steps=3)
+    assert len(module.checked) == cost
+
+
+def test_the_check_runs_the_batch_twice_where_memory_is_not_limited() -> None:
+    module = Logging()
+    fit(module, MicroBatching(micro_batch_size=2), max_steps=3)
+    assert len(module.checked) == 2 * BATCH
+
+
+def test_nothing_is_checked_that_is_not_split() -> None:
+    module = Logging()
+    fit(module, MicroBatching(micro_batch_size=BATCH), MemoryLimit("1GiB"), max_steps=3)
+    assert len(module.checked) == 0
