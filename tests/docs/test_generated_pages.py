@@ -50,6 +50,27 @@ def test_comparison_of_batch_fitters_is_what_its_results_give() -> None:
     assert PAGE.read_text() == page(), "run `python -m benchmarks.micro_batching.table`"
 
 
+def test_exactness_page_is_what_its_results_give() -> None:
+    from benchmarks.micro_batching.table import EXACTNESS_PAGE, exactness_page
+
+    assert EXACTNESS_PAGE.read_text() == exactness_page(), "run `python -m benchmarks.micro_batching.table`"
+
+
+def test_every_case_of_the_zoo_has_a_verdict() -> None:
+    from benchmarks.micro_batching.table import EXACTNESS_RESULT
+    from benchmarks.micro_batching.zoo import CASES
+
+    rows = json.loads(EXACTNESS_RESULT.read_text())["rows"]
+    assert [(row["case"], row["title"], row["wanted"]) for row in rows] == [
+        (case.name, case.title, case.wanted) for case in CASES.values()
+    ], "run `python -m benchmarks.micro_batching.exactness`"
+    # Samples that begin to depend on each other after the first split: the guide says that no comparison sees it.
+    later = {"coupled_later", "experts_with_capacity"}
+    assert {row["case"] for row in rows if "WRONG" in (row["training"], row["logs"])} <= later
+    # Cut in time, not one sample fits: the run ends with an out-of-memory error in words.
+    assert {row["case"] for row in rows if row["training"] == "crashed"} <= {"time_first_square"}
+
+
 def test_live_bytes_of_gpt2_xl_keep_their_bars() -> None:
     from benchmarks.gpt2xl_live_bytes.table import PAGE, RESULT, page
 
@@ -69,6 +90,23 @@ def test_sizes_found_keep_their_bar() -> None:
         assert ours["fraction"] >= 0.97 or ours["largest"] >= row["true_maximum"] - 1
         assert ours["steps"] <= 3
         assert ours["errors"] <= 1
+        assert ours["later_errors"] == 0
+
+
+def test_sizes_found_for_curves_keep_their_bar() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/micro_batching_compare.json").read_text())["curved"]
+    assert len(rows) >= 10
+    for row in rows:
+        ours, true = row["memfit"], row["true_maximum"]
+        assert row["checked"]
+        assert ours["largest"] <= true
+        assert ours["largest"] >= min(0.97 * true, true - 1)
+        assert ours["steps"] <= (6 if row["kind"] == "untraceable" else 3)
+        assert ours["errors"] <= 1
+        assert ours["later_errors"] == 0
+        longer = row.get("true_maximum_of_second_batch")
+        if longer is not None:
+            assert min(0.97 * longer, longer - 1) <= ours["size_of_second_batch"] <= longer
 
 
 def test_readme_states_the_accuracy_that_was_measured() -> None:
