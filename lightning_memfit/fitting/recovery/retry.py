@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_memfit.fitting.recovery.oom import error_chain, is_out_of_memory, release
 from lightning_memfit.fitting.recovery.rollback import RandomState
+from lightning_memfit.fitting.recovery.step_state import restore_dict
 
 T = TypeVar("T")
 
@@ -284,7 +285,7 @@ class _BatchContents:
             if isinstance(container, list):
                 container[:] = items
             else:
-                _restore(container, items)
+                restore_dict(container, items)
 
     def _walk(self, value: Any, seen: set[int]) -> None:
         if isinstance(value, Tensor):
@@ -338,14 +339,14 @@ class _Schedules:
     def restore(self) -> None:
         """Put everything back."""
         for target, values, contents in self._saved:
-            _restore(target, values, keep="params")
+            restore_dict(target, values, keep=frozenset({"params"}))
             for value, content in contents:
                 if isinstance(value, Tensor):
                     value.detach().copy_(content)
                 elif isinstance(value, list):
                     value[:] = content
                 else:
-                    _restore(value, content)
+                    restore_dict(value, content)
 
     def _save_object(self, owner: Any, seen: set[int]) -> None:
         if id(owner) in seen:
@@ -368,9 +369,3 @@ class _Schedules:
             if isinstance(value, (Tensor, list, dict))
         ]
         self._saved.append((target, values, contents))
-
-
-def _restore(target: dict[Any, Any], values: dict[Any, Any], keep: str = "") -> None:
-    for key in [key for key in target if key not in values and key != keep]:
-        del target[key]
-    target.update(values)

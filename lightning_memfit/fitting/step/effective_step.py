@@ -28,14 +28,13 @@ from lightning_memfit.fitting.recovery.step_state import MicroBatchStates, State
 from lightning_memfit.fitting.size.device_memory import allocation_retries
 from lightning_memfit.fitting.size.shapes import ShapeGuard
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
-from lightning_memfit.fitting.step.batch_guard import BatchGuard
 from lightning_memfit.fitting.step.exactness import ExactnessCheck
 from lightning_memfit.fitting.step.gradient_reducer import GradientReducer, broadcast_buffers
 from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LocalBatch, LossWeights
 from lightning_memfit.fitting.step.outputs import StepOutputs, merge_kept
-from lightning_memfit.fitting.step.split import BatchSplitter, sizes_of
+from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of
 from lightning_memfit.memory.kind import DeviceKind
 
 _NO_RULES = StateRules()

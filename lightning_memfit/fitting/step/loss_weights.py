@@ -132,6 +132,9 @@ class LossWeights:
     Args:
         hook: Function from a batch or a part of it to what its loss is a mean over; it is the only candidate.
         module: The module in training, whose losses and buffers may hold ignored indices and class weights.
+
+    Attributes:
+        is_sum: Whether losses add up instead of being averaged.
     """
 
     def __init__(self, hook: LossWeight | None = None, module: nn.Module | None = None) -> None:
@@ -141,12 +144,7 @@ class LossWeights:
         self._classes = _class_weights(module)
         self._refuted: set[Rule] = set()
         self._known: dict[tuple[Any, ...], list[Rule]] = {}
-        self._proven: Rule | None = None
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether losses add up instead of being averaged."""
-        return self._proven == SUM
+        self.is_sum = False
 
     @property
     def is_users(self) -> bool:
@@ -197,7 +195,7 @@ class LossWeights:
 
     def take_sum(self) -> None:
         """Add losses up from now on."""
-        self._proven = SUM
+        self.is_sum = True
 
     # --- rules and what they count ----------------------------------------------------------------------------------
 
