@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -53,7 +55,13 @@ BATCH = torch.randn(4, 10, 12)
 def test_on_the_cpu_the_figure_is_that_of_a_real_run(settings, precision):
     torch.manual_seed(0)
     module, options = Recurrent(**settings), StepOptions(precision)
-    assert peak(trace_cpu(module, BATCH, options).events) == peak(really_run(module, BATCH, options))
+    try:
+        measured = peak(really_run(module, BATCH, options))
+    except RuntimeError as error:  # oneDNN has no recurrent layer in bf16 below AVX-512, so that such a step can't run
+        with pytest.raises(TraceError, match=re.escape(str(error).split(".")[0])):
+            trace_cpu(module, BATCH, options)
+    else:
+        assert peak(trace_cpu(module, BATCH, options).events) == measured
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
