@@ -22,6 +22,7 @@ from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
+from lightning_memfit.techniques.core.wrapping import own_attribute
 
 _STEPS_BETWEEN_CHECKS = 16
 _MAX_RETRIES = 3
@@ -152,24 +153,23 @@ def _copied(optimizer: Optimizer) -> OptimizerSnapshot | None:
 class _Guarded(AbstractContextManager[None]):
     """Replaces an optimizer's `step` by the guard's. It is a class, not a generator, as it is entered in every step."""
 
-    __slots__ = ("_attributes", "_guard", "_optimizer", "_own")
+    __slots__ = ("_guard", "_optimizer", "_own")
 
     def __init__(self, guard: StepGuard, optimizer: Optimizer) -> None:
         self._guard = guard
-        self._optimizer = optimizer
-        self._attributes = vars(optimizer)
-        self._own = self._attributes.get("step")
+        self._optimizer: Any = optimizer
+        self._own = own_attribute(optimizer, "step")
 
     @override
     def __enter__(self) -> None:
-        self._attributes["step"] = partial(self._guard.step, self._optimizer, self._optimizer.step)
+        self._optimizer.step = partial(self._guard.step, self._optimizer, self._optimizer.step)
 
     @override
     def __exit__(self, *_: Any) -> None:
         if self._own is None:
-            del self._attributes["step"]
+            del self._optimizer.step
         else:
-            self._attributes["step"] = self._own
+            self._optimizer.step = self._own
 
 
 def _versions(optimizer: Optimizer) -> list[int]:
