@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_memfit.fitting.recovery.oom import error_chain, is_out_of_memory, release
 from lightning_memfit.fitting.recovery.rollback import RandomState
 from lightning_memfit.fitting.recovery.step_state import restore_dict
+from lightning_memfit.techniques.core.wrapping import wrap_method
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ def retry(
     prepare: Callable[[], object] = lambda: None,
     obstacle: Callable[[], str | None] = lambda: None,
     repeats: int = NUM_REPEATS,
+    failure: Exception | None = None,
 ) -> T:
     """Call a function, and call it again after an out-of-memory error.
 
@@ -53,20 +55,20 @@ def retry(
         prepare: Called before every repetition, with memory released.
         obstacle: Asked after an error, before `undo`; returns why the action can't be repeated, else None.
         repeats: How often to call it again.
+        failure: What the first call has ended in, if the caller has made it already.
 
     Raises:
         MemoryExhausted: If memory runs out each time, or there is an obstacle.
     """
     failures = 0
     while True:
-        try:
-            return action()
-        except MemoryExhausted:
-            raise
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error
+        if failure is None:
+            try:
+                return action()
+            except Exception as error:
+                failure = error
+        if isinstance(failure, MemoryExhausted) or not is_out_of_memory(failure):
+            raise failure
         failures += 1
         where = place if isinstance(place, str) else place()
         message = str(failure).split("\n")[0]
@@ -81,7 +83,7 @@ def retry(
                 f"each repetition. Weights and optimizer states are those before it. {remedy} {message}"
             ) from failure
         rank_zero_warn(f"Memory ran out in {where}; it is repeated with cached memory released. {message}")
-        del failure
+        failure = None
         prepare()
 
 
@@ -132,36 +134,25 @@ class TrainerGuard:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer = trainer
         self._module = module
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._is_installed = False
+        self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Guard transfers, schedulers and checkpoints."""
-        trainer, self._is_installed = self._trainer, True
-        self._replace(trainer.strategy, "batch_to_device", self._transfer)
-        self._replace(trainer.fit_loop.epoch_loop, "_update_learning_rates", self._step_schedulers)
-        self._replace(trainer, "save_checkpoint", self._save)
+        """Guard transfers and checkpoints."""
+        self._undo = [
+            wrap_method(self._trainer.strategy, "batch_to_device", self._transfer),
+            wrap_method(self._trainer, "save_checkpoint", self._save),
+        ]
+
+    def guard_schedulers(self) -> None:
+        """Guard schedulers, once they are there, and only if there are any: Lightning asks for them twice in a step."""
+        if self._trainer.lr_scheduler_configs:
+            epoch_loop = self._trainer.fit_loop.epoch_loop
+            self._undo.append(wrap_method(epoch_loop, "_update_learning_rates", self._step_schedulers))
 
     def uninstall(self) -> None:
-        """Restore what was replaced. What somebody has wrapped since stays and does nothing."""
-        self._is_installed = False
-        for owner, name, ours, before in self._replaced:
-            if vars(owner).get(name) is not ours:
-                continue
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-        self._replaced = []
-
-    def _replace(self, owner: Any, name: str, guarded: Callable[..., Any]) -> None:
-        before, original = vars(owner).get(name), getattr(owner, name)
-
-        def ours(*args: Any, **kwargs: Any) -> Any:
-            return guarded(original, *args, **kwargs) if self._is_installed else original(*args, **kwargs)
-
-        setattr(owner, name, ours)
-        self._replaced.append((owner, name, ours, before))
+        """Guard them no more."""
+        while self._undo:
+            self._undo.pop()()
 
     def _retry(
         self,
@@ -173,6 +164,10 @@ class TrainerGuard:
         repeats: int = NUM_REPEATS,
     ) -> T:
         hook = self._module._current_fx_name
+        try:  # at first without what only a second call needs, as this runs in every step
+            return action()
+        except Exception as error:
+            failure = error
 
         def undo_all() -> None:
             self._module._current_fx_name = hook  # Lightning doesn't reset it when a hook raises
@@ -182,7 +177,7 @@ class TrainerGuard:
         def hindrance() -> str | None:
             return WITH_SEVERAL_DEVICES if self._trainer.world_size > 1 else obstacle()
 
-        return retry(action, place, remedy, undo_all, obstacle=hindrance, repeats=repeats)
+        return retry(action, place, remedy, undo_all, obstacle=hindrance, repeats=repeats, failure=failure)
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -223,7 +218,7 @@ class TrainerGuard:
     ) -> None:
         configs = self._trainer.lr_scheduler_configs
         action = partial(step, interval=interval, update_plateau_schedulers=update_plateau_schedulers, **kwargs)
-        if not any(config.interval == interval for config in configs):
+        if all(config.interval != interval for config in configs):
             return action()
         schedules = _Schedules([config.scheduler for config in configs], self._trainer.optimizers)
         progress = self._trainer.fit_loop.epoch_loop.scheduler_progress

@@ -169,6 +169,8 @@ class MicroBatching(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the session, which needs the optimizers, the loader and all ranks."""
+        if self._guard is not None:
+            self._guard.guard_schedulers()
         self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:

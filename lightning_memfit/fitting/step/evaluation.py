@@ -5,6 +5,7 @@ Before the first split it checks on some of the samples that parts give what the
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_memfit.fitting.recovery.rollback import MetricStates, RandomState
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge
 from lightning_memfit.fitting.step.split import BatchSplitter, sizes_of
+from lightning_memfit.techniques.core.wrapping import wrap_method
 
 _STEPS = ("validation_step", "test_step", "predict_step")
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # TF32 rounds to the latter
@@ -65,71 +67,51 @@ class EvaluationSplitter:
         self.sizes = sizes
         self._metrics = StepMetrics(module)
         self._states = MetricStates(module)
-        self._replaced: dict[str, tuple[Any, Any]] = {}
-        self._is_installed = False
+        self._undo: list[Callable[[], None]] = []
         self._allows_changes = allow_batch_statistics
 
     def install(self) -> None:
-        """Replace the strategy's evaluation steps."""
-        strategy = self._trainer.strategy
-        self._is_installed = True
-        for name in _STEPS:
-            before = vars(strategy).get(name)
-            ours = self._split_step(name, getattr(strategy, name))
-            setattr(strategy, name, ours)
-            self._replaced[name] = (ours, before)
+        """Guard the strategy's evaluation steps."""
+        self._undo = [wrap_method(self._trainer.strategy, name, partial(self._run, name)) for name in _STEPS]
 
     def uninstall(self) -> None:
-        """Restore the strategy's steps. If somebody has wrapped ours since, ours stays and does nothing."""
-        self._is_installed = False
-        strategy = self._trainer.strategy
-        for name, (ours, before) in self._replaced.items():
-            if vars(strategy).get(name) is not ours:
-                continue
-            if before is None:
-                delattr(strategy, name)
-            else:
-                setattr(strategy, name, before)
-        self._replaced = {}
+        """Guard them no more."""
+        while self._undo:
+            self._undo.pop()()
 
-    def _split_step(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        def split_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_installed:
-                return step(batch, *args, **kwargs)
-            point = (
-                RandomState(self._trainer.strategy.root_device),
-                self._states.save(),
-                self._module._current_fx_name,
-            )
-            count: int | None = None
-            while True:
-                try:
-                    if name not in self.sizes:
-                        return self._run_whole(name, step, batch, args, kwargs)
-                    count = self._splitter.count(batch) if count is None else count
-                    return self._run_parts(name, step, batch, args, kwargs, count)
-                except Exception as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    failure = error
+    def _run(self, name: str, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        point = (
+            RandomState(self._trainer.strategy.root_device),
+            self._states.save(),
+            self._module._current_fx_name,
+        )
+        count: int | None = None
+        while True:
+            try:
+                if name not in self.sizes:
+                    return self._run_whole(name, step, batch, args, kwargs)
                 count = self._splitter.count(batch) if count is None else count
-                failed = min(self.sizes.get(name, count), count)
-                if failed <= 1:
-                    message = str(failure).split("\n")[0]
-                    raise MemoryExhausted(
-                        f"One sample does not fit in `{name}`. Shorter samples or a smaller model would. {message}"
-                    ) from failure
-                release(failure)
-                del failure
-                random, states, self._module._current_fx_name = point
-                random.restore()
-                self._states.load(states)
-                if name not in self.sizes and not self._allows_changes:
-                    self._check(name, step, batch, args, kwargs, count)
-                self.sizes[name] = max(1, failed // 2)
-                rank_zero_warn(f"Memory ran out in `{name}` with {failed} samples; going on with {self.sizes[name]}.")
-
-        return split_step
+                return self._run_parts(name, step, batch, args, kwargs, count)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error
+            count = self._splitter.count(batch) if count is None else count
+            failed = min(self.sizes.get(name, count), count)
+            if failed <= 1:
+                message = str(failure).split("\n")[0]
+                raise MemoryExhausted(
+                    f"One sample does not fit in `{name}`. Shorter samples or a smaller model would. {message}"
+                ) from failure
+            release(failure)
+            del failure
+            random, states, self._module._current_fx_name = point
+            random.restore()
+            self._states.load(states)
+            if name not in self.sizes and not self._allows_changes:
+                self._check(name, step, batch, args, kwargs, count)
+            self.sizes[name] = max(1, failed // 2)
+            rank_zero_warn(f"Memory ran out in `{name}` with {failed} samples; going on with {self.sizes[name]}.")
 
     def _run_whole(self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any) -> Any:
         results = self._results(name)
