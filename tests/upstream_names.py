@@ -86,6 +86,7 @@ NAMES: dict[str, str] = {
     "_loss_function": "transformers.PreTrainedModel",
     "_make_closure": "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
     "_make_zero_grad_fn": "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
+    "_on_before_zero_grad": "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
     "_modules": "torch.nn.Module",
     "_name": "ctypes.CDLL",
     "_new_buffer": "torchao.optim.adam._AdamBase",

@@ -24,7 +24,15 @@ from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.postmortem import explain
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
-from lightning_memfit.fitting.recovery.step_state import MicroBatchStates, StateRules
+from lightning_memfit.fitting.recovery.step_state import (
+    MicroBatchStates,
+    Saved,
+    Slot,
+    StateRules,
+    StepState,
+    copies_of,
+    find_slots,
+)
 from lightning_memfit.fitting.size.device_memory import allocation_retries
 from lightning_memfit.fitting.size.shapes import ShapeGuard
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
@@ -131,6 +139,8 @@ class EffectiveStep:
         self._guard = BatchGuard()
         self._num_checks = 0
         self._looks = False
+        self._written_once: dict[str, Slot] = {}
+        self._cleared: Saved = {}
         self._is_open = False
         # Alone and not accumulating, the weight of a batch that isn't split cancels out.
         self._weighs_whole = not self._is_alone or loop.trainer.accumulate_grad_batches > 1
@@ -155,7 +165,7 @@ class EffectiveStep:
         """Return to the start of the loader batch that was run last; the next `run` repeats it, and logs nothing."""
         self._outputs.clear()
         self._rollback.clear_gradients()
-        self._rollback.load(self._last[1])
+        self._load(self._last[1], is_first=not self._past)
         self._is_again = True
 
     def run(self, request: StepRequest) -> ClosureResult:
@@ -183,14 +193,16 @@ class EffectiveStep:
         if self._rollback.state.is_looking:
             self._rollback.state.look_at_weights()
         self._outputs.commit()
-        self._loop.after_backward(partial(self._run_gradients_again, request))
+        if self._loop.has_after_backward:
+            self._loop.after_backward(partial(self._run_gradients_again, request))
         self._complete(request, *self._last)
         return result
 
     def _run_again(self, request: StepRequest) -> ClosureResult:
         self._is_again = False
         result = self._run_gradients_again(request)
-        self._loop.after_backward(partial(self._run_gradients_again, request), is_repeated=True)
+        if self._loop.has_after_backward:
+            self._loop.after_backward(partial(self._run_gradients_again, request), is_repeated=True)
         return result
 
     def _run_gradients_again(self, request: StepRequest) -> ClosureResult:
@@ -312,8 +324,8 @@ class EffectiveStep:
 
     def _repeat_past(self, request: StepRequest, start: RollbackPoint, size: int) -> None:
         """Run the earlier loader batches of the window again for their gradients; they have been logged already."""
-        for past in self._past:
-            self._rollback.load(past.start)
+        for index, past in enumerate(self._past):
+            self._load(past.start, is_first=not index)
             arguments = OrderedDict((k, move_data_to_device(v, self._device)) for k, v in past.arguments.items())
             again = replace(request, arguments=arguments, zero_grad=None, is_last=False)
             size_of_past = min(size, past.local_batch.num_samples)
@@ -346,15 +358,13 @@ class EffectiveStep:
                 if len(skips) > 1 and self._check is not None:
                     raise MisconfigurationException(_SKIPS)
                 if request.zero_grad is not None and not self._is_cleared:
-                    request.zero_grad()
-                    self._rollback.remember_zeros()
-                    self._is_cleared = True
+                    self._zero_grad(request.zero_grad)
                 self._backward(request, output, weight, announce and index == last_counted)
                 outputs.add(output, weight, sizes[index])
                 if states is not None:
                     states.add(sizes[index], weight)
                 if not index and self._looks and len(sizes) > 1:
-                    self._stop_if(bool(self._rollback.state.written() - rules.names))
+                    self._stop_if(bool(self._rollback.state.written() - rules.names - self._written_once.keys()))
                 del part, output  # before the next forward
         finally:
             outputs.end()
@@ -366,6 +376,24 @@ class EffectiveStep:
         if len(sizes) > 1:
             self._stop_if(bool(self._rules.unsettled) and self._check is not None and self._check.is_worth_more)
         return result
+
+    def _zero_grad(self, zero_grad: Callable[[], None]) -> None:
+        """Clear the gradients, once for all micro-batches: what hooks write to the module then is no part of a step."""
+        looks = self._looks and self._loop.has_zero_grad_hooks
+        before = self._rollback.state.written() if looks else set()
+        zero_grad()
+        if looks:
+            slots = find_slots(self._loop.module)
+            self._written_once |= {name: slots[name] for name in self._rollback.state.written() - before}
+        self._cleared = copies_of(self._written_once.values())
+        self._rollback.remember_zeros()
+        self._is_cleared = True
+
+    def _load(self, start: RollbackPoint, is_first: bool) -> None:
+        """Go back to the start of a loader batch; gradients of a window are cleared once, at its first one."""
+        self._rollback.load(start)
+        if is_first and self._is_cleared:
+            StepState.load(self._cleared)
 
     def _stop_if(self, is_open: bool) -> None:
         """End the attempt if something has come up that a check on this batch can settle, unless several could not."""
@@ -466,7 +494,7 @@ class EffectiveStep:
         else:
             message = "on another rank"
         self._rollback.clear_gradients()
-        self._rollback.load(start)
+        self._load(start, is_first=request.zero_grad is not None)
         if not self._failed_size:
             return True
         self._need_less(request, message, error, start)

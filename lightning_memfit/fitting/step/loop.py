@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -26,11 +27,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.retry import WITH_SEVERAL_DEVICES, retry
+from lightning_memfit.techniques.core.wrapping import wrap_method
 
 LIGHTNING_VERSION = "2.6"
 REMEDY_FOR_HOOKS = "Let hooks and clipping use less memory, or leave more of it free: `MicroBatching(limit_bytes=...)`."
 _BACKWARD_HOOKS = ("on_before_backward", "on_after_backward")
-_STEP_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+_CLIPPING_HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")
+_STEP_HOOKS = ("on_after_backward", *_CLIPPING_HOOKS)
+_ZERO_GRAD_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad")
 
 
 @dataclass
@@ -96,8 +100,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         super().__init__(trainer)
         self.results: Any = trainer.fit_loop.epoch_loop._results
         self._replaced: _AutomaticOptimization | None = None
-        self._hooks_in_use: bool | None = None
-        self._hooks_change_weights: bool | None = None
+        self._overridden: dict[tuple[str, ...], bool] = {}
         self._is_alone = trainer.world_size == 1
         self.go_back: Callable[[], None] | None = None
         self.recover = True
@@ -113,13 +116,13 @@ class MicroBatchLoop(_AutomaticOptimization):
         self.optim_progress = self._replaced.optim_progress
         self._skip_backward = self._replaced._skip_backward
         epoch_loop.automatic_optimization = self
-        self._guarded_plugin = plugin = self.trainer.strategy.precision_plugin
-        vars(plugin)["_after_closure"] = partial(self._after_closure, plugin._after_closure)
+        self._guarded_plugin = self.trainer.strategy.precision_plugin
+        self._unwrap_plugin = wrap_method(self._guarded_plugin, "_after_closure", self._after_closure)
 
     def uninstall(self) -> None:
         """Restore the Trainer's own loop."""
         if self._replaced is not None:
-            vars(self._guarded_plugin).pop("_after_closure", None)
+            self._unwrap_plugin()
             self._replaced.optim_progress = self.optim_progress
             self.trainer.fit_loop.epoch_loop.automatic_optimization = self._replaced
             self._replaced = None
@@ -158,7 +161,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         again before the hooks are. What hooks log counts once they have succeeded.
         """
         closure = self._closure
-        if closure is None or not self.recover:
+        if closure is None or not self.recover or not self._changes_gradients():
             after_closure(model, optimizer)
             return
         scaler = getattr(self._guarded_plugin, "scaler", None)
@@ -197,9 +200,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         return obstacle
 
     def _weights_version(self) -> int:
-        if self._hooks_change_weights is None:
-            self._hooks_change_weights = self._overrides(_STEP_HOOKS)
-        return sum(p._version for p in self.module.parameters()) if self._hooks_change_weights else 0
+        return sum(p._version for p in self.module.parameters()) if self._overrides(_STEP_HOOKS) else 0
 
     @contextmanager
     def logged_already(self) -> Iterator[None]:
@@ -257,7 +258,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         if self._skip_backward:
             return
         muted = _BACKWARD_HOOKS[1:] if announce else _BACKWARD_HOOKS
-        with self.unsynchronized(), self._without_hooks(muted) if self._uses_hooks() else _NOTHING:
+        with self.unsynchronized(), self._without_hooks(muted) if self._overrides(_BACKWARD_HOOKS) else _NOTHING:
             call._call_strategy_hook(self.trainer, "backward", loss, request.optimizer)
 
     def to_device(self, batch: Any) -> Any:
@@ -266,16 +267,19 @@ class MicroBatchLoop(_AutomaticOptimization):
         batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
         return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
 
+    @property
+    def has_after_backward(self) -> bool:
+        """Whether there is anything to call after backward."""
+        return self._overrides(_BACKWARD_HOOKS) and not self._skip_backward
+
     def after_backward(self, run_again: Callable[[], object], is_repeated: bool = False) -> None:
-        """Call `on_after_backward`, when the gradients of the whole batch are complete.
+        """Call `on_after_backward`, when the gradients of the whole batch are complete, if anybody defines it.
 
         Args:
             run_again: Goes back to the start of the effective batch and runs forward and backward again, if memory
                 runs out in the hook, which may have changed gradients by half.
             is_repeated: Whether what the hook logs is logged already.
         """
-        if not self._uses_hooks() or self._skip_backward:
-            return
 
         def hooks() -> None:
             call._call_callback_hooks(self.trainer, "on_after_backward")
@@ -300,16 +304,32 @@ class MicroBatchLoop(_AutomaticOptimization):
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
-    def _uses_hooks(self) -> bool:
-        if self._hooks_in_use is None:
-            self._hooks_in_use = self._overrides(_BACKWARD_HOOKS)
-        return self._hooks_in_use
+    def _changes_gradients(self) -> bool:
+        """Whether anything happens between backward and the optimizer's step."""
+        return self._overrides(_CLIPPING_HOOKS) or bool(self.trainer.gradient_clip_val)
+
+    @property
+    def has_zero_grad_hooks(self) -> bool:
+        """Whether somebody's own code runs when gradients are cleared."""
+        return self._overrides(_ZERO_GRAD_HOOKS)
+
+    @override
+    def _on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        if self._overrides(_ZERO_GRAD_HOOKS) or not isinstance(self.trainer.profiler, PassThroughProfiler):  # type: ignore[attr-defined]
+            super()._on_before_zero_grad(optimizer)
+        else:  # without asking every callback for a hook that none has
+            self.optim_progress.optimizer.zero_grad.increment_ready()
+            self.optim_progress.optimizer.zero_grad.increment_started()
 
     def _overrides(self, hooks: tuple[str, ...]) -> bool:
-        """Whether the module or a callback defines one of these hooks."""
-        own = any(is_overridden(hook, self.module) for hook in hooks)
-        callbacks = [(hook, callback) for hook in hooks for callback in _callbacks(self.trainer)]
-        return own or any(hasattr(Callback, hook) and is_overridden(hook, callback) for hook, callback in callbacks)
+        """Whether the module or a callback defines one of these hooks; found out once."""
+        known = self._overridden.get(hooks)
+        if known is None:
+            own = any(is_overridden(hook, self.module) for hook in hooks)
+            pairs = [(hook, callback) for hook in hooks for callback in _callbacks(self.trainer)]
+            known = own or any(hasattr(Callback, hook) and is_overridden(hook, callback) for hook, callback in pairs)
+            self._overridden[hooks] = known
+        return known
 
     @contextmanager
     def _without_hooks(self, names: tuple[str, ...]) -> Iterator[None]:

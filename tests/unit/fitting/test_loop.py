@@ -4,6 +4,8 @@ import inspect
 
 import lightning
 import lightning.pytorch as pl
+import pytest
+import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import Precision
@@ -13,7 +15,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.step.loop import LIGHTNING_VERSION, MicroBatchLoop
 from tests.helpers.fitting import Tagger
-from tests.helpers.trainers import fit, quiet_trainer
+from tests.helpers.trainers import difference, fit, quiet_trainer
 
 
 def parameters(function: object) -> list[str]:
@@ -93,3 +95,55 @@ def test_hooks_fire_as_often_as_without_micro_batches() -> None:
     fit(Tagger(batch_size=8), plain, accumulate_grad_batches=2)
     fit(Tagger(batch_size=8), ours, MicroBatching(micro_batch_size=3), accumulate_grad_batches=2)
     assert ours.calls == plain.calls
+
+
+class ZeroGradCounter(Tagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def on_before_zero_grad(self, optimizer: object) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize("kind", [Tagger, ZeroGradCounter])
+@pytest.mark.parametrize("profiler", [None, "simple"])
+def test_counters_and_hooks_of_zero_grad_are_lightnings(kind: type[Tagger], profiler: str | None) -> None:
+    modules = [kind(), kind()]
+    plain = fit(modules[0], profiler=profiler, max_steps=3)
+    ours = fit(modules[1], MicroBatching(micro_batch_size=8), profiler=profiler, max_steps=3)
+    counts, wanted = (trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress for trainer in (ours, plain))
+    assert counts.state_dict() == wanted.state_dict()
+    assert counts.optimizer.zero_grad.total.started == 3
+    assert [getattr(module, "calls", 0) for module in modules] == ([3, 3] if kind is ZeroGradCounter else [0, 0])
+    if profiler:
+        names, wanted_names = (
+            {
+                name
+                for name in trainer.profiler.recorded_durations
+                if name.endswith(f"{kind.__name__}.on_before_zero_grad")
+            }
+            for trainer in (ours, plain)
+        )
+        assert names == wanted_names != set()
+
+
+def test_what_the_zero_grad_hook_writes_survives_a_repeated_batch() -> None:
+    failed: list[int] = []  # not on the module, where it would be rolled back
+
+    class Failing(ZeroGradCounter):
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if self.trainer.global_step == 2 and self.calls == 3 and not failed:
+                failed.append(batch_idx)
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss
+
+    for accumulated in (1, 2):
+        failed.clear()
+        quiet, ours = ZeroGradCounter(), Failing()
+        fit(quiet, MicroBatching(micro_batch_size=8), max_steps=4, accumulate_grad_batches=accumulated)
+        with pytest.warns(UserWarning, match="Memory ran out"):
+            fit(ours, MicroBatching(micro_batch_size=8), max_steps=4, accumulate_grad_batches=accumulated)
+        assert ours.calls == quiet.calls == 4
+        assert difference(ours, quiet) < 1e-6
