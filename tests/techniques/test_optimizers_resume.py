@@ -269,9 +269,14 @@ def test_parameters_unfrozen_later(tmp_path, name):
     start = weights(run([Unfreeze()], make=make, max_epochs=1))
     ours = run([Unfreeze(), *used(name)], make=make, max_epochs=3)
     assert distance(ours, reference, start) < (1e-5 if name in EXACT else 0.05)
-    run([Unfreeze(), *used(name)], make=make, max_epochs=2).ran.save_checkpoint(tmp_path / "two.ckpt")
-    resumed = run([Unfreeze(), *used(name)], make=make, max_epochs=3, ckpt_path=tmp_path / "two.ckpt")
-    assert torch.equal(weights(resumed), weights(ours))
+
+    # Lightning itself leaves them frozen after a resume, so that a resumed plain run is what to compare with.
+    def resumed(*callbacks):
+        path = tmp_path / f"{len(callbacks)}.ckpt"
+        run([Unfreeze(), *callbacks], make=make, max_epochs=2).ran.save_checkpoint(path)
+        return run([Unfreeze(), *copy.deepcopy(callbacks)], make=make, max_epochs=3, ckpt_path=path)
+
+    assert distance(resumed(*used(name)), resumed(), start) < (1e-5 if name in EXACT else 0.05)
 
 
 SCHEDULES = {
