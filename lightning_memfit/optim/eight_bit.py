@@ -30,7 +30,7 @@ from lightning_memfit.optim.states import (
     flat,
     moments_of,
 )
-from lightning_memfit.optim.steps import refuse_sparse, run_closure, step_below_hooks
+from lightning_memfit.optim.steps import OwnHook, refuse_sparse, run_closure, step_below_hooks
 
 # --- states -----------------------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ def guarded(cls: type[Any]) -> type[Any]:
         form: Form
         state_widths: StateWidths
         upstream_defaults: dict[str, Any]
-        num_checked: int
+        checks: "_Checks"
 
         @override
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
@@ -250,9 +250,7 @@ def guarded(cls: type[Any]) -> type[Any]:
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             loss = run_closure(closure)
             self._refuse()
-            self._check()
             step_below_hooks(self, cls)
-            self._check()
             return loss
 
         @override
@@ -290,7 +288,7 @@ def guarded(cls: type[Any]) -> type[Any]:
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
             super().load_state_dict(state_dict, move_to_device)
-            self.num_checked = 0
+            self.checks.num_checked = 0
             for hook in self._optimizer_load_state_dict_post_hooks.values():
                 hook(self)
 
@@ -314,15 +312,24 @@ def guarded(cls: type[Any]) -> type[Any]:
                     if parameter not in self.state:
                         refuse_parameter(parameter, index)
 
-        def _check(self) -> None:
-            """Check states that are new or were loaded, and page the latter again."""
-            if len(self.state) != self.num_checked:
-                check_states(self)
-                repage_states(self)
-                self.num_checked = len(self.state)
-
     Guarded.__name__, Guarded.__qualname__, Guarded.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Guarded
+
+
+class _Checks(OwnHook):
+    """Checks states that are new or were loaded, and pages the latter again: before and after a step.
+
+    Not in the step, which `Float32Step` runs for stand-ins of the parameters.
+    """
+
+    def __init__(self) -> None:
+        self.num_checked = 0
+
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        if len(optimizer.state) != self.num_checked:
+            check_states(optimizer)
+            repage_states(optimizer)
+            self.num_checked = len(optimizer.state)
 
 
 def _plain(state: State, family: str) -> State:
@@ -521,7 +528,9 @@ def guard(
     converted.form = form
     converted.mng = _OnePositionTable(converted.mng)
     converted.state_widths = StateWidths(converted, keep_32bit)
-    converted.num_checked = 0
+    converted.checks = _Checks()
+    converted.register_step_pre_hook(converted.checks)
+    converted.register_step_post_hook(converted.checks)
     resume = _ResumeStates(form.family, class_name, technique, options)
     resume.form = form
     resume.attach(converted, original)

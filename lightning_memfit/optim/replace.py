@@ -7,6 +7,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from lightning_memfit.optim.steps import OwnHook
+
 Convert = Callable[[Optimizer], Optimizer]
 
 
@@ -74,13 +76,15 @@ def _become(optimizer: Optimizer, replacement: Optimizer) -> None:
     """
     old, new = vars(optimizer), vars(replacement)
     before, after = dict(old), dict(new)
+    wraps = after.get("wrapped") is optimizer
     before.pop(_STEP, None)  # a scheduler's layer around the old class's step; it gets a new one below
     after.pop(_STEP, None)
     for name in (name for name in before if name.endswith("_hooks")):
         # The same dicts: whoever registered a hook removes it from the one it was put into.
+        for key in [key for key, hook in before[name].items() if OwnHook.is_one(hook) and not wraps]:
+            del before[name][key]
         before[name].update(after.get(name) or {})
         after[name] = before[name]
-    wraps = after.get("wrapped") is optimizer
     if wraps:
         after["wrapped"] = replacement
     else:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memfit.optim.optimizers import KERNELS, optimizer_classes
+from lightning_memfit.optim.steps import OwnHook
 
 State: TypeAlias = dict[str, Any]
 StateDict: TypeAlias = dict[str, Any]
@@ -178,7 +179,7 @@ def _describe(state_dict: StateDict) -> str:
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
-class Resume:
+class Resume(OwnHook):
     """Makes an optimizer's state dict say what it is, and lets it load what others of its family have saved.
 
     Groups of the checkpoint count, as in torch, except for the kernel (`foreach`, `fused`): a learning rate that a

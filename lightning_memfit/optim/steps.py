@@ -8,6 +8,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
+class OwnHook:
+    """A hook that belongs to what an optimizer is at the moment, and goes when it is converted to something else."""
+
+    @staticmethod
+    def is_one(hook: Any) -> bool:
+        """Whether a hook, or the object whose method it is, is such a one."""
+        return isinstance(getattr(hook, "__self__", hook), OwnHook)
+
+
 def run_closure(closure: Callable[[], Any] | None) -> Any:
     """Run the closure that a step was given, with gradients, and return its loss."""
     if closure is None:

@@ -244,11 +244,14 @@ def test_an_optimizer_made_in_the_constructor_goes_on_in_a_second_fit():
         def configure_optimizers(self):
             return self.only
 
-    module = run([Optimizer8bit()], module=Kept(), max_epochs=1)
-    steps = module.only.state[module.net[0].weight]["step"]
-    run([Optimizer8bit()], module=module, max_epochs=1)
-    assert module.only is module.ran.optimizers[0]
-    assert module.only.state[module.net[0].weight]["step"] == 2 * steps
+    for callbacks in ([Optimizer8bit()], [ReplaceOptimizer(**LION), Optimizer8bit()], WAYS["fused"]):
+        module = run(copy.deepcopy(callbacks), module=Kept(), max_epochs=1)
+        state = module.only.state[module.net[0].weight]
+        steps = int(state["step"])
+        run(copy.deepcopy(callbacks), module=module, max_epochs=1)
+        assert module.only is module.ran.optimizers[0]
+        assert module.only.state[module.net[0].weight] is state
+        assert state["step"] == 2 * steps
 
 
 class Unfreeze(BaseFinetuning):
@@ -348,6 +351,13 @@ class Sparse(Regression):
     def training_step(self, batch, batch_idx):
         ids = (batch[0][:, :4] * 30).long().clamp(-60, 60) + 60
         return nn.functional.mse_loss(self.net(self.embedding(ids).sum(1)), batch[1])
+
+
+def test_sparse_gradients_of_rounded_weights_are_refused():
+    pl.seed_everything(0, verbose=False)
+    module = Sparse(MAKE["SGD"])
+    with pytest.raises(ValueError, match=r"Float32Step can't step the sparse gradient"):
+        run([StochasticRounding()], module=module, precision="bf16-true")
 
 
 @pytest.mark.parametrize("callback", [Optimizer8bit(), ReplaceOptimizer(**LION)], ids=["8-bit", "lion"])

@@ -163,6 +163,14 @@ def test_schedules_hooks_closures_and_other_dtypes():
     assert isinstance(inner, Float32Step)
 
 
+def test_a_kept_parameter_may_be_the_first_in_a_chunk():
+    ours = [nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16)) for _ in range(2)]
+    converted = to_bitsandbytes(torch.optim.AdamW(ours), keep_32bit=ours[:1])
+    optimizer = Float32Step(converted, Stochastic(), 4096)
+    train(optimizer, ours, range(2))
+    assert [optimizer.state[p]["state1"].dtype for p in ours] == [torch.float32, torch.uint8]
+
+
 def test_kept_embeddings_and_small_tensors_have_32_bit_states():
     ours = weights()
     converted = to_bitsandbytes(torch.optim.AdamW(ours), keep_32bit=[ours[2]])
