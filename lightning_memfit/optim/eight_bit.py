@@ -276,9 +276,14 @@ def guarded(cls: type[Any]) -> type[Any]:
             """Return bitsandbytes' states; those of 32 bits by torch's names, which torch's optimizers can load."""
             saved: StateDict = super().state_dict()
             resume = Resume.of(self)
-            if self.args.optim_bits == 32 and resume is not None and resume.class_name.startswith("torch."):
-                states = saved["state"].items()
-                saved["state"] = {number: _plain(flat(state), self.form.family) for number, state in states}
+            if resume is not None and resume.class_name.startswith("torch."):
+                if self.args.optim_bits == 32:
+                    states = saved["state"].items()
+                    saved["state"] = {number: _plain(flat(state), self.form.family) for number, state in states}
+                elif self.form.family == "SGD":
+                    # torch's SGD would start with new momenta where it finds none; of a number it makes an error.
+                    for state in saved["state"].values():
+                        state[MOMENTS["SGD"][0]] = self.args.optim_bits
             return saved
 
         @override
@@ -351,7 +356,7 @@ class _ResumeStates(Resume):
         saved = flat(state)
         bits = optimizer.state_widths.bits_of(parameter)
         if _has_width(saved, parameter, bits):
-            return saved
+            return {key: value for key, value in saved.items() if key not in MOMENTS[self.family]}
         step, moments = moments_of(saved, self.family)
         made = _new_state(optimizer, parameter)
         made["step"] = step

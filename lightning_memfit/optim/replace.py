@@ -67,6 +67,7 @@ def _find(value: Any) -> Iterator[Optimizer]:
 
 _STEP = "step"
 _GROUPS = "param_groups"
+_STEPPED = "_opt_called"  # schedulers warn where they don't find it
 
 
 def _become(optimizer: Optimizer, replacement: Optimizer) -> None:
@@ -89,7 +90,10 @@ def _become(optimizer: Optimizer, replacement: Optimizer) -> None:
         after["wrapped"] = replacement
     else:
         after[_GROUPS] = _moved(before[_GROUPS], after[_GROUPS])
-        after = {**before, **after}
+        # What users have put on the object, but not what the old class says of itself: fused optimizers of torch unscale
+        # gradients, and GradScaler asks a private attribute whether this one does.
+        theirs = {name: value for name, value in before.items() if name == _STEPPED or not name.startswith("_")}
+        after = {**theirs, **after}
     optimizer.__class__, replacement.__class__ = type(replacement), type(optimizer)
     for attributes, values in ((old, after), (new, before)):
         attributes.clear()

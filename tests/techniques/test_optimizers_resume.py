@@ -140,6 +140,17 @@ def test_plain_lightning_resumes_what_has_32_bit_states(tmp_path, name):
     torch.testing.assert_close(weights(resumed), weights(run()), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "Adam"])
+def test_plain_lightning_fails_at_8_bit_states_before_a_weight_changes(tmp_path, name):
+    """Nothing of ours is there to say why, but a run must not go on with states that it has lost."""
+    make = {**MAKE, "AdamW": adamw}[name]
+    path = saved(tmp_path / "8.ckpt", [Optimizer8bit()], make=make)
+    module = Regression(make)
+    with pytest.raises((KeyError, AttributeError, TypeError)):
+        run(ckpt_path=path, module=module)
+    assert torch.equal(module.state_dict()["net.0.weight"], torch.load(path)["state_dict"]["net.0.weight"])
+
+
 REFUSED = {
     "Lion after Adam": ([], [ReplaceOptimizer(**LION)], "exp_avg.*those of bitsandbytes.Lion"),
     "Lion after 8-bit Adam": (
