@@ -90,8 +90,8 @@ def _become(optimizer: Optimizer, replacement: Optimizer) -> None:
         after["wrapped"] = replacement
     else:
         after[_GROUPS] = _moved(before[_GROUPS], after[_GROUPS])
-        # What users have put on the object, but not what the old class says of itself: fused optimizers of torch unscale
-        # gradients, and GradScaler asks a private attribute whether this one does.
+        # What users have put on the object, but not what the old class says of itself: fused optimizers of torch
+        # unscale gradients, and GradScaler asks a private attribute whether this one does.
         theirs = {name: value for name, value in before.items() if name == _STEPPED or not name.startswith("_")}
         after = {**theirs, **after}
     optimizer.__class__, replacement.__class__ = type(replacement), type(optimizer)
