@@ -1,70 +1,99 @@
 """`to_bitsandbytes`: convert an optimizer that a user built to its 8-bit or paged form, with all its settings.
 
 bitsandbytes' formulas are those of torch for AdamW, Lion, SGD with momentum and RMSprop without momentum. It would
-silently ignore flags of the original that it doesn't have; here they are refused. `StateWidths` and `check_states` make
-sure that states have the promised width.
+silently ignore flags of the original that it doesn't have; here they are refused, when an optimizer is converted and
+whenever it steps. Groups keep the original's hyper-parameters under the original's names, so that schedules and edits
+of them count. `check_states` makes sure that states have the promised width.
 """
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
 
 from lightning_memfit.optim.optimizers import TORCH_SWITCHES, EightBitForm, optimizer_classes
+from lightning_memfit.optim.states import (
+    BLOCK_SIZE,
+    MOMENTS,
+    NUMBERED,
+    Resume,
+    State,
+    StateDict,
+    flat,
+    moments_of,
+)
+from lightning_memfit.optim.steps import OwnHook, refuse_sparse, run_closure, step_below_hooks
 
 # --- states -----------------------------------------------------------------------------------------------------------
 
-# Written for bitsandbytes 0.49 and 0.50: `Optimizer8bit.get_config`, `get_state_buffer`, `name2qmap`, `args` and the
-# state keys `state1`, `state2`, `absmax1`, `absmax2`;
-# `tests/unit/optim/test_bitsandbytes_states.py` fails when these move.
-_MOMENTS = ("state1", "state2")
-_BLOCK_SIZE = 256  # elements that share one scale, fixed in bitsandbytes' kernels
+# Written for bitsandbytes 0.49 and 0.50: `Optimizer8bit.get_config`, `get_state_buffer`, `init_state`, `update_step`,
+# `name2qmap`, `args`, `mng` and the state keys `state1`, `state2`, `absmax1`, `absmax2`;
+# `tests/unit/optim/test_eight_bit.py` fails when these move.
 
 
 class StateWidths:
     """Decides for each parameter whether its states have 8 or 32 bits.
 
-    bitsandbytes asks a process-wide `GlobalOptimManager`, whose `register_parameters` stores overrides by (group,
-    index), so that they leak into every other optimizer. This table belongs to one optimizer and is keyed by the
-    parameter itself. An override that a user registered for the parameter (`override_config`) still counts.
+    bitsandbytes asks a process-wide `GlobalOptimManager`, which would change other optimizers too. This table belongs
+    to one optimizer and is keyed by the parameter itself. An override that a user registered for the parameter
+    (`override_config`) still counts.
 
     Args:
         optimizer: A bitsandbytes optimizer that has not stepped yet.
         keep_32bit: Parameters whose states stay 32-bit. They are held weakly and need not be in the optimizer.
     """
 
-    def __init__(self, optimizer: Any, keep_32bit: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, optimizer: Any, keep_32bit: Iterable[Tensor] = ()) -> None:
         self.bits: int = optimizer.args.optim_bits
         self.min_8bit_size: int = optimizer.args.min_8bit_size
         self._overrides: dict[int, dict[str, Any]] = optimizer.mng.pid2config
         self._kept = WeakIdKeyDictionary()
         for parameter in keep_32bit:
             self._kept[parameter] = True
-        upstream_config = type(optimizer).get_config
-        # A cycle would keep the states alive until the garbage collector runs.
-        reference = weakref.ref(optimizer)
 
-        def get_config(gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-            config: dict[str, Any] = upstream_config(reference(), gindex, pindex, group)
-            config["optim_bits"] = self._requested(group["params"][pindex])
-            return config
-
-        optimizer.get_config = get_config
-        optimizer.state_widths = self
-
-    def bits_of(self, parameter: torch.Tensor) -> int:
+    def bits_of(self, parameter: Tensor) -> int:
         """Promised bits per state element of one parameter."""
-        return 32 if parameter.numel() < self.min_8bit_size else self._requested(parameter)
+        return 32 if parameter.numel() < self.min_8bit_size else self.requested(parameter)
 
-    def _requested(self, parameter: torch.Tensor) -> int:
-        default = 32 if parameter in self._kept else self.bits
+    def requested(self, parameter: Tensor) -> int:
+        """Bits that are asked for, whatever the size; an empty parameter has nothing to quantize."""
+        default = 32 if parameter in self._kept or not parameter.numel() else self.bits
         return int(self._overrides.get(id(parameter), {}).get("optim_bits", default))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StateWidths":
+        """Return a table for copies of the parameters; of those that aren't copied, for the parameters themselves."""
+        copied = copy.copy(self)
+        copied._kept = WeakIdKeyDictionary()
+        for parameter in self._kept:
+            copied._kept[memo.get(id(parameter), parameter)] = True
+        return copied
+
+
+class _OnePositionTable:
+    """bitsandbytes' manager of overrides, with those by (group, index) for one optimizer alone.
+
+    The process-wide table of positions reaches every optimizer, whosever parameters it was made for.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self.index2config: dict[tuple[int, int], Any] = {}
+        self._manager = manager
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_manager":
+            raise AttributeError(name)
+        return getattr(self._manager, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_OnePositionTable":
+        return _OnePositionTable(self._manager)
 
 
 def check_states(optimizer: Any) -> None:
@@ -77,21 +106,23 @@ def check_states(optimizer: Any) -> None:
         RuntimeError: If a state differs; the message names the parameter's shape, the state found and that promised.
     """
     for parameter, state in optimizer.state.items():
+        if not parameter.numel():
+            continue
         bits = optimizer.state_widths.bits_of(parameter)
         expected = torch.uint8 if bits == 8 else torch.float32
-        for key in _MOMENTS:
+        for key in NUMBERED:
             if key not in state:
                 continue
             moment = state[key]
             if moment.dtype is not expected or moment.numel() % parameter.numel():
                 raise RuntimeError(_complaint(optimizer, parameter, key, moment, bits))
             scales = state.get(key.replace("state", "absmax"))
-            num_scales = -(-parameter.numel() // _BLOCK_SIZE) * (moment.numel() // parameter.numel())
+            num_scales = -(-parameter.numel() // BLOCK_SIZE) * (moment.numel() // parameter.numel())
             if bits == 8 and (scales is None or scales.numel() != num_scales):
                 raise RuntimeError(_complaint(optimizer, parameter, key, scales, bits))
 
 
-def _complaint(optimizer: Any, parameter: torch.Tensor, key: str, found: torch.Tensor | None, bits: int) -> str:
+def _complaint(optimizer: Any, parameter: Tensor, key: str, found: Tensor | None, bits: int) -> str:
     what = "nothing" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
     return (
         f"{type(optimizer).__name__} was to keep {bits}-bit states for a parameter of shape {tuple(parameter.shape)}, "
@@ -117,11 +148,11 @@ def repage_states(optimizer: Any) -> int:
     return moved
 
 
-def _unpaged(optimizer: Any) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+def _unpaged(optimizer: Any) -> Iterator[tuple[Tensor, str, Tensor]]:
     if not optimizer.is_paged:
         return
     for parameter, state in optimizer.state.items():
-        for key in _MOMENTS:
+        for key in NUMBERED:
             moment = state.get(key)
             # AdEMAMix stacks two moments in one tensor, for which it makes a buffer of its own.
             if moment is None or parameter.device.type == "cpu" or moment.shape != parameter.shape:
@@ -151,45 +182,258 @@ def embedding_parameters(module: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
-# --- converting -------------------------------------------------------------------------------------------------------
+# --- stepping ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Form:
-    """The bitsandbytes class that an optimizer is converted to."""
+class Form:
+    """A class of bitsandbytes, and what of an original's groups it computes."""
 
     stem: str
     """Class name in `bitsandbytes.optim` without `Paged` and `8bit`."""
     record: EightBitForm
+    ignored: frozenset[str] = frozenset()
+    """Hyper-parameters of the original of which bitsandbytes knows nothing; they must be off."""
+
+    @property
+    def family(self) -> str:
+        """Key of `states.MOMENTS`."""
+        return "Adam" if self.stem == "AdamW" else self.stem
 
     def refusal(self, group: Mapping[str, Any]) -> str | None:
         """Reason why this group's hyper-parameters cannot be kept."""
         for name, value in self.record.required.items():
-            if name in group and group[name] != value:
+            of_decay = name == "decoupled_weight_decay" and not group.get("weight_decay")
+            if name in group and group[name] != value and not of_decay:
                 return f"bitsandbytes ignores `{name}={group[name]!r}`; it computes what {name}={value!r} means"
-        if self.stem == "Adam" and group["weight_decay"] and not group.get("decoupled_weight_decay", False):
+        if self.stem == "Adam" and group.get("weight_decay") and not group.get("decoupled_weight_decay", False):
             return (
                 f"`weight_decay={group['weight_decay']}` is added to the gradient by torch's Adam but decoupled by "
                 "bitsandbytes; use AdamW or weight_decay=0"
             )
         if self.stem == "SGD" and not group.get("momentum", True):
             return "SGD with `momentum=0` has no states that could be made smaller"
-        if isinstance(group["lr"], torch.Tensor):
+        if isinstance(group["lr"], Tensor):
             return "bitsandbytes takes no tensor as `lr`; pass a float"
-        return None
+        on = sorted(name for name in self.ignored if group.get(name))
+        return f"bitsandbytes has no counterpart of {', '.join(f'`{name}`' for name in on)}" if on else None
 
-    def translate(self, hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Hyper-parameters in the names that bitsandbytes' groups use."""
+    def translate(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Hyper-parameters in the names that bitsandbytes reads."""
         betas = self.record.betas
-        gone = {*self.record.required, *betas, "foreach", "fused", "decoupled_weight_decay"}
-        kept = {name: value for name, value in hyper_parameters.items() if name not in gone}
-        if betas:
-            kept["betas"] = tuple(hyper_parameters[name] for name in betas)
-        return kept
+        named = {name: value for name, value in group.items() if name not in betas}
+        return {**named, "betas": tuple(group[name] for name in betas)} if betas else named
 
+
+@functools.cache
+def guarded(cls: type[Any]) -> type[Any]:
+    """Make a class of the same name that steps groups of the original optimizer, and refuses what it can't step.
+
+    Args:
+        cls: An optimizer class of bitsandbytes.
+    """
+
+    class Guarded(cls):  # type: ignore[misc]
+        form: Form
+        state_widths: StateWidths
+        upstream_defaults: dict[str, Any]
+        checks: "_Checks"
+
+        @override
+        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            translated = {**self.upstream_defaults, **self.form.translate(group)}
+            config: dict[str, Any] = super().get_config(gindex, pindex, translated)
+            config["optim_bits"] = self.state_widths.requested(group["params"][pindex])
+            return config
+
+        @override
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            loss = run_closure(closure)
+            self._refuse()
+            step_below_hooks(self, cls)
+            return loss
+
+        @override
+        def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+            if not p.numel():
+                return
+            where = p.data
+            super().update_step(group, p, gindex, pindex)
+            if not where.is_contiguous():
+                # bitsandbytes has moved it to contiguous memory, away from whatever else refers to its own.
+                where.copy_(p.data)
+                p.data = where
+
+        @override
+        def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+            # Kernels walk through states in the order of a contiguous parameter.
+            like = p if p.is_contiguous() else torch.empty_like(p, memory_format=torch.contiguous_format)
+            buffer: Tensor = super().get_state_buffer(like, dtype)
+            return buffer
+
+        @override
+        def state_dict(self) -> StateDict:
+            """Return bitsandbytes' states; those of 32 bits by torch's names, which torch's optimizers can load."""
+            saved: StateDict = super().state_dict()
+            resume = Resume.of(self)
+            if resume is not None and resume.class_name.startswith("torch."):
+                if self.args.optim_bits == 32:
+                    states = saved["state"].items()
+                    saved["state"] = {number: _plain(flat(state), self.form.family) for number, state in states}
+                elif self.form.family == "SGD":
+                    # torch's SGD would start with new momenta where it finds none; of a number it makes an error.
+                    for state in saved["state"].values():
+                        state[MOMENTS["SGD"][0]] = self.args.optim_bits
+            return saved
+
+        @override
+        def load_state_dict(self, state_dict: StateDict, move_to_device: bool = True) -> None:
+            """Load what this optimizer or one of its family has saved, and run torch's hooks as torch does."""
+            state_dict = dict(state_dict)
+            for hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = hook(self, state_dict) or state_dict
+            super().load_state_dict(state_dict, move_to_device)
+            self.checks.num_checked = 0
+            for hook in self._optimizer_load_state_dict_post_hooks.values():
+                hook(self)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            """Copy everything; torch's optimizers leave out attributes that bitsandbytes needs."""
+            memo[id(self)] = copied = type(self).__new__(type(self))
+            for name, value in vars(self).items():
+                if name != "step":  # a scheduler's layer, which would step the original
+                    copied.__dict__[name] = value if name == "page_mng" else copy.deepcopy(value, memo)
+            return copied
+
+        def _refuse(self) -> None:
+            """Refuse, before a weight changes, what bitsandbytes would ignore or fail at."""
+            name = type(self).__name__
+            for index, group in enumerate(self.param_groups):
+                reason = self.form.refusal(group)
+                if reason:
+                    raise ValueError(f"{name}, parameter group {index}: {reason}.")
+                refuse_sparse(name, group["params"])
+                for parameter in group["params"]:
+                    if parameter not in self.state:
+                        refuse_parameter(parameter, index)
+
+    Guarded.__name__, Guarded.__qualname__, Guarded.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    return Guarded
+
+
+class _Checks(OwnHook):
+    """Checks states that are new or were loaded, and pages the latter again: before and after a step.
+
+    Not in the step, which `Float32Step` runs for stand-ins of the parameters.
+    """
+
+    def __init__(self) -> None:
+        self.num_checked = 0
+
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        if len(optimizer.state) != self.num_checked:
+            check_states(optimizer)
+            repage_states(optimizer)
+            self.num_checked = len(optimizer.state)
+
+
+def _plain(state: State, family: str) -> State:
+    names = dict(zip(NUMBERED, MOMENTS[family], strict=False))
+    moments = {names[key]: value for key, value in state.items() if key in names}
+    return moments if family == "SGD" else {"step": torch.tensor(float(state["step"])), **moments}
+
+
+def is_converted(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `to_bitsandbytes` or `guard` made it."""
+    return isinstance(getattr(optimizer, "form", None), Form)
+
+
+class _ResumeStates(Resume):
+    """Loads states of any width with the widths that this optimizer has promised."""
+
+    @override
+    def restored(self, optimizer: Any, parameter: Tensor, state: State) -> State:
+        saved = flat(state)
+        bits = optimizer.state_widths.bits_of(parameter)
+        if _has_width(saved, parameter, bits):
+            return {key: value for key, value in saved.items() if key not in MOMENTS[self.family]}
+        step, moments = moments_of(saved, self.family)
+        made = _new_state(optimizer, parameter)
+        made["step"] = step
+        for name, key in zip(MOMENTS[self.family], NUMBERED, strict=False):
+            if key not in made:
+                continue
+            if name not in moments or moments[name].shape != made[key].shape:
+                raise ValueError(
+                    f"`ckpt_path`: the state of a parameter of shape {tuple(parameter.shape)} lacks `{name}` in that "
+                    "shape. Start from the weights alone (load_from_checkpoint)."
+                )
+            _write(made, key, moments[name].to(parameter.device))
+        return made
+
+    @override
+    def refuse_group(self, group: Mapping[str, Any], index: int) -> None:
+        reason = self.form.refusal(group)
+        if reason:
+            raise ValueError(f"`ckpt_path`, parameter group {index}: {reason}.")
+
+    form: Form
+
+
+def _has_width(state: State, parameter: Tensor, bits: int) -> bool:
+    if NUMBERED[0] not in state:
+        return False
+    if bits == 32:
+        return all(state[key].dtype is torch.float32 for key in NUMBERED if key in state)
+    num_scales = -(-parameter.numel() // BLOCK_SIZE)
+    pairs = [(state[key], state.get(key.replace("state", "absmax"))) for key in NUMBERED if key in state]
+    return all(
+        moment.dtype is torch.uint8
+        and scales is not None
+        and scales.numel() == num_scales * (moment.numel() // parameter.numel())
+        for moment, scales in pairs
+    )
+
+
+def _new_state(optimizer: Any, parameter: Tensor) -> State:
+    """A state as bitsandbytes makes it in a first step."""
+    places = (
+        (group, gindex, pindex)
+        for gindex, group in enumerate(optimizer.param_groups)
+        for pindex, other in enumerate(group["params"])
+        if other is parameter
+    )
+    group, gindex, pindex = next(places)
+    before = optimizer.state.pop(parameter, None)
+    optimizer.init_state(group, parameter, gindex, pindex)
+    made: State = optimizer.state.pop(parameter)
+    if before is not None:
+        optimizer.state[parameter] = before
+    return made
+
+
+def _write(state: State, key: str, values: Tensor) -> None:
+    """Write a moment into a new state, rounded as bitsandbytes rounds it after a step if it has 8 bits."""
+    moment = state[key]
+    if moment.dtype is not torch.uint8:
+        moment.copy_(values)
+        return
+    from bitsandbytes.functional import quantize_blockwise
+
+    scales, table = (state[key.replace("state", name)] for name in ("absmax", "qmap"))
+    stacked = scales.dim() == 2
+    for part, scale, value in zip(
+        *((moment, scales, values) if stacked else ([moment], [scales], [values])), strict=True
+    ):
+        codes, rounded = quantize_blockwise(value.float().contiguous(), code=table, blocksize=BLOCK_SIZE)
+        part.copy_(codes)
+        scale.copy_(rounded.absmax)
+
+
+# --- converting -------------------------------------------------------------------------------------------------------
 
 # Classes called Lion have flags under various names for variants that bitsandbytes does not compute.
-_ANY_LION = _Form(
+_ANY_LION = Form(
     "Lion", EightBitForm({**TORCH_SWITCHES, "caution": False, "cautious": False, "decoupled_weight_decay": False})
 )
 _KNOWN = {
@@ -212,28 +456,31 @@ def to_bitsandbytes(
     *,
     bits: int = 8,
     paged: bool = False,
-    keep_32bit: Iterable[torch.Tensor] = (),
+    keep_32bit: Iterable[Tensor] = (),
     min_8bit_size: int = 4096,
+    technique: str = "to_bitsandbytes",
 ) -> Any:
     """Build the bitsandbytes form of an optimizer over the same parameters.
 
     It accepts AdamW, Adam, SGD and RMSprop of `torch.optim`, any class called Lion, and the 32-bit optimizers of
-    bitsandbytes. Groups keep their order, hyper-parameters (including a learning rate that a schedule has changed) and
-    extra keys. `foreach` and `fused` choose a kernel, not a formula, and are dropped. The original is not changed.
+    bitsandbytes. Groups keep their order, hyper-parameters and keys; what is changed in them later counts under the
+    original's names. `foreach` and `fused` choose a kernel, not a formula, and have no effect. States go on, in their
+    new width. The original is not changed.
 
     Args:
-        optimizer: An optimizer that has not stepped.
+        optimizer: An optimizer.
         bits: 8, or 32 for 32-bit states (worth it only with `paged`).
         paged: States in CUDA unified memory, which moves to the host under pressure. bitsandbytes warns on the CPU,
             where this does nothing.
         keep_32bit: Parameters whose states stay 32-bit, typically `embedding_parameters(module)`.
         min_8bit_size: Parameters with fewer elements keep 32-bit states.
+        technique: What checkpoints name as the way they were written.
 
     Returns:
-        A `bitsandbytes.optim` optimizer without states.
+        A `bitsandbytes.optim` optimizer.
 
     Raises:
-        ValueError: If the class, a hyper-parameter, a parameter's dtype or an existing state cannot be carried over.
+        ValueError: If the class, a hyper-parameter or a parameter's dtype cannot be carried over.
     """
     if bits not in (8, 32):
         raise ValueError(f"`bits={bits}` must be 8 or 32.")
@@ -243,26 +490,60 @@ def to_bitsandbytes(
         raise ValueError(
             f"`paged=True`: bitsandbytes has no paged {form.stem}. Use paged=False or AdamW, Adam or Lion."
         )
-    groups = [form.translate(group) for group in optimizer.param_groups]
-    defaults = form.translate({**optimizer.param_groups[0], **optimizer.defaults, "params": None})
+    # `AdEMAMix32bit` of bitsandbytes 0.50 makes a state of half the size that its kernel writes to.
+    width = "" if form.stem == "AdEMAMix" and bits == 32 else f"{bits}bit"
     # The quantization maps, and the tensors that importing bitsandbytes makes, must be real ones with values.
     with _disable_current_modes():
         import bitsandbytes
 
-        cls = getattr(bitsandbytes.optim, f"{'Paged' if paged else ''}{form.stem}{bits}bit")
-        converted = cls(groups, min_8bit_size=min_8bit_size, **_constructor_arguments(form, optimizer))
-    converted.defaults.update({name: defaults[name] for name in converted.defaults if name in defaults})
+        cls = getattr(bitsandbytes.optim, f"{'Paged' if paged else ''}{form.stem}{width}")
+        parameters = [{"params": list(group["params"])} for group in optimizer.param_groups]
+        momentum = {"lr": 1.0, "momentum": 1e-3} if form.stem == "SGD" else {}  # required; groups have the real ones
+        converted = guarded(cls)(parameters, min_8bit_size=min_8bit_size, **momentum)
+    guard(converted, optimizer, form, _class_name(optimizer), technique, keep_32bit=keep_32bit)
+    converted.defaults = dict(optimizer.defaults)
+    converted.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     make_maps_fake(converted)
-    StateWidths(converted, keep_32bit)
+    if optimizer.state:
+        converted.load_state_dict(optimizer.state_dict())
     return converted
 
 
-def _constructor_arguments(form: _Form, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Arguments that the constructor requires; the groups carry the real values."""
-    if form.stem == "SGD":
-        group = optimizer.param_groups[0]
-        return {"lr": float(group["lr"]), "momentum": group.get("momentum") or group["betas"][0]}
-    return {}
+def guard(
+    converted: Any,
+    original: torch.optim.Optimizer,
+    form: Form,
+    class_name: str,
+    technique: str,
+    options: Mapping[str, Any] | None = None,
+    keep_32bit: Iterable[Tensor] = (),
+) -> None:
+    """Complete an optimizer of a `guarded` class.
+
+    Args:
+        converted: The optimizer, with bitsandbytes' own defaults.
+        original: The one that it was made from.
+        form: What bitsandbytes computes, and how groups say so.
+        class_name: Class whose hyper-parameters the groups have.
+        technique: What checkpoints name as the way they were written.
+        options: Hyper-parameters that a checkpoint must not undo.
+        keep_32bit: Parameters whose states stay 32-bit.
+    """
+    converted.upstream_defaults = dict(converted.defaults)
+    converted.form = form
+    converted.mng = _OnePositionTable(converted.mng)
+    converted.state_widths = StateWidths(converted, keep_32bit)
+    converted.checks = _Checks()
+    converted.register_step_pre_hook(converted.checks)
+    converted.register_step_post_hook(converted.checks)
+    resume = _ResumeStates(form.family, class_name, technique, options)
+    resume.form = form
+    resume.attach(converted, original)
+
+
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    cls = type(optimizer)
+    return f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
 
 
 def convertible(paged: bool = False) -> tuple[str, ...]:
@@ -271,24 +552,27 @@ def convertible(paged: bool = False) -> tuple[str, ...]:
     return tuple(name for name, form in forms.items() if form.paged or not paged)
 
 
-def _form_of(optimizer: torch.optim.Optimizer) -> _Form:
+def _form_of(optimizer: torch.optim.Optimizer) -> Form:
     cls = type(optimizer)
     path = f"{cls.__module__}.{cls.__qualname__}"
     known = next((known for known in optimizer_classes().values() if known.path == path), None)
     if known is not None and known.package == "torch" and known.eight_bit is not None:
-        return _Form(known.class_name, known.eight_bit)
-    if cls.__module__.startswith("bitsandbytes."):
-        return _form_of_bitsandbytes(optimizer)
-    if cls.__name__ == "Lion":
-        return _ANY_LION
-    raise ValueError(
-        f"`{cls.__module__}.{cls.__name__}` has no 8-bit form. Use torch.optim.AdamW, Adam, SGD (with momentum) or "
-        "RMSprop, a class called Lion, or a 32-bit optimizer of bitsandbytes; subclasses may compute something else "
-        "and are refused."
-    )
+        form = Form(known.class_name, known.eight_bit)
+    elif cls.__module__.startswith("bitsandbytes."):
+        form = _form_of_bitsandbytes(optimizer)
+    elif cls.__name__ == "Lion":
+        form = _ANY_LION
+    else:
+        raise ValueError(
+            f"`{cls.__module__}.{cls.__name__}` has no 8-bit form. Use torch.optim.AdamW, Adam, SGD (with momentum) or "
+            "RMSprop, a class called Lion, or a 32-bit optimizer of bitsandbytes; subclasses may compute something "
+            "else and are refused."
+        )
+    known_names = _KNOWN | set(form.record.required) | {"decoupled_weight_decay"}
+    return replace(form, ignored=frozenset(optimizer.defaults) - known_names)
 
 
-def _form_of_bitsandbytes(optimizer: Any) -> _Form:
+def _form_of_bitsandbytes(optimizer: Any) -> Form:
     name = type(optimizer).__name__
     stem = name.removeprefix("Paged").removesuffix("32bit")
     if optimizer.args.optim_bits == 8:
@@ -296,31 +580,21 @@ def _form_of_bitsandbytes(optimizer: Any) -> _Form:
     if stem not in convertible() or optimizer.args.max_unorm or optimizer.args.skip_zeros:
         raise ValueError(f"`{name}` has no 8-bit form with the same formula. Choose from {', '.join(convertible())}.")
     # bitsandbytes' own Adam also decouples weight decay, so that nothing changes.
-    return _Form("AdamW" if stem == "Adam" else stem, EightBitForm(paged=stem in convertible(paged=True)))
+    return Form("AdamW" if stem == "Adam" else stem, EightBitForm(paged=stem in convertible(paged=True)))
 
 
-def _refuse_what_would_change(optimizer: torch.optim.Optimizer, form: _Form) -> None:
+def _refuse_what_would_change(optimizer: torch.optim.Optimizer, form: Form) -> None:
     name = type(optimizer).__name__
-    if optimizer.state:
-        raise ValueError(
-            f"`optimizer` ({name}) has stepped or was loaded already; its 32-bit states are not converted. Convert it "
-            "before the first step and before loading a checkpoint."
-        )
-    unknown = set(optimizer.defaults) - _KNOWN - set(form.record.required) - {"decoupled_weight_decay"}
-    unknown = {key for key in unknown if optimizer.defaults[key]}
-    if unknown:
-        raise ValueError(
-            f"{name}: bitsandbytes has no counterpart of {', '.join(f'`{key}`' for key in sorted(unknown))}."
-        )
     for index, group in enumerate(optimizer.param_groups):
-        reason = form.refusal(group)
+        reason = form.refusal({**optimizer.defaults, **group})
         if reason:
             raise ValueError(f"{name}, parameter group {index}: {reason}.")
         for parameter in group["params"]:
-            _refuse_parameter(parameter, index)
+            refuse_parameter(parameter, index)
 
 
-def _refuse_parameter(parameter: torch.Tensor, index: int) -> None:
+def refuse_parameter(parameter: Tensor, index: int) -> None:
+    """Raise a `ValueError` if bitsandbytes would step a parameter in another dtype than its own, or not at all."""
     if parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(
             f"Parameter group {index} holds a {parameter.dtype} parameter of shape {tuple(parameter.shape)}; "

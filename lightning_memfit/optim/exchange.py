@@ -5,19 +5,23 @@ their step, which torch refuses within a dispatch mode: `outside_modes` makes su
 that follow memory.
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
-from lightning_memfit.optim.optimizers import KERNELS, OptimizerClass, class_named, class_of
+from lightning_memfit.optim.eight_bit import Form, guard, guarded, refuse_parameter
+from lightning_memfit.optim.optimizers import KERNELS, EightBitForm, OptimizerClass, class_named, class_of
+from lightning_memfit.optim.states import Resume, State, apart, moments_of, together
+from lightning_memfit.optim.steps import refuse_sparse, run_closure, step_below_hooks
 
 # --- torchao's optimizers under dispatch modes ------------------------------------------------------------------------
 
@@ -32,7 +36,8 @@ def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
     """Make a class of the same name whose step runs outside dispatch modes; its closure runs inside.
 
     Ledgers see the states after the step that made them, but not the temporary tensors of a compiled step. On fake
-    tensors nothing is compiled: the step only makes the states.
+    tensors nothing is compiled: the step only makes the states. Learning rates that were set to numbers, which torchao
+    refuses, become tensors again.
 
     Args:
         cls: An optimizer class of torchao, which makes its states in `_new_buffer`.
@@ -41,35 +46,39 @@ def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
     class Outside(cls):  # type: ignore[misc, valid-type]
         @override
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
+            loss = run_closure(closure)
             trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            refuse_sparse(type(self).__name__, trained)
+            for parameter in trained:
+                refuse_wide(parameter, type(self).__name__)
+            for group in self.param_groups:
+                if not isinstance(group["lr"], Tensor):
+                    group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
             if any(isinstance(parameter, FakeTensor) for parameter in trained):
                 for parameter in trained:
                     self._make_states(parameter)
             else:
                 with _disable_current_modes():
-                    _without_hooks(cls.step)(self)
+                    step_below_hooks(self, cls)
             return loss
 
         @override
         def state_dict(self) -> dict[str, Any]:
-            """Return states in plain tensors, as Lightning's loading can't restore tensor subclasses."""
+            """Return states in plain tensors."""
             saved: dict[str, Any] = super().state_dict()
             states = saved["state"].items()
-            return {**saved, "state": {index: {k: _apart(v) for k, v in state.items()} for index, state in states}}
+            return {**saved, "state": {index: {k: apart(v) for k, v in state.items()} for index, state in states}}
 
-        @override
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Load states in plain tensors, or torchao's own."""
-            states = state_dict["state"].items()
-            made = {index: {k: _together(v, cls.__module__) for k, v in state.items()} for index, state in states}
-            super().load_state_dict({**state_dict, "state": made})
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            """Copy everything; torch's optimizers leave out attributes that torchao needs."""
+            memo[id(self)] = copied = type(self).__new__(type(self))
+            for name, value in vars(self).items():
+                if name != "step":  # a scheduler's layer, which would step the original
+                    copied.__dict__[name] = copy.deepcopy(value, memo)
+            return copied
 
         @torch.no_grad()
-        def _make_states(self, parameter: torch.Tensor) -> None:
+        def _make_states(self, parameter: Tensor) -> None:
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0.0)
@@ -79,24 +88,34 @@ def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
     return Outside
 
 
-def _apart(value: Any) -> Any:
-    if not is_traceable_wrapper_subclass(value):
-        return value
-    names, context = value.__tensor_flatten__()
-    parts = {name: getattr(value, name) for name in names}
-    return {"class": type(value).__name__, "parts": parts, "context": context}
+class _ResumeTorchao(Resume):
+    """Loads states of any width in the width of a torchao optimizer."""
+
+    @override
+    def restored(self, optimizer: Any, parameter: Tensor, state: State) -> State:
+        made = {name: optimizer._new_buffer(parameter, signed) for name, signed in _STATES.items()}
+        saved = {key: together(value) for key, value in state.items()}
+        if set(made) <= set(saved) and all(_same_form(saved[name], buffer) for name, buffer in made.items()):
+            return saved
+        step, moments = moments_of(state, self.family)
+        for name, buffer in made.items():
+            buffer.copy_(moments[name].to(parameter.device))
+        return {"step": torch.tensor(float(step)), **made}
 
 
-def _together(value: Any, module: str) -> Any:
-    if not isinstance(value, dict):
-        return value
-    kind = getattr(import_module(module), value["class"])
-    return kind.__tensor_unflatten__(value["parts"], value["context"])
+def _same_form(saved: Any, buffer: Tensor) -> bool:
+    """Whether two states have one class, so that one can stand for the other; fp32 ones of small weights do too."""
+    same_block = getattr(saved, "block_size", None) == getattr(buffer, "block_size", None)
+    return type(saved) is type(buffer) and same_block and saved.shape == buffer.shape
 
 
-def _without_hooks(step: Any) -> Any:
-    """A class's step without the hooks that torch adds when an optimizer of it is made: our step runs them already."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+def refuse_wide(parameter: Tensor, name: str) -> None:
+    """Raise a `ValueError` for a dtype of which a class that computes in float32 would lose a part."""
+    if parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"{name} computes in float32, which a {parameter.dtype} parameter of shape {tuple(parameter.shape)} is not "
+            "made for. Leave the optimizer as the module makes it, or use float32, float16 or bfloat16 parameters."
+        )
 
 
 # --- exchanging -------------------------------------------------------------------------------------------------------
@@ -105,41 +124,96 @@ _MUST_BE_OFF = ("capturable", "differentiable")
 
 
 def exchange(
-    optimizer: Optimizer, name: str, options: Mapping[str, Any] | None = None, drop: Collection[str] = ()
+    optimizer: Optimizer,
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    drop: Collection[str] = (),
+    technique: str = "exchange",
 ) -> Optimizer:
     """Build an optimizer of another class over the same parameters and groups.
 
     Groups keep their order, learning rates and extra keys. A hyper-parameter carries over if it means the same in both
     classes. If it means something else in the new class (Lion's `betas`, Adafactor's `eps`), it must be given in
     `options`. If the new class does not know it, and it differs from its default, it must be listed in `drop`.
-    Hyper-parameters that only the new class knows get their defaults.
+    Hyper-parameters that only the new class knows get their defaults. States go on within a family (`states.MOMENTS`).
 
     Args:
-        optimizer: An optimizer that has not stepped.
+        optimizer: An optimizer; one that has stepped must be of the new class's family.
         name: Name of the new class in `optimizer_classes`, such as `torch.Adafactor`.
         options: Hyper-parameters and kernel choices of the new optimizer, for every group.
         drop: Hyper-parameters of the old optimizer to give up.
+        technique: What checkpoints name as the way they were written.
 
     Returns:
-        The new optimizer, without states.
+        The new optimizer. A step of it refuses hyper-parameters of the old one that are set later.
 
     Raises:
-        ValueError: If a hyper-parameter is neither carried over nor given nor dropped, or is not known.
+        ValueError: If a hyper-parameter is neither carried over nor given nor dropped, or is not known, or a
+            parameter's dtype is not one that the new class steps.
     """
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
     source, target = class_of(optimizer), class_named(name)
-    if optimizer.state:
-        raise ValueError(f"`optimizer` ({type(optimizer).__name__}) has states already. Exchange it before it steps.")
-    cls = outside_modes(target.load()) if target.package == "torchao" else target.load()
+    if optimizer.state and source.name != name and (not target.family or target.family != source.family):
+        raise ValueError(
+            f"`optimizer` ({type(optimizer).__name__}) has states already, which mean nothing to {name}. Exchange it "
+            "before it steps."
+        )
     known = set(target.meanings) | target.settings
     unknown = sorted(set(options) - known)
     if unknown:
         raise ValueError(f"`options.{unknown[0]}` is not known to {name}. Known are {', '.join(sorted(known))}.")
     defaults = _defaults(type(optimizer))
     groups = [_translated(group, source, target, name, options, drop, defaults) for group in optimizer.param_groups]
+    for index, group in enumerate(groups):
+        for parameter in group["params"]:
+            _refuse_parameter(parameter, index, target)
     settings = {key: value for key, value in options.items() if key in target.settings}
-    built: Optimizer = cls(groups, **target.fixed, **settings)
+    asked = {key: value for key, value in options.items() if key in target.meanings}
+    loaded: type[Any] = target.load()
+    cls = _STEPPING[target.package](loaded) if target.package in _STEPPING else loaded
+    built: Optimizer = cls([dict(group) for group in groups], **target.fixed, **settings)
+    if target.package == "bitsandbytes":
+        guard(built, optimizer, Form(target.class_name, EightBitForm()), name, technique, asked)
+    else:
+        kind = _ResumeTorchao if target.package == "torchao" else Resume
+        kind(target.family, name, technique, asked).attach(built, optimizer)
+    lost = (set(source.meanings) | {"decoupled_weight_decay"}) - set(built.param_groups[0])
+    built.register_step_pre_hook(_Watch(name, lost))
+    if optimizer.state:
+        built.load_state_dict(optimizer.state_dict())
     return built
+
+
+_STEPPING: dict[str, Any] = {"torchao": outside_modes, "bitsandbytes": guarded}
+
+
+class _Watch:
+    """Finds hyper-parameters of the old optimizer that someone sets in the groups of the new one."""
+
+    def __init__(self, name: str, lost: set[str]) -> None:
+        self._name = name
+        self._lost = lost
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        for index, group in enumerate(optimizer.param_groups):
+            found = sorted(self._lost & group.keys())
+            if found:
+                raise ValueError(
+                    f"`{found[0]}={group[found[0]]!r}` was set in parameter group {index}, but {self._name} has no "
+                    "such hyper-parameter. Don't set it, or keep the module's optimizer."
+                )
+
+
+def _refuse_parameter(parameter: Tensor, index: int, target: OptimizerClass) -> None:
+    if target.package == "bitsandbytes":
+        refuse_parameter(parameter, index)
+    elif target.package == "torchao":
+        refuse_wide(parameter, target.name)
+    elif target.package != "torch" and parameter.is_complex():
+        raise ValueError(
+            f"Parameter group {index} holds a {parameter.dtype} parameter of shape {tuple(parameter.shape)}, for which "
+            f"{target.name} is not made. Keep the module's optimizer."
+        )
 
 
 def _translated(

@@ -2,8 +2,8 @@
 
 `Piece` is a weight, or a part of one that an elementwise optimizer can step by itself.
 
-Written for torch 2.9-2.13 (`step.__wrapped__` below the hooks, `__setstate__`, `_optimizer_step_pre_hooks`) and
-bitsandbytes 0.49-0.50 (`init_state`); `tests/unit/optim/test_float32_step.py` fails when these move.
+Written for torch 2.9-2.13 (`__setstate__`, attributes that end in `_hooks`) and bitsandbytes 0.49-0.50 (`init_state`);
+`tests/unit/optim/test_float32_step.py` fails when these move.
 """
 
 from collections import defaultdict
@@ -18,11 +18,12 @@ from typing_extensions import override
 
 from lightning_memfit.optim.gradient_release import refuse_coupled
 from lightning_memfit.optim.rounding import Rounding, generator_for
+from lightning_memfit.optim.states import BLOCK_SIZE
+from lightning_memfit.optim.steps import refuse_sparse, run_closure, step_below_hooks
 
 # --- pieces of weights ------------------------------------------------------------------------------------------------
 
 
-_BLOCK_SIZE = 256  # elements that share one scale in bitsandbytes' 8-bit states
 _PER_BLOCK = "absmax"
 _ELEMENTWISE = {
     "torch.optim": ("Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
@@ -54,7 +55,7 @@ def pieces_of(parameter: Tensor, group: int, state: dict[str, Any], limit: int) 
         return
     before = dict(state)
     length = -(-total // -(-total // limit))
-    length = -(-length // _BLOCK_SIZE) * _BLOCK_SIZE
+    length = -(-length // BLOCK_SIZE) * BLOCK_SIZE
     for start in range(0, total, length):
         yield Piece(parameter, group, before, slice(start, min(start + length, total)))
 
@@ -108,7 +109,7 @@ class Piece:
         if value.shape == self.parameter.shape:
             return self._cut(value)
         if key.startswith(_PER_BLOCK):
-            return value[self._span.start // _BLOCK_SIZE : -(-self._span.stop // _BLOCK_SIZE)]
+            return value[self._span.start // BLOCK_SIZE : -(-self._span.stop // BLOCK_SIZE)]
         return value.clone() if value.dim() == 0 else value
 
     def _is_part(self, key: str, value: Any) -> bool:
@@ -154,8 +155,9 @@ class Float32Step(Optimizer):
         self.chunk_elements = chunk_elements
         self.seed = seed
         self.num_steps = 0
-        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+        for name, hooks in vars(optimizer).items():
+            if name.endswith("_hooks"):
+                setattr(self, name, hooks)
         self.__setstate__({})  # instead of the constructor, which would make groups
 
     def __getattr__(self, name: str) -> Any:
@@ -186,10 +188,9 @@ class Float32Step(Optimizer):
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every weight that has a gradient once."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
+        for group in self.param_groups:
+            refuse_sparse("Float32Step", (p for p in group["params"] if p.dtype is torch.bfloat16))
         with torch.no_grad():
             generators: dict[torch.device, torch.Generator] = {}
             for chunk in self._chunks():
@@ -221,8 +222,14 @@ class Float32Step(Optimizer):
                 f"The optimizer states were written with rounding {found!r}, this run has {self.rounding.name!r}. "
                 "Resume with the settings the checkpoint was written with, or start from its weights only."
             )
-        self.wrapped.load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
-        self._undo_casts(state_dict)
+        loaded = [{key: value for key, value in state_dict.items() if key != _KEY}]
+        # Last of the hooks, so that it sees what the others have made of the states.
+        handle = self.wrapped.register_load_state_dict_pre_hook(lambda _, adapted: loaded.append(adapted))
+        try:
+            self.wrapped.load_state_dict(loaded[0])
+        finally:
+            handle.remove()
+        self._undo_casts(loaded[-1])
         self.seed, self.num_steps = own["seed"], own["num_steps"]
 
     def _undo_casts(self, state_dict: dict[str, Any]) -> None:
@@ -231,9 +238,9 @@ class Float32Step(Optimizer):
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, parameter in zip(numbers, parameters, strict=True):
             for key, saved in state_dict["state"].get(number, {}).items():
-                if isinstance(saved, Tensor) and saved.dtype is not self.state[parameter][key].dtype:
-                    device = self.state[parameter][key].device
-                    self.state[parameter][key] = saved.detach().to(device, copy=True)
+                found = self.state[parameter].get(key)
+                if isinstance(saved, Tensor) and isinstance(found, Tensor) and saved.dtype is not found.dtype:
+                    self.state[parameter][key] = saved.detach().to(found.device, copy=True)
 
     def _chunks(self) -> Iterator[list[Piece]]:
         """Yield chunks of pieces of the bfloat16 weights: as many as fit, all on one device."""
@@ -297,7 +304,7 @@ class Float32Step(Optimizer):
         before = self.wrapped.param_groups, self.wrapped.state
         self.wrapped.param_groups, self.wrapped.state = groups, states
         try:
-            type(self.wrapped).step.__wrapped__(self.wrapped)  # type: ignore[attr-defined]
+            step_below_hooks(self.wrapped)
         finally:
             self.wrapped.param_groups, self.wrapped.state = before
 

@@ -65,6 +65,8 @@ class OptimizerClass:
     """Arguments of the constructor that are not hyper-parameters of groups: kernels, block sizes."""
     note: str = ""
     """Other changes that the class brings."""
+    family: str = ""
+    """Key of `states.MOMENTS`, if the states of this class mean the same as those of others."""
     eight_bit: EightBitForm | None = None
     """Form in bitsandbytes with the same formula; None if there is none."""
 
@@ -174,18 +176,21 @@ _TORCH_ADAMW = OptimizerClass(
     "torch.optim.adamw.AdamW",
     {**_ADAM, **_DECOUPLED, **_MAXIMIZE},
     settings=KERNELS,
+    family="Adam",
     eight_bit=EightBitForm({**TORCH_SWITCHES, "amsgrad": False, "decoupled_weight_decay": True}),
 )
 _TORCH_ADAM = OptimizerClass(
     "torch.optim.adam.Adam",
     {**_ADAM, **_L2, **_MAXIMIZE},
     settings=KERNELS,
+    family="Adam",
     eight_bit=EightBitForm({**TORCH_SWITCHES, "amsgrad": False}),
 )
 _TORCH_SGD = OptimizerClass(
     "torch.optim.sgd.SGD",
     {**_SGD, **_L2},
     settings=KERNELS,
+    family="SGD",
     eight_bit=EightBitForm(
         {**TORCH_SWITCHES, "nesterov": False, "dampening": 0}, ("momentum", "dampening"), paged=False
     ),
@@ -194,6 +199,7 @@ _TORCH_RMSPROP = OptimizerClass(
     "torch.optim.rmsprop.RMSprop",
     {**_RMSPROP, **_L2, "momentum": "momentum", "maximize": "maximize"},
     settings=frozenset({"foreach"}),
+    family="RMSprop",
     eight_bit=EightBitForm({**TORCH_SWITCHES, "centered": False, "momentum": 0}, ("alpha", "momentum"), paged=False),
 )
 _TORCH_ADAFACTOR = OptimizerClass(
@@ -223,7 +229,7 @@ _TRANSFORMERS_ADAFACTOR = OptimizerClass(
     note=f"{_RELATIVE} unless scale_parameter=False",
 )
 _LION = OptimizerClass(
-    "bitsandbytes.optim.lion.Lion", {**_DECOUPLED, "betas": "Lion's momenta"}, eight_bit=EightBitForm()
+    "bitsandbytes.optim.lion.Lion", {**_DECOUPLED, "betas": "Lion's momenta"}, family="Lion", eight_bit=EightBitForm()
 )
 _ADEMAMIX = OptimizerClass(
     "bitsandbytes.optim.ademamix.AdEMAMix",
@@ -235,13 +241,14 @@ _ADEMAMIX = OptimizerClass(
         "t_alpha": "slow moment's warm-up",
         "t_beta3": "slow moment's decay warm-up",
     },
+    family="AdEMAMix",
     eight_bit=EightBitForm(),
 )
 
 
 def _torchao_class(name: str) -> OptimizerClass:
     settings = frozenset({"block_size", "bf16_stochastic_round"})
-    return OptimizerClass(f"torchao.optim.{name}", {**_ADAM, **_DECOUPLED}, settings=settings)
+    return OptimizerClass(f"torchao.optim.{name}", {**_ADAM, **_DECOUPLED}, settings=settings, family="Adam")
 
 
 # --- records ----------------------------------------------------------------------------------------------------------

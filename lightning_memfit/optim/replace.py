@@ -1,90 +1,123 @@
-"""Replace an optimizer that schedulers and user code already refer to."""
+"""Replace an optimizer that schedulers, hooks and user code already refer to."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from lightning_memfit.optim.steps import OwnHook
+
 Convert = Callable[[Optimizer], Optimizer]
 
 
 def replace_optimizers(configured: Any, convert: Convert) -> Any:
-    """Convert every optimizer in what `configure_optimizers` returned and re-attach the schedulers.
+    """Convert every optimizer in what `configure_optimizers` returned.
 
-    The result has the form of the input, which may be any that Lightning accepts. Schedulers (including SequentialLR,
-    ChainedScheduler and others that hold schedulers) continue with their learning rates and counters. A replaced
-    optimizer refuses to step, so that a reference kept elsewhere cannot be used unnoticed.
+    The objects stay the ones that the module made, and become what `convert` returns: a reference that the module
+    keeps, its parameter groups (the list and the dicts), its hooks and its schedulers are those of the new optimizer,
+    so that there is nothing that could be changed in the wrong place.
 
     Args:
         configured: An optimizer, a scheduler, or lists, tuples and dicts of them; anything else is passed through.
-        convert: Called once per optimizer; returns one with the same number of groups in the same order.
+        convert: Called once per optimizer; returns one with the same number of groups in the same order. If it wraps
+            the one it got, its attribute `wrapped` holds it.
+
+    Returns:
+        `configured` itself.
+
+    Raises:
+        ValueError: If somebody has put a `step` of their own on an optimizer.
     """
-    replaced = {id(old): (old, convert(old)) for old in _unique(_find(configured, Optimizer))}
-    for scheduler in _unique(_schedulers(configured)):
-        _reattach(scheduler, replaced)
-    for old, new in replaced.values():
-        if new is not old:
-            _retire(old, new)
-    return _substitute(configured, replaced)
+    optimizers = list({id(found): found for found in _find(configured)}.values())
+    replacements = [(optimizer, convert(optimizer)) for optimizer in optimizers]
+    changed = [(optimizer, replacement) for optimizer, replacement in replacements if replacement is not optimizer]
+    are_tracked = [_is_tracked(optimizer) for optimizer, _ in changed]
+    for (optimizer, replacement), is_tracked in zip(changed, are_tracked, strict=True):
+        _become(optimizer, replacement)
+        if is_tracked:
+            _KeepLearningRate(optimizer)
+    return configured
 
 
-def _substitute(value: Any, replaced: dict[int, tuple[Optimizer, Optimizer]]) -> Any:
+def schedulers_in(configured: Any) -> Iterator[Any]:
+    """Objects that have an attribute `optimizer`, and the schedulers they are composed of."""
+    if isinstance(configured, dict):
+        configured = list(configured.values())
+    if isinstance(configured, (list, tuple)):
+        for item in configured:
+            yield from schedulers_in(item)
+    elif isinstance(getattr(configured, "optimizer", None), Optimizer):
+        yield configured
+        for attribute in vars(configured).values():
+            yield from schedulers_in(attribute)
+
+
+def _find(value: Any) -> Iterator[Optimizer]:
     if isinstance(value, Optimizer):
-        return replaced[id(value)][1]
-    if isinstance(value, dict):
-        return {key: _substitute(item, replaced) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_substitute(item, replaced) for item in value)
-    return value
-
-
-def _find(value: Any, kind: type) -> Iterator[Any]:
-    if isinstance(value, kind):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _find(item, kind)
+            yield from _find(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _find(item, kind)
+            yield from _find(item)
 
 
-def _schedulers(configured: Any) -> Iterator[Any]:
-    """Objects that have an attribute `optimizer`, and the schedulers they are composed of."""
-    for value in _leaves(configured):
-        if isinstance(getattr(value, "optimizer", None), Optimizer):
-            yield value
-            for attribute in vars(value).values():
-                yield from _schedulers(attribute)
+_STEP = "step"
+_GROUPS = "param_groups"
+_STEPPED = "_opt_called"  # schedulers warn where they don't find it
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
+def _become(optimizer: Optimizer, replacement: Optimizer) -> None:
+    """Exchange class and attributes of two optimizers, so that the first is what the second was.
+
+    The groups stay the same list of the same dicts, as modules keep references to these too.
+    """
+    old, new = vars(optimizer), vars(replacement)
+    before, after = dict(old), dict(new)
+    wraps = after.get("wrapped") is optimizer
+    before.pop(_STEP, None)  # a scheduler's layer around the old class's step; it gets a new one below
+    after.pop(_STEP, None)
+    for name in (name for name in before if name.endswith("_hooks")):
+        # The same dicts: whoever registered a hook removes it from the one it was put into.
+        for key in [key for key, hook in before[name].items() if OwnHook.is_one(hook) and not wraps]:
+            del before[name][key]
+        before[name].update(after.get(name) or {})
+        after[name] = before[name]
+    if wraps:
+        after["wrapped"] = replacement
     else:
-        yield value
+        after[_GROUPS] = _moved(before[_GROUPS], after[_GROUPS])
+        # What users have put on the object, but not what the old class says of itself: fused optimizers of torch
+        # unscale gradients, and GradScaler asks a private attribute whether this one does.
+        theirs = {name: value for name, value in before.items() if name == _STEPPED or not name.startswith("_")}
+        after = {**theirs, **after}
+    optimizer.__class__, replacement.__class__ = type(replacement), type(optimizer)
+    for attributes, values in ((old, after), (new, before)):
+        attributes.clear()
+        attributes.update(values)
 
 
-def _unique(values: Iterator[Any]) -> list[Any]:
-    return list({id(value): value for value in values}.values())
+def _moved(kept: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for group, values in zip(kept, groups, strict=True):
+        if group is not values:
+            values = dict(values)
+            group.clear()
+            group.update(values)
+    return kept
 
 
-def _reattach(scheduler: Any, replaced: dict[int, tuple[Optimizer, Optimizer]]) -> None:
-    if id(scheduler.optimizer) not in replaced:
-        return  # Lightning itself reports schedulers of optimizers that were not returned
-    old, new = replaced[id(scheduler.optimizer)]
-    if new is old:
-        return
-    _watch_steps(new)
-    scheduler.optimizer = new
-    # OneCycleLR and CyclicLR write either `momentum` or the first of `betas` into the groups.
-    if getattr(scheduler, "cycle_momentum", False) and "momentum" in old.defaults and "momentum" not in new.defaults:
-        scheduler.use_beta1 = True
+def _is_tracked(optimizer: Optimizer) -> bool:
+    """Whether schedulers watch the optimizer's steps, for which torch puts a layer on the object."""
+    step = vars(optimizer).get(_STEP)
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"This {type(optimizer).__name__} has a `step` that was put on the object, which its replacement would not "
+            "run. Leave it out (`register_step_pre_hook` and `register_step_post_hook` work)."
+        )
+    return step is not None
 
 
 class _KeepLearningRate(LRScheduler):
@@ -93,20 +126,3 @@ class _KeepLearningRate(LRScheduler):
     @override
     def get_lr(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
-
-
-def _watch_steps(optimizer: Optimizer) -> None:
-    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        _KeepLearningRate(optimizer)
-
-
-def _retire(old: Optimizer, new: Optimizer) -> None:
-    names = type(old).__name__, type(new).__name__  # names only: the closure would keep the optimizers alive
-
-    def step(*_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            f"This {names[0]} was replaced by {names[1]}. Use the one that `self.optimizers()` "
-            "returns instead of a reference made in `configure_optimizers`."
-        )
-
-    old.step = step  # type: ignore[method-assign]

@@ -13,8 +13,9 @@ from typing_extensions import override
 
 from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.optim.exchange import exchange
-from lightning_memfit.optim.optimizers import OPTIMIZERS, OptimizerRecord, class_named, optimizer_classes
-from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.optim.optimizers import OPTIMIZERS, OptimizerRecord, class_named, class_of, optimizer_classes
+from lightning_memfit.optim.replace import replace_optimizers, schedulers_in
+from lightning_memfit.optim.states import Resume
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import (
@@ -37,6 +38,9 @@ class ReplaceOptimizer(TechniqueCallback):
     Adafactor keeps slightly over 4 bytes per parameter less than Adam, Lion keeps half as many states, and torchao's
     states have 8 or 4 bits. Learning rates and schedules stay as the module set them. Other hyper-parameters carry over
     if they mean the same, otherwise they must be given or dropped; nothing is guessed (`optim.exchange`).
+
+    The module's optimizer becomes the new one: a reference to it, its groups and its hooks stay valid. A checkpoint of
+    another optimizer of the same family, in any width, goes on; so `torch.AdamW` leads back from 8-bit states.
 
     For 8-bit or paged states of Lion, AdEMAMix, RMSprop, SGD and AdamW put `Optimizer8bit` after this callback.
 
@@ -66,12 +70,39 @@ class ReplaceOptimizer(TechniqueCallback):
         """Wrap `configure_optimizers`."""
 
         def configure(inner: Callable[[], Any]) -> Any:
-            return replace_optimizers(inner(), self._convert)
+            configured = inner()
+            for scheduler in schedulers_in(configured):
+                self._refuse_cycles(scheduler)
+            return replace_optimizers(configured, self._convert)
 
         self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
 
+    def _refuse_cycles(self, scheduler: Any) -> None:
+        """Refuse a schedule of a hyper-parameter that the new optimizer lacks, or that means something else in it."""
+        if not getattr(scheduler, "cycle_momentum", False) or self._is_done(scheduler.optimizer):
+            return
+        key = "betas" if scheduler.use_beta1 else "momentum"
+        before, after = class_of(scheduler.optimizer).meanings, class_named(self.name).meanings
+        if before.get(key) != after.get(key):
+            raise ValueError(
+                f"ReplaceOptimizer: {type(scheduler).__name__} changes `{key}`, {before.get(key)} of "
+                f"{type(scheduler.optimizer).__name__}, which {self.name} doesn't have. Give it `cycle_momentum=False`."
+            )
+
+    def _is_done(self, optimizer: Optimizer) -> bool:
+        """Whether an earlier run has replaced this optimizer, which the module keeps."""
+        resume = Resume.of(optimizer)
+        return resume is not None and self._technique in resume.techniques
+
+    @property
+    def _technique(self) -> str:
+        given = "".join(f", {key}={getattr(self, key)!r}" for key in ("options", "drop") if getattr(self, key))
+        return f"ReplaceOptimizer({self.name!r}{given})"
+
     def _convert(self, optimizer: Optimizer) -> Optimizer:
-        converted = exchange(optimizer, self.name, self.options, self.drop)
+        if self._is_done(optimizer):
+            return optimizer
+        converted = exchange(optimizer, self.name, self.options, self.drop, self._technique)
         note = class_named(self.name).note
         self.announce(f"{type(optimizer).__name__} -> {self.name}" + (f"; {note}" if note else ""))
         return converted

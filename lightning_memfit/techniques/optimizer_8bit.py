@@ -11,14 +11,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.estimate.optimizers import optimizer_family
-from lightning_memfit.optim.eight_bit import (
-    check_states,
-    convertible,
-    embedding_parameters,
-    repage_states,
-    to_bitsandbytes,
-)
+from lightning_memfit.optim.eight_bit import convertible, embedding_parameters, to_bitsandbytes
 from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.optim.states import Resume
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work, other_states, state_bytes
@@ -32,8 +27,12 @@ class Optimizer8bit(TechniqueCallback):
 
     AdamW, Adam, SGD with momentum, RMSprop, Lion and the 32-bit optimizers of bitsandbytes are converted with their
     parameter groups, hyper-parameters and schedulers; what bitsandbytes cannot compute the same way is refused
-    (see `lightning_memfit.optim.eight_bit`). After the first step the states are checked. A checkpoint of such a run
-    resumes bitwise, and paged states stay paged.
+    (see `lightning_memfit.optim.eight_bit`), also if a hyper-parameter is set later. States are checked when they are
+    made or loaded. The module's optimizer becomes the new one: a reference to it, its groups and its hooks stay valid.
+
+    A checkpoint of such a run resumes bitwise, and paged states stay paged. One of another run goes on if its optimizer
+    is of the same family: 32-bit states are rounded to 8 bits, and 8-bit states of other settings to the width they
+    have here.
 
     Args:
         paged: Keep states in CUDA unified memory, which moves to the host under pressure.
@@ -61,7 +60,6 @@ class Optimizer8bit(TechniqueCallback):
         self.keep_32bit_embeddings = keep_32bit_embeddings
         self.min_8bit_size = min_8bit_size
         self.bits = bits
-        self._optimizers: list[Any] = []
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -76,60 +74,37 @@ class Optimizer8bit(TechniqueCallback):
         def configure(inner: Callable[[], Any]) -> Any:
             return self._convert_all(inner(), pl_module)
 
-        self.on_restore(self._optimizers.clear)
         self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
-
-    @override
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Refuse a checkpoint whose optimizer states are of another kind, before they are loaded."""
-        for states in checkpoint.get("optimizer_states", []):
-            for state in states.get("state", {}).values():
-                keys = set(state) | set(state.get("__bnb_optimizer_quant_state__", {}))
-                if "state1" not in keys:
-                    raise ValueError(
-                        f"`ckpt_path`: the checkpoint's optimizer states ({', '.join(sorted(map(str, state)))}) were "
-                        "not written by bitsandbytes. Resume without Optimizer8bit, or start from the weights alone "
-                        "(load_from_checkpoint)."
-                    )
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check states loaded from a checkpoint, and page them again if they were paged."""
-        for optimizer in self._optimizers:
-            check_states(optimizer)
-            repage_states(optimizer)
 
     def _convert_all(self, configured: Any, pl_module: pl.LightningModule) -> Any:
         kept = embedding_parameters(pl_module) if self.keep_32bit_embeddings else []
 
         def convert(optimizer: Optimizer) -> Optimizer:
+            if self._is_done(optimizer):
+                return optimizer
             converted: Optimizer = to_bitsandbytes(
-                optimizer, bits=self.bits, paged=self.paged, keep_32bit=kept, min_8bit_size=self.min_8bit_size
+                optimizer,
+                bits=self.bits,
+                paged=self.paged,
+                keep_32bit=kept,
+                min_8bit_size=self.min_8bit_size,
+                technique=self._technique,
             )
-            _check_new_states(converted)
-            self._optimizers.append(converted)
             self.announce(f"{type(optimizer).__name__} -> {type(converted).__name__}, {_summary(converted)}")
             return converted
 
         return replace_optimizers(configured, convert)
 
+    def _is_done(self, optimizer: Optimizer) -> bool:
+        """Whether an earlier run has converted this optimizer, which the module keeps, in the same way."""
+        resume = Resume.of(optimizer)
+        return resume is not None and self._technique in resume.techniques
 
-def _check_new_states(optimizer: Optimizer) -> None:
-    """Check after the first step, and after every later one that made states for more parameters.
-
-    The hook stays: torch iterates over the hooks while it runs them, so that no hook may remove itself.
-    """
-    num_checked = 0
-
-    def check(optimizer: Any, *_: Any) -> None:
-        nonlocal num_checked
-        if len(optimizer.state) != num_checked:
-            check_states(optimizer)
-            num_checked = len(optimizer.state)
-
-    optimizer.register_step_post_hook(check)
+    @property
+    def _technique(self) -> str:
+        usual = {"paged": False, "keep_32bit_embeddings": True, "min_8bit_size": 4096, "bits": 8}
+        given = {key: getattr(self, key) for key, value in usual.items() if getattr(self, key) != value}
+        return f"Optimizer8bit({', '.join(f'{key}={value}' for key, value in given.items())})"
 
 
 def _summary(optimizer: Any) -> str:

@@ -63,24 +63,12 @@ def test_resume_is_bitwise(tmp_path, precision):
     assert_same_weights(resumed, straight)
 
 
-def test_a_32_bit_checkpoint_is_refused_before_it_is_loaded(tmp_path):
-    fit(module=module, max_steps=1).seen["trainer"].save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(ValueError, match=r"exp_avg.*Resume without Optimizer8bit"):
-        fit([Optimizer8bit()], module, ckpt_path=tmp_path / "plain.ckpt")
-
-
-def test_other_state_widths_in_a_checkpoint_are_found(tmp_path):
-    with_8bit_embeddings = Optimizer8bit(keep_32bit_embeddings=False, min_8bit_size=0)
-    fit([with_8bit_embeddings], module, max_steps=1).seen["trainer"].save_checkpoint(tmp_path / "other.ckpt")
-    with pytest.raises(RuntimeError, match="settings the checkpoint was written with"):
-        fit([Optimizer8bit()], module, ckpt_path=tmp_path / "other.ckpt")
-
-
 def test_states_are_checked_after_the_first_step():
     class Meddle(pl.Callback):
         def on_train_start(self, trainer, pl_module):
             optimizer = trainer.optimizers[0]
-            optimizer.get_config = lambda g, p, group: type(optimizer).get_config(optimizer, g, p, group)
+            config = optimizer.get_config
+            optimizer.get_config = lambda g, p, group: {**config(g, p, group), "optim_bits": 8}
 
     with pytest.raises(RuntimeError, match="32-bit states"):
         fit([Optimizer8bit(min_8bit_size=2048), Meddle()])
@@ -119,7 +107,6 @@ def test_an_unused_callback_can_be_copied_and_used_again():
     third = fit([callback])
     assert_same_weights(first, second)
     assert_same_weights(first, third)
-    assert callback._optimizers == []
 
 
 def test_evaluation_is_left_alone():

@@ -56,7 +56,7 @@ def test_groups_are_kept_and_it_steps(name, options, drop, cls):
         weight_decay=0.0,
     )
     replaced = exchange(original, name, options, drop)
-    assert type(replaced) is cls
+    assert isinstance(replaced, cls)
     a, b = replaced.param_groups
     assert (a["lr"], a["weight_decay"], a["name"], a["params"]) == (3e-3, 0.3, "decayed", [first])
     assert (b["lr"], b["weight_decay"], b["params"]) == (1e-2, 0.0, [second])
@@ -121,13 +121,16 @@ def test_no_decay_is_none_of_either_kind():
     assert exchange(torch.optim.Adam(parameters()), "torch.AdamW").param_groups[0]["weight_decay"] == 0.0
 
 
-def test_refuses_optimizers_with_states():
+def test_states_go_on_within_a_family_and_are_refused_elsewhere():
     optimizer = adamw()
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
     optimizer.step()
     with pytest.raises(ValueError, match="states already"):
-        exchange(optimizer, "torch.AdamW")
+        exchange(optimizer, "bitsandbytes.Lion", LION)
+    state = exchange(optimizer, "torch.AdamW").state
+    for p in optimizer.param_groups[0]["params"]:
+        assert torch.equal(state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
 
 
 @pytest.mark.slow

@@ -159,8 +159,16 @@ def test_schedules_hooks_closures_and_other_dtypes():
     assert not any(torch.equal(a, b) for a, b in zip(ours, before, strict=True))
     optimizer.zero_grad()
     assert all(p.grad is None for p in ours)
-    with pytest.raises(RuntimeError, match="replaced by Float32Step"):
-        inner.step()
+    assert inner is optimizer
+    assert isinstance(inner, Float32Step)
+
+
+def test_a_kept_parameter_may_be_the_first_in_a_chunk():
+    ours = [nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16)) for _ in range(2)]
+    converted = to_bitsandbytes(torch.optim.AdamW(ours), keep_32bit=ours[:1])
+    optimizer = Float32Step(converted, Stochastic(), 4096)
+    train(optimizer, ours, range(2))
+    assert [optimizer.state[p]["state1"].dtype for p in ours] == [torch.float32, torch.uint8]
 
 
 def test_kept_embeddings_and_small_tensors_have_32_bit_states():

@@ -7,7 +7,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lightning_memfit.optim.eight_bit import to_bitsandbytes
+from lightning_memfit.optim.exchange import exchange
+from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.optim.rounding import Stochastic
 
 
 def adamw(lr=0.1):
@@ -105,11 +108,72 @@ def test_every_form_lightning_accepts(form):
     assert monitor == ("loss" if form == "dict" else None)
 
 
-def test_the_replaced_optimizer_refuses_to_step():
-    optimizer = adamw()
-    replace_optimizers(optimizer, to_bitsandbytes)
-    with pytest.raises(RuntimeError, match="replaced by AdamW8bit"):
+CONVERSIONS = {
+    "8-bit": to_bitsandbytes,
+    "another family": lambda old: exchange(old, "bitsandbytes.Lion", {"betas": (0.9, 0.99)}),
+    "torch's own": lambda old: exchange(old, "torch.AdamW", {"fused": True}),
+    "wrapped": lambda old: Float32Step(old, Stochastic(), 4096),
+    "twice": lambda old: to_bitsandbytes(CONVERSIONS["another family"](old)),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_there_is_one_list_of_groups(name):
+    weight, later = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    group = {"params": [weight], "lr": 0.5}
+    optimizer = torch.optim.AdamW([group], weight_decay=0.0)
+    groups, schedule = optimizer.param_groups, lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    called = []
+    handle = optimizer.register_step_post_hook(lambda *_: called.append("step"))
+    assert replace_optimizers([optimizer], CONVERSIONS[name])[0] is optimizer
+    assert optimizer.param_groups is groups
+    assert groups[0] is group
+
+    def step():
+        for parameter in (weight, later):
+            parameter.grad = torch.ones_like(parameter)
         optimizer.step()
+        return weight.detach().clone()
+
+    before = step()
+    group["lr"] = 0.0
+    assert torch.equal(step(), before)  # a rate that a kept group was given counts
+    optimizer.add_param_group({"params": [later], "lr": 0.25})
+    schedule.base_lrs.append(0.25)
+    lr_scheduler.LambdaLR(optimizer, lambda step: 1.0).step()  # made later, by a kept reference
+    step()
+    assert later[0] != 1
+    assert group["lr"] == 0.5
+    assert len(optimizer.state) == 2
+    assert len(optimizer.state_dict()["state"]) == 2
+    assert called == ["step"] * 3
+    handle.remove()
+    step()
+    assert called == ["step"] * 3
+    optimizer.zero_grad()
+    assert weight.grad is None
+    loaded = optimizer.state_dict()
+    loaded["param_groups"][0]["lr"] = 0.0
+    optimizer.load_state_dict(loaded)
+    before = weight.detach().clone()
+    assert torch.equal(step(), before)
+
+
+def test_attributes_of_the_old_class_go_and_those_of_users_stay():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(4))], fused=True)
+    optimizer.tag = "mine"
+    replace_optimizers(optimizer, to_bitsandbytes)
+    assert optimizer.tag == "mine"
+    # GradScaler would leave unscaling to bitsandbytes, which knows nothing of it.
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def test_a_step_put_on_the_object_is_refused():
+    optimizer = adamw()
+    optimizer.step = lambda closure=None: None
+    with pytest.raises(ValueError, match="register_step_pre_hook"):
+        replace_optimizers(optimizer, to_bitsandbytes)
+    assert type(optimizer) is torch.optim.AdamW
 
 
 def test_keeping_an_optimizer_changes_nothing():

@@ -1,0 +1,336 @@
+"""`Resume`: load the states that one optimizer saved into another of its family.
+
+torch, bitsandbytes and torchao keep the same moments under other names and in other widths. Widening to 32 bits keeps
+every value; narrowing rounds as the optimizer itself does after each step. States of another family, or of a class
+whose states mean nothing elsewhere, are refused before anything is loaded.
+
+bitsandbytes' 8-bit format: Dettmers et al., 2022, arXiv 2110.02861, section 2. Written for bitsandbytes 0.49-0.50
+(`state1`, `absmax1`, `qmap1`) and torchao 0.18; `tests/unit/optim/test_states.py` fails when these move.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_memfit.optim.optimizers import KERNELS, optimizer_classes
+from lightning_memfit.optim.steps import OwnHook
+
+State: TypeAlias = dict[str, Any]
+StateDict: TypeAlias = dict[str, Any]
+
+MOMENTS = {
+    "Adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "AdEMAMix": ("exp_avgs", "exp_avg_sq"),
+    "SGD": ("momentum_buffer",),
+    "RMSprop": ("square_avg", "momentum_buffer", "grad_avg"),
+    "Lion": ("exp_avg",),
+}
+"""Moments of the families whose states can be converted, in torch's names and in the order of bitsandbytes' numbers."""
+NUMBERED = ("state1", "state2")
+"""bitsandbytes' names of the first two moments."""
+BLOCK_SIZE = 256  # elements that share one scale, fixed in bitsandbytes' kernels
+RECORD = "lightning_memfit"
+"""Key of an optimizer's state dict under which it says what it was."""
+_WRAPPED = "__bnb_optimizer_quant_state__"
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def dequantize(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
+    """Widen bitsandbytes' 8-bit values to float32: the values with which its next step would compute.
+
+    Args:
+        codes: Indices into `table`, uint8; AdEMAMix stacks two moments along the first dimension.
+        scales: One scale per 256 elements; shape (blocks,), or (2, blocks) for stacked moments.
+        table: The 256 values of the quantization map.
+
+    Raises:
+        ValueError: If the number of scales is not that of blocks of 256 elements.
+    """
+    if scales.dim() == 2:
+        return torch.stack([dequantize(c, s, table) for c, s in zip(codes, scales, strict=True)])
+    if scales.numel() != -(-codes.numel() // BLOCK_SIZE):
+        raise ValueError(
+            f"`ckpt_path`: 8-bit states of shape {tuple(codes.shape)} have {scales.numel()} scales, which is not one "
+            f"per {BLOCK_SIZE} elements. Another version of bitsandbytes wrote them; start from the weights alone."
+        )
+    values = table.float()[codes.reshape(-1).int()]
+    whole = codes.numel() // BLOCK_SIZE
+    values[: whole * BLOCK_SIZE].view(whole, BLOCK_SIZE).mul_(scales[:whole, None])
+    values[whole * BLOCK_SIZE :].mul_(scales[whole:])
+    return values.view(codes.shape)
+
+
+def apart(value: Any) -> Any:
+    """Take a tensor subclass of torchao apart into plain tensors, as Lightning's loading can't restore subclasses."""
+    if not is_traceable_wrapper_subclass(value):
+        return value
+    names, context = value.__tensor_flatten__()
+    parts = {name: getattr(value, name) for name in names}
+    return {"class": type(value).__name__, "parts": parts, "context": context}
+
+
+def together(value: Any) -> Any:
+    """Make the tensor subclass that `apart` took apart."""
+    if not (isinstance(value, dict) and "parts" in value):
+        return value
+    kind = getattr(import_module("torchao.optim.adam"), value["class"])
+    return kind.__tensor_unflatten__(value["parts"], value["context"])
+
+
+def flat(state: Mapping[str, Any]) -> State:
+    """A parameter's state with the tensors that bitsandbytes hides in a dict of their own."""
+    return {**{key: value for key, value in state.items() if key != _WRAPPED}, **state.get(_WRAPPED, {})}
+
+
+def moments_of(state: Mapping[str, Any], family: str) -> tuple[int, dict[str, Tensor]]:
+    """Number of steps, and the moments in float32 by torch's names, whoever wrote the state.
+
+    Raises:
+        ValueError: If 8-bit states are of an unknown format.
+    """
+    state = flat(state)
+    step = state.get("step", 1)
+    names = MOMENTS[family]
+    if NUMBERED[0] in state:
+        keys = dict(zip(names, NUMBERED, strict=False))
+    elif family == "Lion":
+        keys = dict.fromkeys(names, _only_tensor(state))
+    else:
+        keys = {name: name for name in names}
+    return int(step), {name: _wide(state, key) for name, key in keys.items() if state.get(key) is not None}
+
+
+def _only_tensor(state: State) -> str:
+    """Classes called Lion name their only moment as they like."""
+    keys = [key for key, value in state.items() if key != "step" and (isinstance(value, Tensor) or "parts" in value)]
+    if len(keys) != 1:
+        raise ValueError(
+            f"`ckpt_path`: a state of Lion has one moment, but this one has {', '.join(sorted(state))}. Start from the "
+            "weights alone (load_from_checkpoint)."
+        )
+    return keys[0]
+
+
+def _wide(state: State, key: str) -> Tensor:
+    value: Any = together(state[key])
+    if type(value) is not Tensor and hasattr(value, "dequantize"):
+        wide: Tensor = value.dequantize(torch.float32)
+    elif value.dtype is torch.uint8:
+        wide = _wide_of_bitsandbytes(state, key)
+    else:
+        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+    return wide
+
+
+def _wide_of_bitsandbytes(state: State, key: str) -> Tensor:
+    number = key.removeprefix("state")
+    scales, table = state.get(f"absmax{number}"), state.get(f"qmap{number}")
+    if scales is None or table is None:
+        raise ValueError(
+            f"`ckpt_path`: 8-bit states lack `absmax{number}` or `qmap{number}`, so that they are not blockwise ones "
+            "of bitsandbytes 0.49-0.50. Start from the weights alone (load_from_checkpoint)."
+        )
+    return dequantize(state[key], scales, table)
+
+
+# --- families ---------------------------------------------------------------------------------------------------------
+
+
+def families_of(state_dict: StateDict) -> frozenset[str]:
+    """Families of which a state dict without a record can be; empty for those of other classes."""
+    groups = state_dict["param_groups"]
+    keys = set(groups[0]) if groups else set()
+    states = (flat(state) for state in state_dict["state"].values() if state)
+    state = next(states, None)
+    marks = {"amsgrad": "Adam", "dampening": "SGD", "centered": "RMSprop", "t_beta3": "AdEMAMix"}
+    by_groups = frozenset(family for key, family in marks.items() if key in keys)
+    if state is None:
+        return by_groups or frozenset(MOMENTS)
+    found = set(state) - {"step"}
+    if found >= set(NUMBERED):
+        first, second = (state[key] for key in NUMBERED)
+        return frozenset(["AdEMAMix"] if first.dim() == second.dim() + 1 else ["Adam"])
+    if NUMBERED[0] in found:
+        # bitsandbytes' groups of these have equal keys, but only RMSprop has an epsilon, and only Lion two decays.
+        has_epsilon, second = groups[0].get("eps", 0), (*groups[0].get("betas", (0, 0)), 0)[1]
+        return by_groups or frozenset(["RMSprop" if has_epsilon else "Lion" if second else "SGD"])
+    if len(found) == 1 and not by_groups and "betas" in keys:
+        return frozenset(["Lion"])
+    return frozenset(family for family in by_groups if found and found <= set(MOMENTS[family]))
+
+
+def _describe(state_dict: StateDict) -> str:
+    record = state_dict.get(RECORD)
+    if record is not None:
+        how = " and ".join(record["techniques"])
+        return f"of {record['class']}, written with {how}"
+    keys = sorted({str(key) for state in state_dict["state"].values() for key in flat(state)})
+    return f"({', '.join(keys)})" if keys else f"with groups of {', '.join(map(str, state_dict['param_groups'][0]))}"
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+class Resume(OwnHook):
+    """Makes an optimizer's state dict say what it is, and lets it load what others of its family have saved.
+
+    Groups of the checkpoint count, as in torch, except for the kernel (`foreach`, `fused`): a learning rate that a
+    schedule has reached goes on. Hyper-parameters get this optimizer's names; one that is set and has no counterpart
+    is refused.
+
+    Args:
+        family: A key of `MOMENTS`, or "" if states of this class mean nothing to other classes.
+        class_name: The class, such as `torch.AdamW`.
+        technique: What to say to resume in the same way, such as `Optimizer8bit()`.
+        options: Hyper-parameters that were asked for, and that a checkpoint must not undo.
+    """
+
+    def __init__(self, family: str, class_name: str, technique: str, options: Mapping[str, Any] | None = None) -> None:
+        self.family = family
+        self.class_name = class_name
+        self.techniques = [technique]
+        self.options = dict(options or {})
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> "Resume | None":
+        """The one attached to an optimizer."""
+        hooks = optimizer._optimizer_state_dict_post_hooks.values()
+        owners = (getattr(hook, "__self__", None) for hook in hooks)
+        return next((owner for owner in owners if isinstance(owner, Resume)), None)
+
+    def attach(self, optimizer: Optimizer, original: Optimizer) -> None:
+        """Attach to an optimizer that was made from another, whose techniques are remembered."""
+        before = Resume.of(original)
+        if before is not None:
+            self.techniques = [*before.techniques, *self.techniques]
+        optimizer.register_state_dict_post_hook(self.mark)
+        optimizer.register_load_state_dict_pre_hook(self.adapt)
+
+    def mark(self, optimizer: Optimizer, state_dict: StateDict) -> None:
+        """Write into a state dict what it is."""
+        state_dict[RECORD] = {
+            "family": self.family,
+            "class": self.class_name,
+            "techniques": list(self.techniques),
+            "options": dict(self.options),
+        }
+
+    def adapt(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+        """Return a state dict that this optimizer can load.
+
+        Raises:
+            ValueError: If the states are of another family, or hyper-parameters have no counterpart.
+        """
+        self._refuse_other_family(state_dict)
+        saved, current = state_dict["param_groups"], optimizer.param_groups
+        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in current]:
+            raise ValueError(
+                f"`ckpt_path`: its groups have {[len(group['params']) for group in saved]} parameters, those of this "
+                f"run's {type(optimizer).__name__} {[len(group['params']) for group in current]}. Return the groups "
+                "that the checkpoint was written with, or start from the weights alone (load_from_checkpoint)."
+            )
+        numbers = chain.from_iterable(group["params"] for group in saved)
+        parameters = chain.from_iterable(group["params"] for group in current)
+        groups = [self._group(was, now, state_dict) for was, now in zip(saved, current, strict=True)]
+        for index, group in enumerate(groups):
+            self.refuse_group(group, index)
+        by_number = dict(zip(numbers, parameters, strict=True))
+        states = {
+            number: self.restored(optimizer, by_number[number], state) if number in by_number and state else state
+            for number, state in state_dict["state"].items()
+        }
+        return {**state_dict, "state": states, "param_groups": groups}
+
+    def restored(self, optimizer: Optimizer, parameter: Tensor, state: State) -> State:
+        """The state of one parameter in this optimizer's form; here in torch's."""
+        if not self.family or (set(state) <= {"step", *MOMENTS[self.family]} and _are_plain(state)):
+            return state
+        step, moments = moments_of(state, self.family)
+        return moments if self.family == "SGD" else {"step": torch.tensor(float(step)), **moments}
+
+    def refuse_group(self, group: Mapping[str, Any], index: int) -> None:
+        """Raise a `ValueError` if this optimizer would ignore a loaded hyper-parameter."""
+
+    def _refuse_other_family(self, state_dict: StateDict) -> None:
+        record = state_dict.get(RECORD)
+        if record is not None:
+            same = record["class"] == self.class_name or (self.family and record["family"] == self.family)
+        elif self.family:
+            same = self.family in families_of(state_dict)
+        else:
+            meanings = optimizer_classes()[self.class_name].meanings
+            same = all(set(meanings) <= set(group) for group in state_dict["param_groups"])
+        if same:
+            return
+        way = " and ".join(record["techniques"]) if record is not None else "the optimizer they are of"
+        raise ValueError(
+            f"`ckpt_path`: optimizer states {_describe(state_dict)}, can't go on as those of {self.class_name}. "
+            f"Resume with {way}, or start from the weights alone (load_from_checkpoint)."
+        )
+
+    def _group(self, saved: Mapping[str, Any], current: Mapping[str, Any], state_dict: StateDict) -> dict[str, Any]:
+        """Hyper-parameters of a saved group in the names of the current one."""
+        record = state_dict.get(RECORD) or {}
+        saved = dict(_renamed(saved, current))
+        values = {key: _like(saved[key], current[key]) for key in current.keys() & saved.keys() - KERNELS}
+        known = set().union(*(cls.meanings for cls in optimizer_classes().values())) | _SWITCHES | KERNELS
+        for key in saved.keys() - current.keys():
+            if key not in known:
+                values[key] = _like(saved[key], 0.0)
+            elif saved[key] and key not in KERNELS and key not in _DEFAULTS_OF_BITSANDBYTES:
+                raise ValueError(
+                    f"`ckpt_path`: its `{key}={saved[key]!r}` has no counterpart in {self.class_name}. Resume with the "
+                    "optimizer it is of, or start from the weights alone (load_from_checkpoint)."
+                )
+        decoupled = saved.get("decoupled_weight_decay", self.family == "Adam")
+        if self.family == "Adam" and "decoupled_weight_decay" in current:
+            values["decoupled_weight_decay"] = decoupled
+        elif self.family == "Adam" and not decoupled and saved.get("weight_decay"):
+            raise ValueError(
+                f"`ckpt_path`: its `weight_decay={saved['weight_decay']}` is an L2 penalty, but decoupled in "
+                f"{self.class_name}. Resume with torch.optim.Adam, or start from the weights alone."
+            )
+        if record.get("options") != self.options:
+            for key, asked in self.options.items():
+                if key in values and values[key] != asked:
+                    raise ValueError(
+                        f"`options.{key}={asked!r}`, but the checkpoint has {values[key]!r}, which would go on. Leave "
+                        "the option out or give it that value, or start from the weights alone (load_from_checkpoint)."
+                    )
+        return {**current, **values, "params": saved["params"]}
+
+
+_SWITCHES = {"capturable", "differentiable", "decoupled_weight_decay"}
+_DEFAULTS_OF_BITSANDBYTES = {"alpha", "t_alpha", "t_beta3", "decoupled_weight_decay"}
+"""Keys that bitsandbytes gives groups of optimizers that have no use for them."""
+
+
+def _are_plain(state: State) -> bool:
+    return not any(isinstance(value, dict) or is_traceable_wrapper_subclass(value) for value in state.values())
+
+
+def _renamed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Mapping[str, Any]:
+    """SGD and RMSprop of bitsandbytes keep two hyper-parameters of torch's as `betas`."""
+    for names in (("momentum", "dampening"), ("alpha", "momentum")):
+        if "betas" in saved and "betas" not in current and set(names) <= set(current):
+            kept = {key: value for key, value in saved.items() if key != "betas"}
+            return {**kept, **dict(zip(names, saved["betas"], strict=False))}
+        if "betas" in current and "betas" not in saved and set(names) <= set(saved):
+            kept = {key: value for key, value in saved.items() if key not in names}
+            return {**kept, "betas": tuple(saved[name] for name in names)}
+    return saved
+
+
+def _like(value: Any, current: Any) -> Any:
+    """A hyper-parameter as a tensor where this optimizer keeps a tensor, and otherwise as a number."""
+    if isinstance(current, Tensor):
+        return torch.as_tensor(value, dtype=current.dtype, device=current.device).clone()
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -1,0 +1,407 @@
+"""Resuming a run with another optimizer technique than the one its checkpoint was written with."""
+
+import copy
+import itertools
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
+from lightning_memfit.techniques.gradient_release import GradientRelease
+from lightning_memfit.techniques.optimizer import ReplaceOptimizer
+from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from tests.helpers.trainers import quiet_trainer
+
+BATCHES_PER_EPOCH = 4
+LION = {"name": "bitsandbytes.Lion", "options": {"betas": [0.9, 0.99]}, "drop": ["eps"]}
+ADAFACTOR = {"name": "torch.Adafactor", "options": {"eps": [None, 1e-3]}, "drop": ["betas"]}
+
+
+def adamw(parameters, **kwargs):
+    return torch.optim.AdamW(parameters, lr=1e-2, **kwargs)
+
+
+class Regression(pl.LightningModule):
+    """Keeps its optimizer, and a learning rate schedule of it."""
+
+    def __init__(self, make=adamw, schedule=True):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 8))
+        self.make, self.schedule = make, schedule
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        self.opt = self.make(self.parameters())
+        if not self.schedule:
+            return self.opt
+        schedule = lr_scheduler.ExponentialLR(self.opt, 0.9)
+        return {"optimizer": self.opt, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(8 * BATCHES_PER_EPOCH, 64, generator=generator)
+    return DataLoader(TensorDataset(inputs, inputs[:, :8].sin()), batch_size=8)
+
+
+def run(callbacks=(), max_epochs=2, ckpt_path=None, make=adamw, module=None, fit=None, **kwargs):
+    pl.seed_everything(0, verbose=False)
+    module = Regression(make) if module is None else module() if isinstance(module, type) else module
+    trainer = quiet_trainer(*callbacks, max_epochs=max_epochs, max_steps=-1, **kwargs)
+    trainer.fit(module, data(), ckpt_path=ckpt_path, **(fit or {}))
+    module.ran = trainer
+    return module
+
+
+def saved(path, callbacks=(), **kwargs):
+    run(callbacks, max_epochs=1, **kwargs).ran.save_checkpoint(path)
+    return path
+
+
+def weights(module):
+    return torch.cat([p.detach().flatten().double() for p in module.parameters()])
+
+
+def distance(module, reference, start):
+    """How far two runs are apart, as a part of the way that the reference has gone from `start`."""
+    return ((weights(module) - weights(reference)).norm() / (weights(reference) - start).norm()).item()
+
+
+EIGHT_BIT = {"8-bit": [Optimizer8bit()], "all in 8 bits": [Optimizer8bit(min_8bit_size=0)]}
+WAYS = {
+    "plain": [],
+    "fused": [ReplaceOptimizer("torch.AdamW", {"fused": True})],
+    "torch": [ReplaceOptimizer("torch.AdamW")],
+    "paged": [Optimizer8bit(paged=True, bits=32)],
+    **EIGHT_BIT,
+}
+INTO = {name: way for name, way in WAYS.items() if name != "plain"}
+EXACT = {"plain", "fused", "torch", "paged"}
+
+
+def used(name):
+    return copy.deepcopy(WAYS[name])
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+@pytest.mark.parametrize(("first", "second"), [pair for pair in itertools.product(WAYS, INTO) if pair[0] != pair[1]])
+def test_states_of_one_family_go_on(tmp_path, first, second):
+    reference, start = run(), weights(run(max_epochs=1))
+    resumed = run(used(second), ckpt_path=saved(tmp_path / "half.ckpt", used(first)))
+    if {first, second} <= EXACT:
+        torch.testing.assert_close(weights(resumed), weights(reference), rtol=0, atol=1e-6)
+    else:
+        assert distance(resumed, reference, start) < 0.05  # 0.4 if the states were lost
+    assert resumed.ran.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9 ** (2 * BATCHES_PER_EPOCH))
+    assert resumed.opt is resumed.ran.optimizers[0]
+
+
+def test_what_a_lost_state_would_do(tmp_path):
+    """The bound of the test above would find it."""
+    path = saved(tmp_path / "half.ckpt")
+    checkpoint = torch.load(path, weights_only=False)
+    checkpoint["optimizer_states"][0]["state"] = {}
+    torch.save(checkpoint, path)
+    assert distance(run(ckpt_path=path), run(), weights(run(max_epochs=1))) > 0.3
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+@pytest.mark.parametrize("name", WAYS)
+def test_resume_is_bitwise_and_needs_no_pickles(tmp_path, name):
+    straight = run(used(name))
+    path = saved(tmp_path / "half.ckpt", used(name))
+    resumed = run(used(name), ckpt_path=path, fit={"weights_only": True})
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+@pytest.mark.parametrize("name", ["fused", "torch", "paged"])
+def test_plain_lightning_resumes_what_has_32_bit_states(tmp_path, name):
+    resumed = run(ckpt_path=saved(tmp_path / "half.ckpt", used(name)))
+    torch.testing.assert_close(weights(resumed), weights(run()), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "Adam"])
+def test_plain_lightning_fails_at_8_bit_states_before_a_weight_changes(tmp_path, name):
+    """Nothing of ours is there to say why, but a run must not go on with states that it has lost."""
+    make = {**MAKE, "AdamW": adamw}[name]
+    path = saved(tmp_path / "8.ckpt", [Optimizer8bit()], make=make)
+    module = Regression(make)
+    with pytest.raises((KeyError, AttributeError, TypeError)):
+        run(ckpt_path=path, module=module)
+    assert torch.equal(module.state_dict()["net.0.weight"], torch.load(path)["state_dict"]["net.0.weight"])
+
+
+REFUSED = {
+    "Lion after Adam": ([], [ReplaceOptimizer(**LION)], "exp_avg.*those of bitsandbytes.Lion"),
+    "Lion after 8-bit Adam": (
+        [Optimizer8bit()],
+        [ReplaceOptimizer(**LION)],
+        r"of torch.AdamW, written with Optimizer8bit\(\).*Resume with Optimizer8bit",
+    ),
+    "8-bit Lion after Adam": ([], [ReplaceOptimizer(**LION), Optimizer8bit()], "those of bitsandbytes.Lion"),
+    "Adam after Lion": ([ReplaceOptimizer(**LION)], [Optimizer8bit()], r"Resume with ReplaceOptimizer\('bitsandbytes"),
+    "Adam after 8-bit Lion": (
+        [ReplaceOptimizer(**LION), Optimizer8bit()],
+        [Optimizer8bit()],
+        r"Resume with ReplaceOptimizer\('bitsandbytes.Lion', .* and Optimizer8bit\(\), or",
+    ),
+    "Adafactor after Adam": ([], [ReplaceOptimizer(**ADAFACTOR)], "those of torch.Adafactor"),
+    "Adafactor after 8-bit Adam": ([Optimizer8bit()], [ReplaceOptimizer(**ADAFACTOR)], "those of torch.Adafactor"),
+    "Adam after Adafactor": ([ReplaceOptimizer(**ADAFACTOR)], [Optimizer8bit()], r"ReplaceOptimizer\('torch.Adaf"),
+    "other options": (
+        [Optimizer8bit()],
+        [ReplaceOptimizer("torch.AdamW", {"eps": 1e-5})],
+        "`options.eps=1e-05`, but the checkpoint has 1e-08",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_states_of_another_family_are_refused(tmp_path, name):
+    first, second, message = REFUSED[name]
+    path = saved(tmp_path / "half.ckpt", copy.deepcopy(first))
+    module = Regression()
+    with pytest.raises(ValueError, match=message):
+        run(copy.deepcopy(second), ckpt_path=path, module=module)
+    assert module.losses == []  # nothing was trained
+
+
+def test_lion_in_all_its_widths(tmp_path):
+    lion, lion_8bit = [ReplaceOptimizer(**LION)], [ReplaceOptimizer(**LION), Optimizer8bit()]
+    reference = run(copy.deepcopy(lion))
+    path = saved(tmp_path / "lion.ckpt", copy.deepcopy(lion))
+    assert torch.equal(weights(run(copy.deepcopy(lion), ckpt_path=path)), weights(reference))
+    assert distance(run(lion_8bit, ckpt_path=path), reference, weights(run(copy.deepcopy(lion), max_epochs=1))) < 0.2
+
+
+MAKE = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_other_families_go_on_in_8_bits_and_back(tmp_path, name):
+    make = MAKE[name]
+    reference, start = run(make=make), weights(run(make=make, max_epochs=1))
+    there = run([Optimizer8bit()], make=make, ckpt_path=saved(tmp_path / "32.ckpt", make=make))
+    assert distance(there, reference, start) < 0.1
+    path = saved(tmp_path / "8.ckpt", [Optimizer8bit()], make=make)
+    back = run([ReplaceOptimizer(f"torch.{name}")], make=make, ckpt_path=path)
+    assert type(back.opt) is getattr(torch.optim, name)
+    assert distance(back, reference, start) < 0.1
+
+
+def test_another_decay_is_not_taken_for_ours(tmp_path):
+    path = saved(tmp_path / "l2.ckpt", make=lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1))
+    with pytest.raises(ValueError, match="decoupled_weight_decay=False"):
+        run([Optimizer8bit()], ckpt_path=path)
+    path = saved(tmp_path / "amsgrad.ckpt", make=lambda p: adamw(p, amsgrad=True))
+    with pytest.raises(ValueError, match="amsgrad=True"):
+        run([Optimizer8bit()], ckpt_path=path)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize("callback", ["8-bit", "fused", "adafactor"])
+def test_evaluation_takes_every_checkpoint(tmp_path, stage, callback):
+    callbacks = {**WAYS, "adafactor": [ReplaceOptimizer(**ADAFACTOR)]}
+    for name in ("plain", "8-bit"):
+        path = saved(tmp_path / f"{name}.ckpt", used(name))
+        module = Regression()
+        getattr(quiet_trainer(*copy.deepcopy(callbacks[callback])), stage)(module, data(), ckpt_path=path)
+        assert torch.equal(module.state_dict()["net.0.weight"], torch.load(path)["state_dict"]["net.0.weight"])
+
+
+def test_a_kept_optimizer_is_the_one_that_trains():
+    class StopsAfterTwo(Regression):
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.global_step == 2:
+                self.opt.param_groups[0]["lr"] = 0.0
+                self.at_two = weights(self)
+
+    for callbacks in (*INTO.values(), [ReplaceOptimizer(**ADAFACTOR)], [ReplaceOptimizer(**LION)]):
+        module = StopsAfterTwo(schedule=False)
+        run(copy.deepcopy(callbacks), module=module, max_epochs=1)
+        assert torch.equal(weights(module), module.at_two), callbacks
+
+
+def test_an_optimizer_made_in_the_constructor_goes_on_in_a_second_fit():
+    class Kept(Regression):
+        def __init__(self):
+            super().__init__()
+            self.only = adamw(self.parameters())
+
+        def configure_optimizers(self):
+            return self.only
+
+    for callbacks in ([Optimizer8bit()], [ReplaceOptimizer(**LION), Optimizer8bit()], WAYS["fused"]):
+        module = run(copy.deepcopy(callbacks), module=Kept(), max_epochs=1)
+        state = module.only.state[module.net[0].weight]
+        steps = int(state["step"])
+        run(copy.deepcopy(callbacks), module=module, max_epochs=1)
+        assert module.only is module.ran.optimizers[0]
+        assert module.only.state[module.net[0].weight] is state
+        assert state["step"] == 2 * steps
+
+
+class Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=1e-2)
+
+
+@pytest.mark.parametrize("name", ["8-bit", "fused", "torch", "all in 8 bits"])
+def test_parameters_unfrozen_later(tmp_path, name):
+    def make(parameters):
+        return adamw([p for p in parameters if p.requires_grad])
+
+    reference = run([Unfreeze()], make=make, max_epochs=3)
+    start = weights(run([Unfreeze()], make=make, max_epochs=1))
+    ours = run([Unfreeze(), *used(name)], make=make, max_epochs=3)
+    assert distance(ours, reference, start) < (1e-5 if name in EXACT else 0.05)
+
+    # Lightning itself leaves them frozen after a resume, so that a resumed plain run is what to compare with.
+    def resumed(*callbacks):
+        path = tmp_path / f"{len(callbacks)}.ckpt"
+        run([Unfreeze(), *callbacks], make=make, max_epochs=2).ran.save_checkpoint(path)
+        return run([Unfreeze(), *copy.deepcopy(callbacks)], make=make, max_epochs=3, ckpt_path=path)
+
+    assert distance(resumed(*used(name)), resumed(), start) < (1e-5 if name in EXACT else 0.05)
+
+
+SCHEDULES = {
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=12),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=3),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.1, 1.0, 3), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+@pytest.mark.parametrize("sgd", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_reach_the_8_bit_optimizer(schedule, sgd):
+    class Scheduled(Regression):
+        def configure_optimizers(self):
+            self.opt = (MAKE["SGD"] if sgd else adamw)(self.parameters())
+            return [self.opt], [{"scheduler": SCHEDULES[schedule](self.opt), "interval": "step"}]
+
+    reference, ours = run(module=Scheduled), run([Optimizer8bit()], module=Scheduled)
+    keys = ["lr", "momentum"] if sgd else ["lr", "betas"]
+    assert [[g[k] for k in keys] for g in ours.opt.param_groups] == [
+        [g[k] for k in keys] for g in reference.opt.param_groups
+    ]
+    pl.seed_everything(0, verbose=False)
+    assert distance(ours, reference, weights(Scheduled())) < 0.05
+
+
+def test_a_schedule_of_what_the_new_optimizer_lacks_is_refused():
+    class OneCycle(Regression):
+        def configure_optimizers(self):
+            optimizer = adamw(self.parameters())
+            return [optimizer], [SCHEDULES["one cycle"](optimizer)]
+
+    for options in (ADAFACTOR, LION):
+        with pytest.raises(ValueError, match=r"OneCycleLR changes `betas`.*cycle_momentum=False"):
+            run([ReplaceOptimizer(**options)], module=OneCycle())
+    run([ReplaceOptimizer("torch.AdamW", {"fused": True})], module=OneCycle(), max_epochs=1)
+
+
+def test_hyper_parameters_set_later():
+    class Sets(Regression):
+        def __init__(self, key, value):
+            super().__init__()
+            self.key, self.value = key, value
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.before = weights(self)
+            self.opt.param_groups[0][self.key] = self.value
+
+    for callbacks, key, value in (
+        ([Optimizer8bit()], "amsgrad", True),
+        ([Optimizer8bit()], "maximize", True),
+        ([Optimizer8bit()], "lr", torch.tensor(0.1)),
+        ([ReplaceOptimizer(**ADAFACTOR)], "betas", (0.5, 0.9)),
+    ):
+        module = Sets(key, value)
+        with pytest.raises(ValueError, match=key):
+            run(callbacks, module=module)
+        assert torch.equal(weights(module), module.before)
+
+
+class Sparse(Regression):
+    def __init__(self, make=adamw):
+        super().__init__(make)
+        self.embedding = nn.Embedding(128, 64, sparse=True)
+
+    def training_step(self, batch, batch_idx):
+        ids = (batch[0][:, :4] * 30).long().clamp(-60, 60) + 60
+        return nn.functional.mse_loss(self.net(self.embedding(ids).sum(1)), batch[1])
+
+
+def test_sparse_gradients_of_rounded_weights_are_refused():
+    pl.seed_everything(0, verbose=False)
+    module = Sparse(MAKE["SGD"])
+    with pytest.raises(ValueError, match=r"Float32Step can't step the sparse gradient"):
+        run([StochasticRounding()], module=module, precision="bf16-true")
+
+
+@pytest.mark.parametrize("callback", [Optimizer8bit(), ReplaceOptimizer(**LION)], ids=["8-bit", "lion"])
+def test_sparse_gradients_are_refused_before_a_weight_changes(callback):
+    pl.seed_everything(0, verbose=False)
+    module = Sparse(MAKE["SGD"] if isinstance(callback, Optimizer8bit) else adamw)
+    before = weights(module)
+    with pytest.raises(ValueError, match=r"sparse gradient of a parameter of shape \(128, 64\).*sparse=False"):
+        run([callback], module=module)
+    assert torch.equal(weights(module), before)
+
+
+def test_beside_other_callbacks(tmp_path):
+    """Clipping, accumulation, gradients of some steps only, and what reads or steps the optimizer."""
+    reference = run([], gradient_clip_val=0.1, accumulate_grad_batches=2)
+    ours = run([Optimizer8bit()], gradient_clip_val=0.1, accumulate_grad_batches=2)
+    assert distance(ours, reference, weights(run(max_epochs=0))) < 0.05
+    released = run([Optimizer8bit(), GradientRelease()])
+    assert torch.equal(weights(released), weights(run([Optimizer8bit()])))
+    monitored = run([Optimizer8bit(), LearningRateMonitor("step")], logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    assert torch.equal(weights(monitored), weights(released))
+
+
+@pytest.mark.parametrize("first", ["8-bit", "torch"])
+def test_rounded_weights_go_on_with_another_width(tmp_path, first):
+    bf16 = {"precision": "bf16-true"}
+    reference = run([StochasticRounding()], **bf16)
+    start = weights(run([StochasticRounding()], max_epochs=1, **bf16))
+    path = saved(tmp_path / "half.ckpt", [*used(first), StochasticRounding()], **bf16)
+    second = "torch" if first == "8-bit" else "8-bit"
+    resumed = run([*used(second), StochasticRounding()], ckpt_path=path, **bf16)
+    assert distance(resumed, reference, start) < 0.1
+    states = resumed.opt.state[resumed.net[0].weight]
+    assert states["exp_avg" if second == "torch" else "state1"].dtype is (
+        torch.float32 if second == "torch" else torch.uint8
+    )
