@@ -21,6 +21,7 @@ from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
 from lightning_memfit.techniques.core.facts import Run, run_of
+from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS, who_overrides, who_reads_gradients
 from lightning_memfit.techniques.core.sharding import HOST_STEP_BYTES
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
@@ -92,6 +93,12 @@ class HostMasterWeights(TechniqueCallback):
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, and wrap the methods that convert, configure, train, load and save."""
         reason = unsupported(run_of(trainer, pl_module))
+        if reason is None:
+            who = who_reads_gradients(trainer, pl_module, *BETWEEN_STEPS)
+            reason = who and (
+                f"{who} looks for gradients when they are in float32 on the host, and not on the parameters. Read them "
+                "in `on_before_optimizer_step` or `on_before_zero_grad`."
+            )
         if reason is not None:
             raise ValueError(f"HostMasterWeights: {reason}")
         self._keep_around_conversion(trainer, pl_module)
@@ -147,13 +154,9 @@ class HostMasterWeights(TechniqueCallback):
 
     def _show_where_gradients_are_read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show masters from the end of a backward pass to the end of the step, and while gradients are cleared."""
-
-        def overridden(hook: str) -> bool:
-            callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-            return is_overridden(hook, pl_module) or any(is_overridden(hook, c, parent=pl.Callback) for c in callbacks)
-
-        writes_when_cleared = overridden("on_before_zero_grad") or is_overridden("optimizer_zero_grad", pl_module)
-        looks_after_backward = overridden("on_after_backward")
+        clears = is_overridden("optimizer_zero_grad", pl_module)
+        writes_when_cleared = clears or who_overrides(trainer, pl_module, *BEFORE_ZERO_GRAD) is not None
+        looks_after_backward = who_overrides(trainer, pl_module, "on_after_backward") is not None
 
         def training_step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._host is None:

