@@ -509,6 +509,8 @@ def _sum(tensor: Tensor) -> Tensor:
     with _disable_current_modes(), torch.no_grad():  # no part of what a ledger should count
         flat = tensor.detach().contiguous().view(-1)
         count = flat.numel() // 4 * 4 if flat.storage_offset() % 4 == 0 else 0
+        if count == flat.numel():
+            return flat.view(torch.int64).sum()
         rest = flat[count:].view(torch.int16).sum(dtype=torch.int64)
         return rest + flat[:count].view(torch.int64).sum()  # wraps around
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -249,7 +250,7 @@ class HostMasterWeights(TechniqueCallback):
         ]
         for _, _, buffer in buffers:
             keep_on_host(buffer, Category.BUFFER)
-        dtypes = [(child, vars(child)["_dtype"]) for child in module.modules() if "_dtype" in vars(child)]
+        dtypes = [(child, child._dtype) for child in module.modules() if isinstance(child, _DeviceDtypeModuleMixin)]
         self.on_restore(lambda: self._widen(dict(self._values), buffers, dtypes))
 
     def _exact_value(self, parameter: nn.Parameter, loaded: Tensor | None) -> Tensor | None:
@@ -267,7 +268,7 @@ class HostMasterWeights(TechniqueCallback):
         self,
         values: dict[Tensor, Tensor],
         buffers: list[tuple[nn.Module, str, Tensor]],
-        dtypes: list[tuple[nn.Module, torch.dtype]],
+        dtypes: list[tuple[_DeviceDtypeModuleMixin, Any]],
     ) -> None:
         """Replace weights with their masters, and make everything else that was float32 before float32 again."""
         if self._host is not None:
@@ -280,7 +281,7 @@ class HostMasterWeights(TechniqueCallback):
             if isinstance(current, Tensor):
                 setattr(child, name, with_changes(value, current).to(value.dtype))
         for child, dtype in dtypes:
-            vars(child)["_dtype"] = dtype
+            child._dtype = dtype
 
     def _with_masters(self, state_dict: dict[str, Any], pl_module: pl.LightningModule) -> dict[str, Any]:
         for name, parameter in pl_module.named_parameters(remove_duplicate=False):
