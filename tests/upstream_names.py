@@ -58,6 +58,7 @@ NAMES: dict[str, str] = {
     "_data_source": "lightning.pytorch.loops.fit_loop._FitLoop",
     "_ddp_comm_hook": "lightning.pytorch.strategies.DDPStrategy",
     "_ddp_kwargs": "lightning.pytorch.strategies.DDPStrategy",
+    "_dtype": "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin",
     "_defaults": "torchmetrics.Metric",
     "_destroy": "torch.library.Library",
     "_dump_snapshot": "torch.cuda.memory",

@@ -3,144 +3,410 @@
 The device holds weights and activations; a gradient leaves it as soon as backward has completed it (ZeRO-Offload, Ren
 et al., 2021, arXiv 2101.06840). On CUDA, copies run on their own stream during the backward pass, and a thread adds
 them up; on the CPU they are plain copies.
+
+The optimizer and the module keep one set of parameters. They point to half-precision memory while the model runs, and
+to masters and float32 gradients while gradients are looked at, clipped and used. Whoever looks then finds what a
+float32 run would show.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Adam, AdamW, Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.memory import Category
-from lightning_memfit.memory.host import keep_on_host, reserve_pinned, return_to_device
+from lightning_memfit.memory.host import is_on_host, keep_on_host, reserve_pinned, return_to_device
 from lightning_memfit.memory.kind import DeviceKind
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class HostMaster:
     """Make an optimizer step float32 masters on the host instead of half-precision weights on a device.
 
-    Afterwards a backward pass adds gradients, in float32, to `.grad` of the masters and leaves none on the weights;
-    call `wait` before reading them. `optimizer.step()` steps the masters and copies them, rounded to nearest, to the
-    weights. Groups, schedulers and hooks of the optimizer stay; Adam and AdamW use their fused kernel unless `foreach`
-    or `fused` was chosen.
+    Afterwards a backward pass adds gradients, in float32, to masters and leaves none on the weights. `optimizer.step()`
+    steps the masters and copies them, rounded to nearest, to the weights; `optimizer.zero_grad()` clears the masters'
+    gradients. Within `with host.shown():` the weights are their masters, gradients included, for clipping and the like.
+    States that are loaded into the optimizer stay float32. Groups, schedulers and hooks of the optimizer stay; Adam and
+    AdamW use their fused kernel unless `foreach` or `fused` was chosen.
 
-    Host memory per weight: 8 bytes for master and gradient, the optimizer's states, and on CUDA 2 pinned bytes.
+    Parameters may be frozen, unfrozen and added to the optimizer at any time: call `refresh` before the next forward
+    pass. A half-precision weight that other code writes to is refused at the next step, which would overwrite it.
+
+    Host memory per trained weight: 8 bytes for master and gradient, the optimizer's states, and on CUDA 2 pinned bytes;
+    per frozen one, its exact value if that was given.
 
     Args:
         optimizer: Optimizer of float16 or bfloat16 weights that has not stepped. Weights of other dtypes are stepped
             where they are.
-        values: Exact values by weight, on the host in float32; those given become the masters.
+        values: Exact values by weight, in float32 or wider; those on the host become the masters themselves. Weights
+            that the optimizer does not have yet are followed, too.
+        runs_in_closures: Whether a closure given to `optimizer.step` runs the model. False if the caller hides the
+            masters itself around the model's passes.
 
     Raises:
-        ValueError: If the optimizer has states already or no half-precision weight.
+        ValueError: If the optimizer has states in half precision already or no half-precision weight.
     """
 
-    def __init__(self, optimizer: Optimizer, values: Mapping[Tensor, Tensor] | None = None) -> None:
-        if optimizer.state:
-            raise ValueError(f"`optimizer` ({type(optimizer).__name__}) has states already. Move it before it steps.")
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        values: Mapping[Tensor, Tensor] | None = None,
+        runs_in_closures: bool = True,
+    ) -> None:
+        self.names: dict[Tensor, str] = {}
+        """Names of weights, for messages."""
+        self._optimizer: Optimizer | None = None
         self._slots: dict[Tensor, _Slot] = {}
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                if weight.dtype in (torch.bfloat16, torch.float16):
-                    self._slots[weight] = _Slot(weight, (values or {}).get(weight))
-        if not self._slots:
-            raise ValueError(f"`optimizer` ({type(optimizer).__name__}) has no weight of bfloat16 or float16.")
-        self._transfer = _Transfer(next(iter(self._slots)).device)
-        self._exchange({weight: slot.master for weight, slot in self._slots.items()})
-        _take_fused_kernel(optimizer)
-        self._handles: list[Any] = [
-            weight.register_post_accumulate_grad_hook(partial(self._transfer.to_host, slot))
-            for weight, slot in self._slots.items()
-            if weight.requires_grad
-        ]
-        self._handles.append(optimizer.register_step_pre_hook(self.wait))
-        self._handles.append(optimizer.register_step_post_hook(self._send))
+        self._transfer: _Transfer | None = None
+        self._handles: list[Any] = []
+        self._last_handle: Any = None
+        self._is_shown = False
+        self._is_stepping = False
+        self._has_evaluated = False
+        self._runs_in_closures = runs_in_closures
+        for weight, value in (values or {}).items():
+            self._slots[weight] = _Slot(weight, value)
+        self.attach(optimizer)
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights that have a master."""
-        return len(self._slots)
+        """Number of weights that are trained and have a master."""
+        return sum(slot.is_trained for slot in self._slots.values())
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the optimizer's step has begun and not ended."""
+        return self._is_stepping
 
     def master_of(self, weight: Tensor) -> Tensor | None:
-        """The float32 master of a weight, or None where it has none."""
+        """The exact value of a weight, or None where none is kept."""
         slot = self._slots.get(weight)
-        return None if slot is None else slot.master.detach()
+        return None if slot is None or slot.exact is None else slot.exact
 
-    def wait(self, *_: Any) -> None:
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let another optimizer step the masters from now on.
+
+        Raises:
+            ValueError: If it has states in half precision already or no half-precision weight.
+        """
+        if optimizer is self._optimizer:
+            return
+        _refuse(optimizer)
+        self._detach()
+        self._optimizer = optimizer
+        self.refresh()
+        clear = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            with self.shown(written=False):
+                clear(set_to_none)
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        self._handles = [
+            optimizer.register_step_pre_hook(self._begin),
+            optimizer.register_load_state_dict_pre_hook(self._open),
+            optimizer.register_load_state_dict_post_hook(self._close),
+        ]
+
+    def refresh(self) -> None:
+        """Follow parameters that were unfrozen or given to the optimizer since the last call."""
+        assert self._optimizer is not None
+        self._is_stepping = self._has_evaluated = False
+        self.hide()  # in case the last step failed
+        for group in self._optimizer.param_groups:
+            for weight in group["params"]:
+                slot = self._slots.get(weight)
+                if slot is None and weight.dtype in _HALF:
+                    slot = self._slots[weight] = _Slot(weight, None)
+                if slot is not None and not slot.is_trained:
+                    slot.train()
+        for weight, slot in self._slots.items():
+            if weight.requires_grad and not slot.is_followed:
+                if self._transfer is None:
+                    self._transfer = _Transfer(weight.device)
+                slot.follow(self._transfer)
+        _take_fused_kernel(self._optimizer)
+        if self._last_handle is not None:
+            self._last_handle.remove()
+        # After every other hook of the step, so that these find masters.
+        self._last_handle = self._optimizer.register_step_post_hook(self._end)
+
+    def wait(self) -> None:
         """Wait until all gradients have arrived."""
         for slot in self._slots.values():
             slot.wait()
+
+    def show(self, check: bool = False) -> None:
+        """Let weights be their masters, once all gradients have arrived.
+
+        Args:
+            check: Read the weights to find changes that their masters did not get. Otherwise only weights that have
+                been exchanged are found.
+
+        Raises:
+            RuntimeError: If other code has written to a weight, which the next step would overwrite.
+        """
+        if self._is_shown:
+            return
+        self.wait()
+        self._refuse_changes(thoroughly=check)
+        for slot in self._slots.values():
+            slot.show()
+        self._is_shown = True
+
+    def run_model(self) -> None:
+        """Hide masters before the model runs, in a closure or elsewhere."""
+        # An optimizer that evaluates its closure several times has moved the masters in between.
+        self.hide(None if self._has_evaluated else False)
+        self._has_evaluated = self._is_stepping
+
+    def hide(self, written: bool | None = None) -> None:
+        """Let weights be those on the device again.
+
+        Args:
+            written: Whether weights may have been written to: all of them if True, those that are trained if None, and
+                only those that torch has counted a change of if False.
+        """
+        if not self._is_shown:
+            return
+        hidden = [(slot, slot.hide()) for slot in self._slots.values() if slot.exact is not None]
+        self._is_shown = False
+        self._send([slot for slot, changed in hidden if changed or written or (written is None and slot.is_trained)])
+
+    @contextmanager
+    def shown(self, written: bool | None = True) -> Iterator[None]:
+        """Show masters for a while; inside an optimizer's step they stay.
+
+        Args:
+            written: As for `hide`.
+        """
+        before = self._is_shown
+        self.show()
+        try:
+            yield
+        finally:
+            if not before:
+                self.hide(written)
 
     def remove(self, keep_masters: bool = False) -> None:
         """Let the optimizer step its weights again, with the states it has. Safe to call twice.
 
         Args:
-            keep_masters: Replace the weights by their masters, in float32 and on the host.
+            keep_masters: Replace the weights by their masters, in float32 and on the host. Elements that other code has
+                written to stay as written.
         """
-        if not self._handles:
-            return
+        if self._is_shown:
+            self.hide(True)
         self.wait()
+        self._detach()
+        for slot in self._slots.values():
+            slot.release(keep_masters)
+        self._slots.clear()
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
+
+    # --- the optimizer's hooks --------------------------------------------------------------------------------------
+
+    def _begin(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.show(check=self._runs_in_closures)
+        self._is_stepping, self._has_evaluated = True, False
+        if not self._runs_in_closures:
+            return None
+        args, closure = args[:1], args[1] if len(args) > 1 else kwargs.get("closure")
+        return None if closure is None else (args, {**kwargs, "closure": partial(self._evaluate, closure)})
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self.run_model()
+        try:
+            return closure()
+        finally:
+            self.show()
+
+    def _end(self, *_: Any) -> None:
+        assert self._optimizer is not None
+        self._is_stepping = False
+        for weight, state in self._optimizer.state.items():
+            if weight in self._slots:
+                _keep_states(weight, state)
+        self.hide()
+
+    def _open(self, *_: Any) -> None:
+        self.show()
+
+    def _close(self, *_: Any) -> None:
+        assert self._optimizer is not None
+        if not self._is_stepping:
+            self.hide(False)
+        _take_fused_kernel(self._optimizer)  # states may come from a run that had another
+
+    def _detach(self) -> None:
+        self._is_stepping = False
+        if self._last_handle is not None:
+            self._last_handle.remove()
+            self._last_handle = None
         while self._handles:
             self._handles.pop().remove()
-        self._exchange({slot.master: weight for weight, slot in self._slots.items()})
-        for weight, slot in self._slots.items():
-            if slot.master in self._optimizer.state:
-                self._optimizer.state[weight] = self._optimizer.state.pop(slot.master)
-            if keep_masters:
-                return_to_device(slot.master)
-                weight.data = slot.master.data
-        self._transfer.close()
+        if self._optimizer is not None:
+            vars(self._optimizer).pop("zero_grad", None)
+            self._optimizer = None
 
-    def _exchange(self, replacement: Mapping[Tensor, Tensor]) -> None:
-        for group in self._optimizer.param_groups:
-            group["params"] = [replacement.get(parameter, parameter) for parameter in group["params"]]
+    # --- weights ----------------------------------------------------------------------------------------------------
 
-    def _send(self, *_: Any) -> None:
+    def _send(self, slots: "list[_Slot]") -> None:
+        if not slots:
+            return
+        if self._transfer is None:
+            self._transfer = _Transfer(slots[0].half.device)
         with torch.no_grad():
-            self._transfer.to_device([slot for slot in self._slots.values() if slot.master.grad is not None])
+            self._transfer.to_device(slots)
+        _note_sums(slots)
+
+    def _refuse_changes(self, thoroughly: bool) -> None:
+        """Raise an error if a weight is no longer what was sent."""
+        real = [slot for slot in self._slots.values() if slot.sum is not None]
+        same = _compare_sums(real) if thoroughly else [True] * len(real)
+        for slot, is_same in zip(real, same, strict=True):
+            if is_same and slot.weight.data_ptr() == slot.half.data_ptr():
+                continue
+            name = self.names.get(slot.weight, f"of shape {tuple(slot.weight.shape)}")
+            raise RuntimeError(
+                f"The weight {name} was written to by other code than the optimizer (clamping, swapping in averaged "
+                "weights, `max_norm` of an embedding, loading). Its float32 master on the host was not, and the next "
+                "step would overwrite what was written. Write to it while it is its master (`HostMaster.shown()`; in "
+                "Lightning `with HostMasterWeights.float32_weights():`), or train without masters."
+            )
 
 
 class _Slot:
-    """One weight, with its master, gradient and buffers on the host."""
+    """One weight, with its exact value, gradient and buffers on the host."""
 
     def __init__(self, weight: Tensor, value: Tensor | None) -> None:
-        value = weight.detach() if value is None else value
         self.weight = weight
-        self.master = nn.Parameter(value.to("cpu", torch.float32), requires_grad=weight.requires_grad)
-        keep_on_host(self.master, Category.PARAMETER, weight)
-        self.staging = torch.empty_like(weight, device="cpu", pin_memory=True) if weight.is_cuda else None
-        reserve_pinned(weight.nbytes, Category.TEMPORARY, weight)
-        self._gradient: Tensor | None = None
+        self.half = weight.data
+        self.exact: Tensor | None = None
+        self.gradient: Tensor | None = None
+        self.staging: Tensor | None = None
+        self.sum: Tensor | None = None
+        self.is_trained = False
+        self._dtype = weight.dtype if value is None else value.dtype
+        self._version = weight._version
+        self._buffer: Tensor | None = None
         self._arrival: Future[None] | None = None
+        self._handle: Any = None
+        if value is not None:
+            self._keep(value.detach().to("cpu"))
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether gradients are sent to the host."""
+        return self._handle is not None
+
+    def _keep(self, value: Tensor) -> None:
+        self.exact = value
+        keep_on_host(value, Category.PARAMETER, self.weight)
+        if self.sum is None:
+            _note_sums([self])
+
+    def train(self) -> None:
+        """Make the master, in float32."""
+        value = self.half.detach() if self.exact is None else self.exact
+        if self.exact is None or value.dtype is not torch.float32:
+            self._keep(value.to("cpu", torch.float32))
+        self.is_trained = True
+        self.staging = torch.empty_like(self.half, device="cpu", pin_memory=True) if self.half.is_cuda else None
+        reserve_pinned(self.half.nbytes, Category.TEMPORARY, self.weight)
+
+    def follow(self, transfer: "_Transfer") -> None:
+        """Send gradients to the host from now on; those that came before move there."""
+        if not self.is_trained:
+            self.train()
+        self._handle = self.weight.register_post_accumulate_grad_hook(partial(transfer.to_host, self))
+        if self.weight.grad is not None:
+            transfer.to_host(self, self.weight)
+
+    def show(self) -> None:
+        """Let the weight be its master."""
+        self._version = self.weight._version
+        if self.exact is not None:
+            self.weight.data = self.exact
+            if self.is_followed:
+                self.weight.grad = self.gradient
+
+    def hide(self) -> bool:
+        """Let the weight be the one on the device; return whether torch has counted a change of the master."""
+        changed = self.weight._version != self._version
+        if self.exact is not None:
+            if self.is_followed:
+                self.gradient, self.weight.grad = self.weight.grad, None
+            shown = self.weight.data
+            if shown.data_ptr() != self.exact.data_ptr():
+                changed = True
+                self._keep(shown.to("cpu"))
+            self.weight.data = self.half
+        return changed
 
     def expect(self) -> bool:
         """Give the master a gradient, and return whether it is new, so that it must be overwritten."""
-        if self.master.grad is not None:
+        if self.gradient is not None:
             return False
-        if self._gradient is None:
-            self._gradient = torch.empty_like(self.master, requires_grad=False)
-            keep_on_host(self._gradient, Category.GRADIENT, self.weight)
-        self.master.grad = self._gradient
+        if self._buffer is None:
+            assert self.exact is not None
+            self._buffer = torch.empty_like(self.exact, requires_grad=False)
+            keep_on_host(self._buffer, Category.GRADIENT, self.weight)
+        self.gradient = self._buffer
         return True
 
     def add(self, gradient: Tensor, is_new: bool) -> None:
-        assert self._gradient is not None
+        """Add a dense gradient, or write it over what is there."""
+        assert self.gradient is not None
         if is_new:
-            self._gradient.copy_(gradient)
+            self.gradient.copy_(gradient)
         else:
-            self._gradient.add_(gradient)
+            self.gradient.add_(gradient)
+
+    def add_sparse(self, gradient: Tensor) -> None:
+        """Add a sparse gradient, which stays sparse as long as all are."""
+        gradient = gradient.to("cpu", torch.float32)
+        if self.gradient is None:
+            self.gradient = gradient
+        elif self.gradient.layout is torch.strided:
+            self.gradient.add_(gradient)
+        else:
+            self.gradient = self.gradient + gradient
+
+    def make_dense(self) -> None:
+        """Make room for dense gradients where sparse ones came first."""
+        if self.gradient is not None and self.gradient.layout is not torch.strided:
+            self.gradient = self.gradient.to_dense()
 
     def add_later(self, arrival: "Future[None]") -> None:
+        """Remember a gradient that is on its way."""
         self._arrival = arrival
 
     def wait(self) -> None:
+        """Wait for the gradient that is on its way."""
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             arrival.result()
+
+    def release(self, keep_master: bool) -> None:
+        """Leave the weight alone from now on."""
+        if self._handle is not None:
+            self._handle.remove()
+        if self.exact is not None and keep_master:
+            return_to_device(self.exact)
+            value = with_changes(self.exact, self.weight.data)
+            self.weight.data = value.double() if self._dtype is torch.float64 else value
 
 
 class _Transfer:
@@ -158,10 +424,16 @@ class _Transfer:
         """Move a gradient from the device to the host."""
         gradient, weight.grad = weight.grad, None
         assert gradient is not None
+        if gradient.layout is not torch.strided:
+            slot.wait()
+            slot.add_sparse(gradient)
+            return
         if self._thread is None:
+            slot.make_dense()
             slot.add(gradient, slot.expect())
             return
         slot.wait()  # the staging memory may still hold the last micro-batch's gradient
+        slot.make_dense()
         is_new = slot.expect()
         self._stream.wait_stream(torch.cuda.current_stream(weight.device))
         with torch.cuda.stream(self._stream):
@@ -175,15 +447,19 @@ class _Transfer:
         """Copy masters to the weights, rounding each while the one before it is copied."""
         if self._stream is None:
             for slot in slots:
-                slot.weight.copy_(slot.master)
+                assert slot.exact is not None
+                slot.half.copy_(slot.exact)
             return
         device = self._stream.device
         self._stream.wait_stream(torch.cuda.current_stream(device))
         for slot in slots:
-            assert slot.staging is not None
-            slot.staging.copy_(slot.master)
+            assert slot.exact is not None
+            if slot.staging is None:
+                slot.half.copy_(slot.exact)
+                continue
+            slot.staging.copy_(slot.exact)
             with torch.cuda.stream(self._stream):
-                slot.weight.copy_(slot.staging, non_blocking=True)
+                slot.half.copy_(slot.staging, non_blocking=True)
         torch.cuda.current_stream(device).wait_stream(self._stream)
 
 
@@ -192,6 +468,73 @@ def _add_when(copied: Any, slot: _Slot, is_new: bool) -> None:
     assert slot.staging is not None
     with torch.no_grad():
         slot.add(slot.staging, is_new)
+
+
+# --- what has been changed --------------------------------------------------------------------------------------------
+
+
+def with_changes(exact: Tensor, current: Tensor) -> Tensor:
+    """An exact value, with the elements of its rounded copy that are no longer what rounding gave.
+
+    Args:
+        exact: The value before it was rounded; returned itself if nothing has changed.
+        current: The rounded copy as it is now, on any device.
+    """
+    if current.dtype is exact.dtype or current.shape != exact.shape:
+        return current
+    if isinstance(current, FakeTensor) or current.is_meta:
+        return exact
+    current = current.detach().to(exact.device)
+    changed = (current != exact.to(current.dtype)) & ~(current.isnan() & exact.isnan())
+    return torch.where(changed, current.to(exact.dtype), exact) if bool(changed.any()) else exact
+
+
+def _note_sums(slots: Iterable[_Slot]) -> None:
+    for slot in slots:
+        if not isinstance(slot.half, FakeTensor):
+            slot.sum = _sum(slot.half)
+
+
+def _compare_sums(slots: list[_Slot]) -> list[bool]:
+    """Whether each weight still has the sum that was noted; the device is waited for once."""
+    if not slots:
+        return []
+    noted = torch.stack([slot.sum for slot in slots if slot.sum is not None])
+    same: list[bool] = (noted == torch.stack([_sum(slot.half) for slot in slots])).tolist()
+    return same
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """A sum over the bits of a tensor in half precision, which no sum of rounded values would hide a change from."""
+    with _disable_current_modes(), torch.no_grad():  # no part of what a ledger should count
+        flat = tensor.detach().contiguous().view(-1)
+        count = flat.numel() // 4 * 4 if flat.storage_offset() % 4 == 0 else 0
+        if count == flat.numel():
+            return flat.view(torch.int64).sum()
+        rest = flat[count:].view(torch.int16).sum(dtype=torch.int64)
+        return rest + flat[:count].view(torch.int64).sum()  # wraps around
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def _refuse(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    states = chain.from_iterable(state.values() for state in optimizer.state.values())
+    if any(isinstance(value, Tensor) and value.dtype in _HALF for value in states):
+        raise ValueError(
+            f"`optimizer` ({name}) has states already, in half precision. Move it before it steps; one that makes its "
+            "states when it is constructed, as Adagrad does, can't be moved."
+        )
+    if not any(weight.dtype in _HALF for group in optimizer.param_groups for weight in group["params"]):
+        raise ValueError(f"`optimizer` ({name}) has no weight of bfloat16 or float16.")
+
+
+def _keep_states(weight: Tensor, state: Mapping[str, Any]) -> None:
+    """Mark states as host memory."""
+    for value in state.values():
+        if isinstance(value, Tensor) and value.layout is torch.strided and not is_on_host(value):
+            keep_on_host(value, Category.OPTIMIZER_STATE, weight)
 
 
 def _take_fused_kernel(optimizer: Optimizer) -> None:

@@ -51,10 +51,18 @@ class Kahan:
     name = "kahan"
 
     def load(self, weight: Tensor, state: State) -> Tensor:
-        """Return the sum of the weight and the part dropped last time, in float32."""
+        """Return the sum of the weight and the part dropped last time, in float32.
+
+        Where other code has written to the weight since (clamping, pruning, averaging), that part no longer belongs to
+        it: the sum rounds to another weight, and the weight counts alone.
+        """
         values = weight.float()
         compensation = state.get(COMPENSATION)
-        return values if compensation is None else values.add_(compensation)
+        if compensation is None:
+            return values
+        # The factor decides ties: the kept part is itself rounded, up to half a unit in last place of the weight.
+        belongs = torch.add(weight, compensation, alpha=0.99) == weight
+        return values.add_(compensation.where(belongs, 0))
 
     def store(self, values: Tensor, weight: Tensor, state: State, generator: torch.Generator) -> None:
         """Write the nearest weight, and the part it drops into the state."""

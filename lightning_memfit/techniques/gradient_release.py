@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_memfit.optim import gradient_release
@@ -11,6 +12,13 @@ from lightning_memfit.profile.record import ModelProfile, trained
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, run_of
+from lightning_memfit.techniques.core.hooks import (
+    BEFORE_STEP,
+    BEFORE_ZERO_GRAD,
+    BETWEEN_STEPS,
+    who_overrides,
+    who_reads_gradients,
+)
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -19,18 +27,40 @@ class GradientRelease(TechniqueCallback):
     """Step each parameter as soon as its gradient is complete, and free the gradient: exact, and saves a model's size.
 
     Needs one backward pass per optimizer step, since a gradient is used up at once: accumulation, clipping by norm,
-    loss scaling, several devices and manual optimization are refused. Clipping by value works. Schedulers,
-    checkpoints, 8-bit, `foreach` and `fused` optimizers work unchanged.
+    loss scaling, several devices, manual optimization, and hooks and callbacks that look at gradients are refused.
+    Clipping by value works, and so do parameters that are frozen, unfrozen or given to the optimizer during training.
+    Schedulers, checkpoints, 8-bit, `foreach` and `fused` optimizers work unchanged.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._released: gradient_release.GradientRelease | None = None
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, before anything is loaded."""
-        reason = unsupported(run_of(trainer, pl_module))
+        reason = unsupported(run_of(trainer, pl_module)) or _gradients_are_read(trainer, pl_module)
         if reason is not None:
             raise ValueError(f"GradientRelease: {reason}")
+        self.on_restore(self._stop)
         # Gradients are clipped as they arrive; Lightning's own clipping would later find none, which torch refuses.
         self.on_restore(wrap_method(pl_module, "configure_gradient_clipping", _leave_out))
+        allowed = _what_decides(trainer)
+
+        def backward(inner: Any, *args: Any, **kwargs: Any) -> Any:
+            if _what_decides(trainer) != allowed:  # a callback may schedule them
+                reason = unsupported(run_of(trainer, pl_module))
+                if reason is not None:
+                    raise ValueError(f"GradientRelease: since this step, {reason}")
+            if self._released is None:
+                return inner(*args, **kwargs)
+            self._released.is_open = True
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._released.is_open = False
+
+        self.on_restore(wrap_method(trainer.strategy, "backward", backward))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -41,10 +71,50 @@ class GradientRelease(TechniqueCallback):
                 f"GradientRelease: {type(loop).__name__} may run several backward passes per step or repeat one that "
                 "ran out of memory, after parameters have been stepped. Leave one of the two out."
             )
-        clip_value = trainer.gradient_clip_val
-        released = gradient_release.GradientRelease(trainer.optimizers[0], float(clip_value) if clip_value else None)
-        self.on_restore(released.remove)
-        self.announce(f"{released.num_parameters} parameters are stepped during backward")
+
+        def run(inner: Any, *args: Any, **kwargs: Any) -> Any:
+            self._follow(trainer)
+            return inner(*args, **kwargs)
+
+        self.on_restore(wrap_method(loop, "run", run))
+        self._follow(trainer)
+        if self._released is not None:
+            self.announce(f"{self._released.num_parameters} parameters are stepped during backward")
+
+    def _follow(self, trainer: pl.Trainer) -> None:
+        """Follow what was done to the optimizer since the last batch."""
+        optimizer = trainer.optimizers[0]
+        clip_value = float(trainer.gradient_clip_val) if trainer.gradient_clip_val else None
+        if self._released is not None and self._released.serves(optimizer):
+            self._released.clip_value = clip_value
+            self._released.refresh()
+            return
+        self._stop()
+        if optimizer.param_groups:  # Lightning's stand-in for no optimizer has none
+            self._released = gradient_release.GradientRelease(optimizer, clip_value)
+            self._released.is_open = False
+
+    def _stop(self) -> None:
+        if self._released is not None:
+            self._released.remove()
+            self._released = None
+
+
+def _what_decides(trainer: pl.Trainer) -> tuple[Any, ...]:
+    return trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+
+
+def _gradients_are_read(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str | None:
+    if is_overridden("backward", pl_module):
+        return (
+            "the module's `backward` may run several backward passes, the first of which would step parameters. Remove "
+            "it, or leave GradientRelease out."
+        )
+    who = who_overrides(trainer, pl_module, *BEFORE_STEP, *BEFORE_ZERO_GRAD)
+    who = who or who_reads_gradients(trainer, pl_module, *BETWEEN_STEPS)
+    if who is None:
+        return None
+    return f"{who} runs when gradients are gone already. Remove it, or leave GradientRelease out."
 
 
 def _leave_out(inner: Any, *args: Any, **kwargs: Any) -> None:

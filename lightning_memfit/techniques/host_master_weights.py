@@ -1,31 +1,48 @@
 """`HostMasterWeights`: half-precision weights on the device, float32 masters and the optimizer on the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memfit.optim.host_master import HostMaster
+from lightning_memfit.memory import Category
+from lightning_memfit.memory.host import keep_on_host, return_to_device
+from lightning_memfit.optim.host_master import HostMaster, with_changes
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
 from lightning_memfit.techniques.core.facts import Run, run_of
+from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS, who_overrides, who_reads_gradients
 from lightning_memfit.techniques.core.sharding import HOST_STEP_BYTES
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
-_SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _CONFLICTS = {
     "GradientRelease": "both take gradients away during backward",
     "Optimizer8bit": "8-bit states save memory of the device, and here they are on the host, where 8 bits are slow",
     "StochasticRounding": "with masters in float32 nothing is left for it to do",
 }
+_WIDE = (torch.float32, torch.float64)
+_AVERAGING = (WeightAveraging, StochasticWeightAveraging)
+_AVERAGES = (
+    "on_train_epoch_start",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_train_end",
+)
+"""Hooks in which Lightning's callbacks read and write all weights."""
 
 
 class HostMasterWeights(TechniqueCallback):
@@ -33,35 +50,178 @@ class HostMasterWeights(TechniqueCallback):
 
     The device holds 2 bytes per parameter plus activations. A gradient is sent to the host and freed as soon as
     backward has completed it, and is accumulated there in float32. The numbers are those of a float32 optimizer over a
-    bfloat16 forward and backward pass. Clipping, accumulation and schedulers work as usual, on the host. Checkpoints
-    hold the float32 weights, resume bitwise, and load without this callback.
+    bfloat16 forward and backward pass. Clipping, accumulation and schedulers work as usual, on the host.
 
-    When the run ends, trained weights become their float32 masters, and everything else that was float32 before is
-    float32 again: a checkpoint saved then also resumes bitwise.
+    While hooks look at gradients (`on_after_backward`, `on_before_optimizer_step`, `on_before_zero_grad`, the module's
+    own clipping), and while Lightning's callbacks average weights, the module's parameters are the float32 ones, with
+    float32 gradients. Elsewhere they are in bfloat16; code that writes to them there is refused at the next step.
+
+    Checkpoints hold the float32 weights, resume bitwise, and load without this callback. When the run ends, trained
+    weights become their float32 masters, and everything else that was float32 before is float32 again, with its old
+    value if nothing has changed it: a checkpoint saved then also resumes bitwise. The same holds after `validate`,
+    `test` and `predict`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[Tensor, Tensor] = {}
+        self._names: dict[Tensor, str] = {}
         self._loaded: dict[str, Tensor] = {}
-        self._hosts: list[HostMaster] = []
+        self._host: HostMaster | None = None
+
+    @contextmanager
+    def float32_weights(self) -> Iterator[None]:
+        """Let the module's parameters be their float32 masters for a while, to read or to write them in a hook."""
+        if self._host is None:
+            yield
+            return
+        with self._host.shown():
+            yield
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of this run holds."""
+        return {"technique": "host_master_weights", "weights": "float32", "optimizer_states": "float32"}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Apply the technique to a run that trains; other runs only give the module its float32 values back."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit" and trainer.precision == "bf16-true":
+            self._keep_around_conversion(trainer, pl_module)
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what cannot work, and wrap the methods that convert, configure, load and save."""
+        """Refuse what cannot work, and wrap the methods that convert, configure, train, load and save."""
         reason = unsupported(run_of(trainer, pl_module))
+        if reason is None:
+            who = who_reads_gradients(trainer, pl_module, *BETWEEN_STEPS)
+            reason = who and (
+                f"{who} looks for gradients when they are in float32 on the host, and not on the parameters. Read them "
+                "in `on_before_optimizer_step` or `on_before_zero_grad`."
+            )
         if reason is not None:
             raise ValueError(f"HostMasterWeights: {reason}")
+        self._keep_around_conversion(trainer, pl_module)
+
+        def configure(inner: Callable[[], Any]) -> Any:
+            optimizers: list[Optimizer] = []
+
+            def note(optimizer: Optimizer) -> Optimizer:
+                optimizers.append(optimizer)
+                return optimizer
+
+            configured = replace_optimizers(inner(), note)
+            self._move(optimizers)
+            return configured
+
+        def load_states(inner: Callable[..., Any], checkpoint: Any) -> None:
+            # Lightning's own method would move the states to the device, which may have no room for them.
+            for optimizer, states in zip(trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+                if states.get("float32_step", {}).get("rounding") == "kahan":
+                    raise ValueError(
+                        "HostMasterWeights: the checkpoint's optimizer states hold a part of the weights (Kahan "
+                        "compensation). Resume with StochasticRounding(rounding='kahan'), or from weights alone."
+                    )
+                optimizer.load_state_dict(states)
+
+        self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
+        self.on_restore(wrap_method(trainer.strategy, "load_optimizer_state_dict", load_states))
+        self._show_where_gradients_are_read(trainer, pl_module)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, _AVERAGING):
+                for hook in _AVERAGES:
+                    self.on_restore(wrap_method(callback, hook, self._with_float32_weights))
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse loops that run a backward pass again, and follow what others do to optimizers between batches."""
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        if type(loop) is not _AutomaticOptimization:
+            raise ValueError(
+                f"HostMasterWeights: {type(loop).__name__} may repeat a backward pass that ran out of memory, of which "
+                "the host has some gradients already. Leave one of the two out."
+            )
+
+        def run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._move(trainer.strategy.optimizers)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                if self._host is not None:
+                    self._host.hide(False)
+
+        self.on_restore(wrap_method(loop, "run", run))
+
+    def _show_where_gradients_are_read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show masters from the end of a backward pass to the end of the step, and while gradients are cleared."""
+        clears = is_overridden("optimizer_zero_grad", pl_module)
+        writes_when_cleared = clears or who_overrides(trainer, pl_module, *BEFORE_ZERO_GRAD) is not None
+        looks_after_backward = who_overrides(trainer, pl_module, "on_after_backward") is not None
+
+        def training_step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._host is None:
+                return inner(*args, **kwargs)
+            self._host.run_model()
+            result = inner(*args, **kwargs)
+            self._host.show()
+            return result
+
+        def backward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._host is not None:
+                self._host.hide(writes_when_cleared)
+            return inner(*args, **kwargs)
+
+        def after_backward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            host = self._host
+            if host is None or not (host.is_stepping or looks_after_backward):
+                return inner(*args, **kwargs)
+            host.show(check=True)
+            result = inner(*args, **kwargs)
+            if not host.is_stepping:
+                host.hide(looks_after_backward)
+            return result
+
+        self.on_restore(wrap_method(trainer.strategy, "training_step", training_step))
+        self.on_restore(wrap_method(trainer.strategy, "backward", backward))
+        self.on_restore(wrap_method(trainer.precision_plugin, "post_backward", after_backward))
+
+    def _with_float32_weights(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.float32_weights():
+            return inner(*args, **kwargs)
+
+    def _move(self, optimizers: list[Optimizer]) -> None:
+        """Let the run's optimizer step masters."""
+        if len(optimizers) > 1:
+            raise ValueError(
+                f"HostMasterWeights: `configure_optimizers` returned {len(optimizers)} optimizers, of which one is "
+                "supported. Return one with several parameter groups."
+            )
+        if not optimizers or not optimizers[0].param_groups:
+            return
+        [optimizer] = optimizers
+        if self._host is not None:
+            self._host.attach(optimizer)
+            self._host.refresh()
+            return
+        self._host = HostMaster(optimizer, self._values, runs_in_closures=False)
+        self._host.names = self._names
+        self._values = {}
+        kernel = ", fused" if optimizer.param_groups[0].get("fused") else ""
+        self.announce(
+            f"{type(optimizer).__name__}{kernel} steps {self._host.num_parameters} float32 parameters on the host"
+        )
+
+    # --- values around the conversion to bfloat16 -------------------------------------------------------------------
+
+    def _keep_around_conversion(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep what the conversion rounds, save it in checkpoints, and put it back when the run ends."""
         self.on_restore(self._forget)
 
         def convert(inner: Callable[[Any], Any], module: Any) -> Any:
+            _refuse_complex(module)
             self._keep_values(module)
             return inner(module)
-
-        def configure(inner: Callable[[], Any]) -> Any:
-            configured = replace_optimizers(inner(), self._move)
-            self._values = {}
-            return configured
 
         def load(inner: Callable[..., Any], checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
             self._loaded = checkpoint["state_dict"]
@@ -70,83 +230,77 @@ class HostMasterWeights(TechniqueCallback):
         def save(inner: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             return self._with_masters(inner(), pl_module)
 
-        def load_states(inner: Callable[..., Any], checkpoint: Any) -> None:
-            # Lightning's own method would move the states to the device, which may have no room for them.
-            for optimizer, states in zip(trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=True):
-                optimizer.load_state_dict(states)
-
         self.on_restore(wrap_method(trainer.precision_plugin, "convert_module", convert))
-        self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
         self.on_restore(wrap_method(trainer.strategy, "load_model_state_dict", load))
-        self.on_restore(wrap_method(trainer.strategy, "load_optimizer_state_dict", load_states))
         self.on_restore(wrap_method(trainer.strategy, "lightning_module_state_dict", save))
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse loops that run a backward pass again."""
-        loop = trainer.fit_loop.epoch_loop.automatic_optimization
-        if type(loop) is not _AutomaticOptimization:
-            raise ValueError(
-                f"HostMasterWeights: {type(loop).__name__} may repeat a backward pass that ran out of memory, of which "
-                "the host has some gradients already. Leave one of the two out."
-            )
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Bring all gradients in, so that later hooks, such as clipping, find them."""
-        for host in self._hosts:
-            host.wait()
 
     def _keep_values(self, module: nn.Module) -> None:
         """Remember the values that the conversion to bfloat16 is about to round, without copying those on the host."""
         for name, parameter in module.named_parameters():
-            loaded = self._loaded.get(name)
-            if parameter.requires_grad:
-                exact = parameter if parameter.dtype is torch.float32 or loaded is None else loaded
-                self._values[parameter] = exact.detach().to("cpu", torch.float32)
+            self._names[parameter] = name
+            exact = self._exact_value(parameter, self._loaded.get(name))
+            if exact is not None:
+                self._values[parameter] = exact
         self._loaded = {}
-        frozen = [p for p in module.parameters() if p.dtype is torch.float32 and not p.requires_grad]
         buffers = [
-            (child, name)
+            (child, name, buffer.detach().to("cpu"))
             for child in module.modules()
             for name, buffer in child.named_buffers(recurse=False)
-            if buffer.dtype is torch.float32
+            if buffer.dtype in _WIDE
         ]
-        self.on_restore(lambda: self._widen(frozen, buffers))
+        for _, _, buffer in buffers:
+            keep_on_host(buffer, Category.BUFFER)
+        dtypes = [(child, child._dtype) for child in module.modules() if isinstance(child, _DeviceDtypeModuleMixin)]
+        self.on_restore(lambda: self._widen(dict(self._values), buffers, dtypes))
 
-    def _widen(self, frozen: list[nn.Parameter], buffers: list[tuple[nn.Module, str]]) -> None:
+    def _exact_value(self, parameter: nn.Parameter, loaded: Tensor | None) -> Tensor | None:
+        """The value before it is rounded, on the host; None if the parameter itself holds all there is."""
+        if parameter.dtype in _WIDE:
+            return parameter.detach().to("cpu")
+        # A model that `configure_model` made in bfloat16 was loaded from a checkpoint in float32.
+        if loaded is None or loaded.dtype not in _WIDE or not parameter.is_floating_point():
+            return None
+        if not torch.equal(loaded.to(parameter.device, parameter.dtype), parameter):
+            return None
+        return loaded.detach().to("cpu")
+
+    def _widen(
+        self,
+        values: dict[Tensor, Tensor],
+        buffers: list[tuple[nn.Module, str, Tensor]],
+        dtypes: list[tuple[_DeviceDtypeModuleMixin, Any]],
+    ) -> None:
         """Replace weights with their masters, and make everything else that was float32 before float32 again."""
-        for host in self._hosts:
-            host.remove(keep_masters=True)
-        for parameter in frozen:
-            parameter.data = parameter.data.float()
-        for child, name in buffers:
-            setattr(child, name, getattr(child, name).float())
-
-    def _move(self, optimizer: Optimizer) -> Optimizer:
-        if self._hosts:
-            raise ValueError(
-                "HostMasterWeights: `configure_optimizers` returned several optimizers, of which one is supported. "
-                "Return one with several parameter groups."
-            )
-        self._hosts.append(HostMaster(optimizer, self._values))
-        kernel = ", fused" if optimizer.param_groups[0].get("fused") else ""
-        self.announce(
-            f"{type(optimizer).__name__}{kernel} steps {self._hosts[0].num_parameters} float32 parameters on the host"
-        )
-        return optimizer
+        if self._host is not None:
+            self._host.remove(keep_masters=True)
+        for parameter, value in values.items():  # of a run that does not train
+            parameter.data = with_changes(value, parameter.data)
+        for child, name, value in buffers:
+            return_to_device(value)
+            current = getattr(child, name, None)
+            if isinstance(current, Tensor):
+                setattr(child, name, with_changes(value, current).to(value.dtype))
+        for child, dtype in dtypes:
+            child._dtype = dtype
 
     def _with_masters(self, state_dict: dict[str, Any], pl_module: pl.LightningModule) -> dict[str, Any]:
         for name, parameter in pl_module.named_parameters(remove_duplicate=False):
-            for host in self._hosts:
-                master = host.master_of(parameter)
-                if master is not None and name in state_dict:
-                    state_dict[name] = master
+            master = self._values.get(parameter) if self._host is None else self._host.master_of(parameter)
+            if master is not None and name in state_dict:
+                state_dict[name] = master
         return state_dict
 
     def _forget(self) -> None:
-        self._values, self._loaded = {}, {}
-        self._hosts.clear()
+        self._values, self._names, self._loaded, self._host = {}, {}, {}, None
+
+
+def _refuse_complex(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_complex():
+            raise ValueError(
+                f"HostMasterWeights: {name} is {tensor.dtype}, and `precision='bf16-true'` would drop its imaginary "
+                "part. Keep real and imaginary part as two real tensors, or leave HostMasterWeights out."
+            )
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
@@ -166,9 +320,6 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
     for name, reason in _CONFLICTS.items():
         if run.has(name):
             return f"{reason}. Leave {name} out."
-    for hook in _SEES_GRADIENTS:
-        if hook in facts.overridden:
-            return f"the module's `{hook}` would find no gradients on its parameters. Remove it, or leave this out."
     return None
 
 

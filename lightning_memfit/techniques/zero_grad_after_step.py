@@ -1,11 +1,14 @@
 """`ZeroGradAfterStep`: free gradients right after the update, not after the next forward pass."""
 
+from typing import Any
+
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run, run_of
+from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS, who_overrides, who_reads_gradients
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 
@@ -14,30 +17,57 @@ class ZeroGradAfterStep(TechniqueCallback):
 
     Lightning's automatic optimization frees gradients between forward and backward. If each step has one backward pass,
     the last gradients and the next activations are therefore alive together. With several passes per step they are
-    alive together anyway, and this changes nothing. `on_before_zero_grad` and hooks after the step find no gradients;
-    earlier hooks find them.
+    alive together anyway, and this changes nothing. Hooks before the step find gradients. `on_before_zero_grad` of the
+    module or of other callbacks, and hooks between steps that read gradients, would find none and are refused.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handles: list[Any] = []
+        self._has_freed = False
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, before anything is loaded."""
         reason = unsupported(run_of(trainer, pl_module))
+        if reason is None:
+            who = who_overrides(trainer, pl_module, *BEFORE_ZERO_GRAD)
+            who = who or who_reads_gradients(trainer, pl_module, *BETWEEN_STEPS)
+            reason = who and f"{who} runs when gradients are gone already. Remove it, or leave this out."
         if reason is not None:
             raise ValueError(f"ZeroGradAfterStep: {reason}")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Hook the optimizers, now that they have their final form."""
-        for optimizer in trainer.optimizers:
-            self.on_restore(optimizer.register_step_post_hook(_free).remove)
+        """Say what will be saved, now that the number of backward passes per step is known."""
+        self.on_restore(self._take_off)
         if trainer.accumulate_grad_batches == 1:
             self.announce("gradients are freed right after each step")
         else:
             self.announce(f"no memory is saved with accumulate_grad_batches={trainer.accumulate_grad_batches}")
 
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook the optimizers as they are now, after all other hooks of their steps."""
+        self._take_off()
+        self._has_freed = False
+        self._handles = [optimizer.register_step_post_hook(self._free) for optimizer in trainer.optimizers]
 
-def _free(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    optimizer.zero_grad(set_to_none=True)
+    def _free(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self._has_freed and all(parameter.grad is None for parameter in parameters):
+            raise RuntimeError(
+                "ZeroGradAfterStep: the optimizer was stepped twice with the gradients of one backward pass. The first "
+                "step has freed them. Step once, or leave ZeroGradAfterStep out."
+            )
+        self._has_freed = any(parameter.grad is not None for parameter in parameters)
+        optimizer.zero_grad(set_to_none=True)
+
+    def _take_off(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:

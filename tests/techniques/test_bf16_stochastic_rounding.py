@@ -3,6 +3,7 @@ import copy
 import bitsandbytes
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch.optim import lr_scheduler
 
 from lightning_memfit.fitting.size.prediction import MemoryPrediction
@@ -86,3 +87,27 @@ def test_a_prediction_before_the_run_keeps_the_order_of_conversions():
     module = fit([Optimizer8bit(), StochasticRounding(), MemoryPrediction()], precision="bf16-true")
     optimizer = module.seen["trainer"].optimizers[0]
     assert isinstance(optimizer.wrapped, bitsandbytes.optim.AdamW8bit)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_layers_that_are_unfrozen_later_and_rebuilt_optimizers(rounding):
+    class Unfreeze(BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.model.transformer.h[0])
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.model.transformer.h[0], optimizer, lr=1e-3)
+            elif epoch == 2:
+                pl_module.trainer.strategy.setup_optimizers(pl_module.trainer)
+
+    def trained(module):
+        return torch.optim.AdamW((p for p in module.parameters() if p.requires_grad), lr=1e-3)
+
+    def run(callbacks, precision):
+        module = lambda: LanguageModel(trained, **NO_DROPOUT)  # noqa: E731
+        return fit([*callbacks, Unfreeze()], module, precision=precision, max_steps=-1, max_epochs=3)
+
+    ours, plain = run([StochasticRounding(rounding)], "bf16-true"), run([], "32-true")
+    assert type(ours.seen["trainer"].optimizers[0]) is Float32Step
+    torch.testing.assert_close(torch.stack(ours.losses).float(), torch.stack(plain.losses), rtol=3e-2, atol=0)

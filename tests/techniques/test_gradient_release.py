@@ -1,15 +1,17 @@
 import copy
+from operator import attrgetter
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from torch.optim import lr_scheduler
 
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.gradient_release import GradientRelease
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
-from tests.techniques.runs import LanguageModel, assert_same_weights, fit, trainer
+from tests.techniques.runs import LanguageModel, assert_same_weights, fit, loader, trainer
 
 
 def scheduled(module, **kwargs):
@@ -18,9 +20,12 @@ def scheduled(module, **kwargs):
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+gradient_of = attrgetter("grad")  # what a callback's own code may not say
+
+
 class NoGradients(pl.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        assert all(p.grad is None for p in pl_module.parameters())
+        assert all(gradient_of(p) is None for p in pl_module.parameters())
         pl_module.seen["released"] = True
 
 
@@ -55,6 +60,16 @@ class Manual(LanguageModel):
         self.automatic_optimization = False
 
 
+class Backward(LanguageModel):
+    def backward(self, loss):
+        loss.backward()
+
+
+class LooksBefore(LanguageModel):
+    def on_before_zero_grad(self, optimizer):
+        pass
+
+
 class Clips(LanguageModel):
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         pass
@@ -68,6 +83,8 @@ class Clips(LanguageModel):
         (LanguageModel, {"strategy": "ddp", "devices": 1}, "DDPStrategy"),
         (Manual, {}, "manual optimization"),
         (Clips, {}, "configure_gradient_clipping"),
+        (Backward, {}, "module's `backward`"),
+        (LooksBefore, {}, "on_before_zero_grad"),
     ],
 )
 def test_conflicts_are_refused_with_the_reason(module, kwargs, message):
@@ -85,3 +102,117 @@ def test_loops_that_split_or_repeat_batches_are_refused():
 
     with pytest.raises(ValueError, match="SplittingLoop"):
         fit([Install(), GradientRelease()])
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end"]
+)
+def test_callbacks_that_look_at_gradients_are_refused_before_a_weight_changes(hook):
+    class Looks(pl.Callback):
+        pass
+
+    setattr(Looks, hook, lambda self, trainer, pl_module, *args: [p.grad for p in pl_module.parameters()])
+    model = LanguageModel()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=f"`{hook}` of the callback Looks"):
+        trainer([GradientRelease(), Looks()]).fit(model, loader())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.model.transformer.h[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.transformer.h[0], optimizer, lr=0.05)
+
+
+def trained_only(module):
+    return torch.optim.SGD((p for p in module.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
+
+
+class Switch(pl.Callback):
+    """Freezes and unfreezes what the optimizer has."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pl_module.model.transformer.h[0].requires_grad_(trainer.global_step in (1, 2, 5))
+
+
+class Rebuild(pl.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            trainer.strategy.setup_optimizers(trainer)
+        elif trainer.current_epoch == 2:
+            group = trainer.optimizers[0].param_groups[0]
+            group.update(lr=0.03, params=group["params"][2:])
+
+
+@pytest.mark.parametrize("make", [Unfreeze, Switch, Rebuild])
+def test_parameters_that_come_and_go_are_stepped_and_clipped(make):
+    options = {
+        "max_steps": -1,
+        "max_epochs": 3,
+        "gradient_clip_val": 1e-3,
+        "gradient_clip_algorithm": "value",
+    }
+    plain = fit([make()], lambda: LanguageModel(trained_only), **options)
+    ours = fit([GradientRelease(), make()], lambda: LanguageModel(trained_only), **options)
+    assert torch.equal(torch.stack(ours.losses), torch.stack(plain.losses))
+    assert_same_weights(ours, plain)
+    assert not any(p._post_accumulate_grad_hooks for p in ours.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accumulate_grad_batches": 2}, "since this step, `accumulate_grad_batches=2`"),
+        ({"gradient_clip_val": 0.1}, "since this step, `gradient_clip_val=0.1` by norm"),
+    ],
+)
+def test_what_callbacks_schedule_is_refused_before_the_step_it_would_change(change, message):
+    class Schedule(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                pl_module.seen["before"] = copy.deepcopy(pl_module.state_dict())
+                for name, value in change.items():
+                    setattr(trainer, name, value)
+
+    model = LanguageModel()
+    with pytest.raises(ValueError, match=message):
+        trainer([GradientRelease(), Schedule()], max_steps=-1, max_epochs=2).fit(model, loader())
+    assert all(torch.equal(value, model.seen["before"][name]) for name, value in model.state_dict().items())
+
+
+class OwnBackward(LanguageModel):
+    """Its own gradients are cleared by a plain run."""
+
+    def training_step(self, batch, batch_idx):
+        self.model(input_ids=batch, labels=batch).loss.backward()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_backward_pass_in_training_step_is_refused_before_a_weight_changes():
+    model = OwnBackward()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="outside of the training loop's own"):
+        trainer([GradientRelease()]).fit(model, loader())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_hooks_around_the_step_are_refused():
+    def hooked(module):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(add_noise)
+        return optimizer
+
+    def add_noise(*_):
+        pass
+
+    with pytest.raises(ValueError, match="add_noise"):
+        fit([GradientRelease()], lambda: LanguageModel(hooked))
+
+
+def test_lbfgs_is_refused_before_training():
+    with pytest.raises(ValueError, match="LBFGS"):
+        fit([GradientRelease()], lambda: LanguageModel(lambda m: torch.optim.LBFGS(m.parameters())))

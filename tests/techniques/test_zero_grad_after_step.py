@@ -1,3 +1,5 @@
+from operator import attrgetter
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -5,6 +7,8 @@ import torch
 from lightning_memfit.fitting.step.callback import MicroBatching
 from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep
 from tests.techniques.runs import LanguageModel, assert_same_weights, fit
+
+gradient_of = attrgetter("grad")  # what a callback's own code may not say
 
 
 class Seen(pl.Callback):
@@ -18,7 +22,7 @@ class Seen(pl.Callback):
         self.before.append(any(p.grad is not None for p in pl_module.parameters()))
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.after.append(any(p.grad is not None for p in pl_module.parameters()))
+        self.after.append(any(gradient_of(p) is not None for p in pl_module.parameters()))
 
 
 @pytest.mark.parametrize("callbacks", [[], [MicroBatching(micro_batch_size=1)]], ids=["plain", "micro-batching"])
@@ -51,6 +55,52 @@ def test_hooks_are_gone_after_the_run():
     ours = fit([ZeroGradAfterStep()], LanguageModel)
     [optimizer] = ours.seen["trainer"].optimizers
     assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_train_batch_end"])
+@pytest.mark.parametrize("owner", ["module", "callback"])
+def test_refuses_code_that_would_find_no_gradients(hook, owner):
+    def look(self, *args):
+        print([p.grad for p in args[-1].parameters()])
+
+    looks = type("Looks", (pl.Callback if owner == "callback" else LanguageModel,), {hook: look})
+    module, callbacks = (LanguageModel, [looks()]) if owner == "callback" else (looks, [])
+    with pytest.raises(ValueError, match=rf"`{hook}`.*gradients are gone"):
+        fit([ZeroGradAfterStep(), *callbacks], module)
+
+
+def test_hooks_of_the_step_that_come_later_still_find_gradients():
+    class Hook(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            [optimizer] = trainer.optimizers
+            optimizer.register_step_post_hook(lambda *_: seen.append(gradient_of(pl_module.model.lm_head.weight)))
+
+    seen = []
+    fit([ZeroGradAfterStep(), Hook()], LanguageModel)
+    assert seen
+    assert all(gradient is not None for gradient in seen)
+
+
+def test_optimizers_that_are_rebuilt_are_followed():
+    class Rebuild(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            trainer.strategy.setup_optimizers(trainer)
+
+    seen = Seen()
+    ours = fit([ZeroGradAfterStep(), Rebuild(), seen], LanguageModel, max_steps=-1, max_epochs=2)
+    assert not any(seen.after)
+    assert_same_weights(ours, fit([Rebuild()], LanguageModel, max_steps=-1, max_epochs=2))
+
+
+class StepsTwice(LanguageModel):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(optimizer_closure)
+        optimizer.step()
+
+
+def test_refuses_a_second_step_with_the_same_gradients():
+    with pytest.raises(RuntimeError, match="stepped twice"):
+        fit([ZeroGradAfterStep()], StepsTwice)
 
 
 class OwnZeroGrad(LanguageModel):

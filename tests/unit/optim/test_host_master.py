@@ -65,9 +65,9 @@ def test_same_numbers_as_float32_weights_beside_a_bfloat16_copy(device, accumula
                 optimizer.zero_grad()
             backward(net, step * accumulate + micro_batch, device)
             assert all(p.grad is None for p in net.parameters())
-        host.wait()
         if clip:
-            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], clip)
+            with host.shown():
+                torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
         schedule.step()
     for p, master, weight in zip(net.parameters(), masters, weights, strict=True):
@@ -138,3 +138,93 @@ def test_refusals():
     optimizer.step()
     with pytest.raises(ValueError, match="states already"):
         HostMaster(optimizer)
+
+
+def test_closures_are_evaluated_with_the_weights_of_the_device():
+    """LBFGS moves the masters between evaluations, each of which must see them rounded."""
+
+    def train(net, parameters, rounded, host=None):
+        optimizer = torch.optim.LBFGS(parameters, lr=0.1, max_iter=4)
+        if host:
+            HostMaster(optimizer)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (rounded(net, inputs(0)).float() ** 2).mean()
+            loss.backward()
+            return loss
+
+        return [float(optimizer.step(closure)) for _ in range(3)]
+
+    def rounding(net, x):
+        return torch.func.functional_call(net, {n: p.bfloat16() for n, p in net.named_parameters()}, (x,))
+
+    plain, ours = model().float(), model()
+    expected = train(plain, plain.parameters(), rounding)
+    assert train(ours, ours.parameters(), lambda net, x: net(x), host=True) == expected
+    assert expected[-1] < expected[0]
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+
+
+def test_weights_that_are_unfrozen_or_added_are_followed():
+    net = model().requires_grad_(False)
+    net[2].requires_grad_(True)
+    optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1)
+    host = HostMaster(optimizer)
+    backward(net, 0)
+    optimizer.step()
+    net.requires_grad_(True)
+    backward(net, 1)  # before anyone tells the host, and accumulated afterwards
+    optimizer.add_param_group({"params": list(net[0].parameters())})
+    host.refresh()
+    assert all(p.grad is None for p in net.parameters())
+    backward(net, 2)
+    with host.shown():
+        assert all(p.grad.dtype is torch.float32 for p in net.parameters())
+    before = net[0].weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(net[0].weight, before)
+    assert host.num_parameters == 4
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (8, 16), (0,)])
+def test_a_single_changed_element_is_found(shape):
+    weight = nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+    other = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight, other], lr=0.1)
+    HostMaster(optimizer)
+    optimizer.step()
+    if weight.numel():
+        weight.data.view(-1)[-1] = 2.0
+        with pytest.raises(RuntimeError, match="written to by other code"):
+            optimizer.step()
+
+
+def test_weights_in_other_layouts_are_watched_too():
+    conv = nn.Conv2d(4, 6, 3).to(torch.bfloat16, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
+    HostMaster(optimizer)
+    conv(torch.ones(1, 4, 5, 5, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    conv.weight = nn.Parameter(conv.weight.detach())  # another parameter is none of its business
+    optimizer.step()
+    conv.bias.data = conv.bias.data.clone()
+    with pytest.raises(RuntimeError, match=r"of shape \(6,\)"):
+        optimizer.step()
+
+
+def test_loaded_states_stay_float32_and_one_optimizer_can_follow_another():
+    net, first = model(), None
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for _ in range(2)]
+    host = HostMaster(optimizers[0])
+    for optimizer in optimizers:
+        host.attach(optimizer)
+        if first is not None:
+            optimizer.load_state_dict(first)
+        backward(net, 0)
+        optimizer.step()
+        first = optimizer.state_dict()
+    state = optimizers[1].state[net[0].weight]
+    assert state["exp_avg"].dtype is torch.float32
+    assert state["step"] == 2
+    assert "zero_grad" not in vars(optimizers[0])

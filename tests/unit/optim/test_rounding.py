@@ -63,3 +63,23 @@ def test_stochastic_needs_no_state():
         Stochastic().store(Stochastic().load(weight, state) - 1e-5, weight, state, generator(0, step))
     assert not state
     assert weight.double().mean().item() == pytest.approx(0.999, abs=2e-4)
+
+
+def test_compensation_is_dropped_where_other_code_has_written():
+    weight, state, kahan = torch.ones(4, dtype=torch.bfloat16), {}, Kahan()
+    kahan.store(kahan.load(weight, state) - 1e-3, weight, state, generator())
+    assert (state["compensation"] != 0).all()
+    weight[:2] = torch.tensor([0.0, 1e-3])
+    values = kahan.load(weight, state)
+    assert torch.equal(values[:2], weight[:2].float())
+    torch.testing.assert_close(values[2:], torch.full((2,), 0.999), rtol=0, atol=1e-5)
+
+
+def test_compensation_always_belongs_to_the_weight_it_was_kept_for():
+    """No rounding of the kept part, not even on a tie or at a power of two, makes the sum round elsewhere."""
+    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), dtype=torch.int64, generator=torch.Generator().manual_seed(2))
+    values = torch.cat([bits.to(torch.int32).view(torch.float32), torch.arange(-4096.0, 4096.0) / 4096 + 1])
+    values = values[values.isfinite() & (values.abs() < 1e38)]
+    weight, state, kahan = torch.zeros_like(values, dtype=torch.bfloat16), {}, Kahan()
+    kahan.store(values.clone(), weight, state, generator())
+    assert torch.equal(kahan.load(weight, state), weight.float() + state["compensation"])
