@@ -237,6 +237,7 @@ def gathered(parameter: Any) -> Any:
 def _on_whole(func: Any, name: str, args: Any, kwargs: Any, changes: bool = False) -> Any:
     """Call a function with the logits themselves."""
     lazies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
+    changes |= name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
     for lazy in lazies:
         if lazy._whole is None:
             lazy.call.on_whole(lazy.call, name)
@@ -246,7 +247,11 @@ def _on_whole(func: Any, name: str, args: Any, kwargs: Any, changes: bool = Fals
                 relative.whole()  # as it is before the change, or a view of what changes
         lazy.call.is_changed |= changes
     args, kwargs = tree_map(lambda leaf: leaf.whole() if isinstance(leaf, LazyLogits) else leaf, (args, kwargs))
-    return func(*args, **kwargs)
+    before = [_version(lazy.whole()) for lazy in lazies]
+    result = func(*args, **kwargs)
+    if not changes and before != [_version(lazy.whole()) for lazy in lazies]:
+        raise ValueError(f"ChunkedLoss: `{name}` changes logits in place. Use a function that returns others.")
+    return result
 
 
 # --- operators that leave logits lazy ---------------------------------------------------------------------------------
@@ -302,8 +307,8 @@ def _child(
 
 def _stepped(
     source: LazyLogits, func: Any, args: Any, kwargs: Any, step: _Step, num_classes: int, extras: Any = ()
-) -> LazyLogits:
-    """The result of an operator that treats every token alike."""
+) -> LazyLogits | None:
+    """The result of an operator that treats every token alike; None if it isn't one tensor of the same shape."""
 
     def applied(value: Tensor) -> Tensor:
         given = [value if leaf is source else leaf for leaf in args]
@@ -312,8 +317,10 @@ def _stepped(
 
     sample = _sample(source)
     given = [sample if leaf is source else leaf for leaf in args]
-    dtype = func(*given, **kwargs).dtype
-    return _child(source, source.places, source.class_dim, dtype, applied, num_classes, (step,), tuple(extras))
+    result = func(*given, **kwargs)
+    if not isinstance(result, Tensor) or result.ndim != source.ndim:
+        return None
+    return _child(source, source.places, source.class_dim, result.dtype, applied, num_classes, (step,), tuple(extras))
 
 
 class _PerToken:
@@ -495,8 +502,8 @@ def _cross_entropy(
     learns = torch.is_grad_enabled() and logits.requires_grad
     with torch.set_grad_enabled(learns), call.autocast():
         parts = _Parts(logits)
-        total = parts.loss(hidden, placed, ignore_index, call.num_chunks, label_smoothing)
         call.on_loss(call, lambda: parts.difference(hidden, placed, ignore_index, label_smoothing))
+        total = parts.loss(hidden, placed, ignore_index, call.num_chunks, label_smoothing)
         if reduction == "mean":
             total = total / (target != ignore_index).sum().clamp(min=1)
         return total.to(dtype)
@@ -558,11 +565,17 @@ class _Parts:
                 logits = step(logits)
         return logits
 
-    def loss(self, hidden: Tensor, target: Tensor, ignore_index: int, num_chunks: int, smoothing: float) -> Tensor:
-        """Sum over the tokens that count."""
+    def loss(
+        self, hidden: Tensor, target: Tensor, ignore_index: int, num_chunks: int, smoothing: float, learns: bool = True
+    ) -> Tensor:
+        """Sum over the tokens that count, with gradients of the head if it learns."""
         if self.weight is not None and not self.steps:
-            return linear_cross_entropy(hidden, self.weight, target, self.bias, ignore_index, num_chunks, smoothing)
-        return chunked_cross_entropy(self.logits_of, hidden, self.learning, target, ignore_index, num_chunks, smoothing)
+            weight, bias = self.weight, self.bias
+            if not learns:
+                weight, bias = weight.detach(), None if bias is None else bias.detach()
+            return linear_cross_entropy(hidden, weight, target, bias, ignore_index, num_chunks, smoothing)
+        learning = self.learning if learns else []
+        return chunked_cross_entropy(self.logits_of, hidden, learning, target, ignore_index, num_chunks, smoothing)
 
     @torch.enable_grad()
     def difference(self, hidden: Tensor, target: Tensor, ignore_index: int, smoothing: float) -> str | None:
@@ -576,7 +589,7 @@ class _Parts:
             inputs = few.clone().requires_grad_()
             with saved_here():
                 if chunked:
-                    loss = self.loss(inputs[None], labels[None], ignore_index, 2, smoothing)
+                    loss = self.loss(inputs[None], labels[None], ignore_index, 2, smoothing, learns=False)
                 else:
                     logits = self.logits_of(inputs)
                     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
