@@ -229,6 +229,7 @@ class CausalLM(pl.LightningModule):
     ) -> None:
         loss = self._loss(batch)
         predicted = self._num_predicted(batch["labels"])
+        loss = torch.where(predicted > 0, loss, 0.0)  # the mean over no tokens is NaN, and would stay in the metrics
         mean.update(loss, predicted)
         perplexity.update(loss, predicted)
         size = batch["input_ids"].shape[0]

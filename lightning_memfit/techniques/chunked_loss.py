@@ -1,14 +1,15 @@
-"""`ChunkedLoss`: the loss of a Hugging Face causal language model, computed without ever holding all logits."""
+"""`ChunkedLoss`: the loss of a Hugging Face language model, computed without ever holding all logits."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_memfit.profile.record import ModelProfile
@@ -17,14 +18,14 @@ from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, is_causal_lm
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
-from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy
+from lightning_memfit.techniques.lazy_logits import HeadCall
 
 
 class ChunkedLoss(TechniqueCallback):
-    """Compute head and loss together in chunks, wherever a causal language model is called with `labels`.
+    """Compute head and cross-entropy together in chunks, wherever one is taken of a language model's logits.
 
-    The model's output is complete except for `logits`, which is then None; without labels nothing changes. Loss and
-    gradients are exact up to the order of additions.
+    Logits are made whole where anything else reads them. Loss and gradients are exact up to the order of additions, but
+    a batch in which no token counts has the loss 0, where torch has NaN.
 
     Args:
         num_chunks: The sequence is cut into this many chunks, of which one has logits at a time.
@@ -38,6 +39,8 @@ class ChunkedLoss(TechniqueCallback):
         if num_chunks < 1:
             raise ValueError(f"`num_chunks={num_chunks}` must be at least 1.")
         self.num_chunks = num_chunks
+        self._heads: list[_ChunkedHead] = []
+        self._has_begun = False
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -52,15 +55,34 @@ class ChunkedLoss(TechniqueCallback):
         def configure(inner: Callable[[], Any]) -> None:
             inner()
             models = find_causal_models(pl_module)
-            for model in models:
-                self.on_restore(chunk_loss(model, self.num_chunks))
+            for group in _by_head(models):
+                self._heads.append(_ChunkedHead(group, self.num_chunks))
+                self.on_restore(self._heads[-1].restore)
             self.announce(f"loss of {', '.join(type(model).__name__ for model in models)} computed in chunks")
 
+        self._has_begun = False
+        self.on_restore(self._heads.clear)
         self.on_restore(wrap_method(pl_module, "configure_model", configure))
 
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """Say so if the first batch had no loss of logits at all."""
+        if self._heads and not self._has_begun and not any(head.num_losses for head in self._heads):
+            rank_zero_warn(
+                f"ChunkedLoss: no loss was computed in chunks, as {type(pl_module).__name__} is compiled or took "
+                "no cross-entropy of the logits of a Hugging Face model. Leave ChunkedLoss out if it never does."
+            )
+        self._has_begun = True
 
-def find_causal_models(module: nn.Module) -> list[nn.Module]:
-    """Hugging Face causal language models in a module.
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Refuse a module that makes logits for something else than a loss that can be had in chunks."""
+        for head in self._heads:
+            head.check_served()
+
+
+def find_causal_models(module: nn.Module) -> list[Any]:
+    """Hugging Face language models in a module.
 
     Raises:
         ValueError: If there is none.
@@ -68,132 +90,209 @@ def find_causal_models(module: nn.Module) -> list[nn.Module]:
     models = [child for child in module.modules() if is_causal_lm(child)]
     if not models:
         raise ValueError(
-            f"{type(module).__name__} holds no Hugging Face causal language model (a PreTrainedModel with an "
-            "nn.Linear head and the standard loss `ForCausalLMLoss`). Leave ChunkedLoss out, or call "
-            "`linear_cross_entropy` yourself."
+            f"{type(module).__name__} holds no Hugging Face causal language model or encoder-decoder (PreTrainedModel "
+            "with one linear output head). Leave ChunkedLoss out, or call `linear_cross_entropy` "
+            "yourself."
         )
     return models
 
 
 def chunk_loss(model: Any, num_chunks: int = 8) -> Callable[[], None]:
-    """Make a Hugging Face causal language model compute its loss in chunks, and return a function that undoes this.
-
-    Its head passes on the hidden states, and its loss function takes them as they are. If the model changes them in
-    between (logits soft-capped or scaled), an error says so.
-    """
-    chunked = _ChunkedModel(model, num_chunks)
-    hooks = [
-        model.register_forward_pre_hook(chunked.before, with_kwargs=True),
-        model.register_forward_hook(chunked.after),
-    ]
-    unwrap = wrap_method(chunked.head, "forward", chunked.run_head)
-    had_loss = vars(model).get("_loss_function")
-    model._loss_function = chunked.loss  # the attribute behind the setter of `loss_function`
-
-    def restore() -> None:
-        for hook in hooks:
-            hook.remove()
-        unwrap()
-        del model._loss_function
-        if had_loss is not None:
-            model._loss_function = had_loss
-
-    return restore
+    """Make a Hugging Face language model compute its loss in chunks, and return a function that undoes this."""
+    return _ChunkedHead([model], num_chunks).restore
 
 
-class _ChunkedModel:
-    """State that one model's hooks share during a call."""
+def _by_head(models: Sequence[Any]) -> list[list[Any]]:
+    """Group models that share a head, as an encoder-decoder does with its decoder."""
+    groups: dict[int, list[Any]] = {}
+    for model in models:
+        groups.setdefault(id(model.get_output_embeddings()), []).append(model)
+    return list(groups.values())
 
-    def __init__(self, model: Any, num_chunks: int) -> None:
-        self.head: nn.Linear = model.get_output_embeddings()
-        self.name = type(model).__name__
-        self.whole_loss = model.loss_function
-        self.signature = inspect.signature(type(model).forward)
+
+@dataclass
+class _Call:
+    """A running call of a model."""
+
+    model: Any
+    has_labels: bool
+    num_losses: int = 0
+
+
+class _ChunkedHead:
+    """A head whose output is lazy, and the models that call it."""
+
+    def __init__(self, models: Sequence[Any], num_chunks: int) -> None:
+        self.name = type(models[0]).__name__
         self.num_chunks = num_chunks
-        self.hidden: Tensor | None = None
-        self.is_chunking = False
-        self.is_done = False
+        self.head: nn.Module = models[0].get_output_embeddings()
+        self.calls: list[_Call] = []
+        self.num_lazy = 0
+        self.num_losses = 0
+        self.is_compared = False
+        self.has_warned = False
+        self.last_reader = ""
+        self.is_plain = type(self.head) is nn.Linear and "forward" not in vars(self.head)
+        self._undo: list[Callable[[], object]] = [wrap_method(self.head, "forward", self._run_head)]
+        for model in models:
+            signature = inspect.signature(type(model).forward)
+            before = _Before(self, signature)
+            self._undo.append(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self._undo.append(model.register_forward_hook(self._after, always_call=True).remove)
 
-    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Chunk the calls that have labels."""
+    def restore(self) -> None:
+        """Undo all changes."""
+        while self._undo:
+            self._undo.pop()()
+
+    # --- around the model -------------------------------------------------------------------------------------------
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self.calls:
+            return
+        call = self.calls.pop()
+        if output is None or not call.has_labels or call.num_losses or not (model.training and torch.is_grad_enabled()):
+            return
+        loss = getattr(output, "loss", None)
+        loss = output[0] if loss is None and isinstance(output, tuple) else loss
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            reason = "is compiled, or does not compute its loss as a cross-entropy of its head's output"
+            raise ValueError(
+                self._refusal(reason, "Compile its blocks alone, or leave ChunkedLoss out for this model.")
+            )
+
+    # --- around the head --------------------------------------------------------------------------------------------
+
+    def _run_head(self, inner: Callable[..., Any], hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return lazy logits where they may be for a loss."""
+        has_labels = any(call.has_labels for call in self.calls)
+        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or has_labels):
+            return inner(hidden, *args, **kwargs)
+        if not isinstance(hidden, Tensor) or hidden.ndim == 0 or hasattr(hidden, "full_tensor") or not hidden.numel():
+            return inner(hidden, *args, **kwargs)
+        linear = self.head if self.is_plain and isinstance(self.head, nn.Linear) else None
+        if linear is None or type(linear.weight.data) is not Tensor:
+            linear = linear if linear is not None and _is_known(linear.weight) else None
+        learns = torch.is_grad_enabled() and self.head.training
+        if learns:
+            self._check_head(linear)
+        parameters = list(self.head.parameters())
+        call = HeadCall(
+            lambda rows: inner(rows, *args, **kwargs),
+            hidden,
+            linear,
+            parameters,
+            self.num_chunks,
+            self._on_whole,
+            self._on_loss,
+        )
+        self.num_lazy += learns
+        return call.lazy()
+
+    def _check_head(self, linear: nn.Linear | None) -> None:
+        """Refuse a head whose output in chunks is not its output.
+
+        Raises:
+            ValueError: If its gradient is hooked, it draws random numbers, or it is divided among ranks.
+        """
+        head = self.head
+        if head._backward_hooks or head._backward_pre_hooks:
+            raise ValueError(self._refusal("has a head with hooks on its gradients, which never exist"))
+        if linear is not None:
+            return
+        for part in head.modules():
+            if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
+                raise ValueError(
+                    self._refusal(
+                        f"has a head with dropout ({part.p}), which would differ in chunks",
+                        "Adapt all but the head, set the dropout to 0, or leave ChunkedLoss out.",
+                    )
+                )
+        if any(hasattr(parameter, "full_tensor") for parameter in head.parameters()):
+            raise ValueError(self._refusal(f"has a {type(head).__name__} for a head, divided among ranks"))
+
+    def _on_whole(self, call: HeadCall, reader: str) -> None:
+        """Called before logits are made whole."""
+        if not (call.with_gradients and self.head.training):
+            return
+        self.last_reader = reader
+        if any(running.has_labels for running in self.calls):
+            raise ValueError(
+                self._refusal(f"applies `{reader}` to its logits before the loss, which can't be done in chunks")
+            )
+        if not self.has_warned:
+            self.has_warned = True
+            rank_zero_warn(
+                f"ChunkedLoss: `{reader}` reads the logits of {self.name} while training, so that they exist whole. "
+                "Numbers are right, but memory is not saved: read them in `validation_step` alone."
+            )
+
+    def _on_loss(self, call: HeadCall, difference: Callable[[], str | None]) -> None:
+        """Called when a loss was computed; compare the first with plain torch, on a few tokens."""
+        self.num_losses += call.with_gradients and self.head.training
+        for running in self.calls:
+            running.num_losses += 1
+        if self.is_compared or not call.with_gradients or not _has_values(call.hidden):
+            return
+        found = difference()
+        if found:
+            raise ValueError(
+                self._refusal(f"has a head ({type(self.head).__name__}) whose output in chunks is another: {found}")
+            )
+        self.is_compared = found is not None
+
+    def check_served(self) -> None:
+        """Refuse to train if all logits were made, and no loss in chunks.
+
+        Raises:
+            MisconfigurationException: If so.
+        """
+        if self.num_lazy and not self.num_losses and self.last_reader:
+            raise MisconfigurationException(
+                self._refusal(
+                    f"is not trained on a cross-entropy of its logits (`{self.last_reader}` read them first), "
+                    "so that nothing was computed in chunks"
+                )
+            )
+
+    def _refusal(self, reason: str, fix: str = "Leave ChunkedLoss out for this model.") -> str:
+        return f"ChunkedLoss: {self.name} {reason}. {fix}"
+
+
+class _Before:
+    """Notes that a model is called, and whether with labels."""
+
+    def __init__(self, head: _ChunkedHead, signature: inspect.Signature) -> None:
+        self.head = head
+        self.signature = signature
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = self.signature.bind_partial(model, *args, **kwargs).arguments
         given = {**given, **given.get("kwargs", {})}
-        self.is_chunking = given.get("labels") is not None
-        self.is_done = False
-        if self.is_chunking and given.get("return_dict") is False:
-            raise ValueError(
-                f"{self.name} was called with `return_dict=False`, but ChunkedLoss has no logits to return. "
-            )
-
-    def run_head(self, inner: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """Keep the hidden states instead of making logits."""
-        if not self.is_chunking:
-            return inner(hidden)
-        self.hidden = hidden
-        return hidden
-
-    def loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
-        """Replace `ForCausalLMLoss` of transformers."""
-        hidden, self.hidden = self.hidden, None
-        if not self.is_chunking:
-            whole: Tensor = self.whole_loss(logits, labels, vocab_size, **kwargs)
-            return whole
-        if logits is not hidden:
-            raise ValueError(
-                f"{self.name} changes its logits between head and loss (soft-capping or scaling), which ChunkedLoss "
-                "cannot follow. Leave it out for this model."
-            )
-        self.is_done = True
-        weight, bias = _whole(self.head.weight), _whole(self.head.bias)
-        return causal_loss(hidden, labels, weight, bias, self.num_chunks, **kwargs)
-
-    def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Remove the hidden states from the output's `logits`."""
-        if not self.is_chunking:
-            return output
-        self.is_chunking = False
-        if not self.is_done:
-            raise ValueError(f"{self.name} did not call its `loss_function`. Leave ChunkedLoss out for this model.")
-        return type(output)(**{key: value for key, value in output.items() if key != "logits"})
+        labels = given.get("labels")
+        self.head.calls.append(_Call(model, labels is not None))
+        items = kwargs.get("num_items_in_batch")
+        if not isinstance(labels, Tensor) or items is None:
+            return None
+        return args, {**kwargs, "num_items_in_batch": _at_least_one(items, labels)}
 
 
-def _whole(parameter: Any) -> Any:
-    """Gather a parameter that tensor parallelism divides while the head doesn't run."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+def _at_least_one(num_items: Any, labels: Tensor) -> Any:
+    """Divide a sum over no tokens by 1, not by 0."""
+    if not isinstance(num_items, Tensor):
+        return 1 if num_items == 0 and not bool((labels != -100).any()) else num_items
+    return num_items + ((num_items == 0) & ~(labels != -100).any().to(num_items.device)).to(num_items.dtype)
 
 
-def causal_loss(
-    hidden: Tensor,
-    labels: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    num_chunks: int = 8,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Loss of next-token prediction, with the arguments of `transformers.loss.loss_utils.ForCausalLMLoss`.
+def _is_known(weight: Tensor) -> bool:
+    """Whether a weight is an ordinary tensor, perhaps divided among ranks or fake, and not quantized."""
+    return type(weight) is nn.Parameter or hasattr(weight, "full_tensor") or not _has_values(weight)
 
-    Args:
-        hidden: `(batch, length, width)`, the inputs of the head.
-        labels: `(batch, length)`; position t is predicted from t-1.
-        weight: Weight of the head, `(vocabulary, width)`.
-        bias: Bias of the head.
-        num_chunks: See `linear_cross_entropy`.
-        num_items_in_batch: Divide the sum by this instead of by the tokens that count.
-        ignore_index: Labels that do not count.
-        shift_labels: Labels that are shifted already, used instead of `labels`.
-    """
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    target = shift_labels.reshape(hidden.shape[:2]).to(hidden.device)
-    total = linear_cross_entropy(hidden, weight, target, bias, ignore_index, num_chunks)
-    if num_items_in_batch is None:
-        return total / (target != ignore_index).sum()
-    if torch.is_tensor(num_items_in_batch):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+
+def _has_values(tensor: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 _ZERO_3 = (
@@ -208,8 +307,8 @@ def unsupported(run: Run, options: Options) -> str | None:
         return _ZERO_3
     if run.facts.causal_lm is False:
         return (
-            "the module holds no Hugging Face causal language model with the standard loss. Leave ChunkedLoss out, or "
-            "call `linear_cross_entropy` yourself."
+            "the module holds no Hugging Face causal language model or encoder-decoder. Leave ChunkedLoss out, or call "
+            "`linear_cross_entropy` yourself."
         )
     return None
 

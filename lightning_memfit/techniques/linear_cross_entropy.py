@@ -1,14 +1,17 @@
-"""Cross-entropy of a linear head, computed in chunks of positions, so that all logits never exist at once.
+"""Cross-entropy of a head's logits, computed in chunks of positions, so that all logits never exist at once.
 
 The gradients of a chunk are computed in the forward pass, while its logits exist (as in Liger Kernel, Hsu et al., 2024,
 arXiv 2410.10989): nothing is recomputed. `F.linear_cross_entropy` of torch 2.13 does the same, but it is missing from
 the older versions supported here and does not follow autocast.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -20,11 +23,13 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     num_chunks: int = 8,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Sum of `cross_entropy(linear(hidden, weight, bias).float(), target)` over the tokens that count.
 
     Loss and gradients equal those of the whole computation up to the order of additions. Autocast is followed. The
-    gradient of `weight` is accumulated in the weight's dtype. One backward pass per call; no second derivatives.
+    gradient of `weight` is accumulated in the weight's dtype. One backward pass per call; no second derivatives. If no
+    token counts, loss and gradients are zero.
 
     Args:
         hidden: `(batch, length, width)`.
@@ -34,9 +39,10 @@ def linear_cross_entropy(
         ignore_index: Tokens with this target do not count.
         num_chunks: The length is cut into this many chunks, of which one has logits at a time. Because the cut is along
             the length, what a step allocates stays proportional to the batch.
+        label_smoothing: As in `F.cross_entropy`.
 
     Returns:
-        A float32 scalar.
+        A scalar in float32; in float64 if the inputs are.
 
     Raises:
         ValueError: If a shape does not fit or `num_chunks` is less than 1.
@@ -46,13 +52,58 @@ def linear_cross_entropy(
             f"`hidden` {tuple(hidden.shape)}, `weight` {tuple(weight.shape)} and `target` {tuple(target.shape)} must "
             "be (batch, length, width), (classes, width) and (batch, length)."
         )
-    if num_chunks < 1:
-        raise ValueError(f"`num_chunks={num_chunks}` must be at least 1.")
-    chunk_length = -(-hidden.shape[1] // num_chunks)
     result: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, target, ignore_index, chunk_length, torch.is_grad_enabled()
+        hidden,
+        weight,
+        bias,
+        target,
+        ignore_index,
+        _chunk_length(hidden, num_chunks),
+        label_smoothing,
+        torch.is_grad_enabled(),
     )
     return result
+
+
+def chunked_cross_entropy(
+    logits_of: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    parameters: Sequence[Tensor],
+    target: Tensor,
+    ignore_index: int = -100,
+    num_chunks: int = 8,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """As `linear_cross_entropy`, for any head: a function from `(tokens, width)` to logits, `(tokens, classes)`.
+
+    Args:
+        logits_of: The head. Each token's logits must depend on that token alone, and draw no random numbers.
+        hidden: `(batch, length, width)`.
+        parameters: The tensors that the head uses and that get gradients.
+        target: `(batch, length)`, integers.
+        ignore_index: Tokens with this target do not count.
+        num_chunks: See `linear_cross_entropy`.
+        label_smoothing: As in `F.cross_entropy`.
+
+    Raises:
+        ValueError: If `num_chunks` is less than 1.
+    """
+    length = _chunk_length(hidden, num_chunks)
+    result: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits_of, target, ignore_index, length, label_smoothing, torch.is_grad_enabled(), hidden, *parameters
+    )
+    return result
+
+
+def saved_here() -> AbstractContextManager[Any]:
+    """Save tensors for a backward pass that follows at once, past activation checkpointing or offloading around it."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _chunk_length(hidden: Tensor, num_chunks: int) -> int:
+    if num_chunks < 1:
+        raise ValueError(f"`num_chunks={num_chunks}` must be at least 1.")
+    return max(1, -(-hidden.shape[1] // num_chunks))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -66,25 +117,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         ignore_index: int,
         chunk_length: int,
+        label_smoothing: float,
         with_gradients: bool,
     ) -> Tensor:
         device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        is_cast = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
+        dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
         needed = [with_gradients and need for need in ctx.needs_input_grad[:3]]
         parameters = (hidden, weight, bias)
         gradients = [
             torch.zeros_like(value) if need and value is not None else None
             for need, value in zip(needed, parameters, strict=True)
         ]
-        total = hidden.new_zeros((), dtype=torch.float32)
+        exact = _at_least_float32(dtype)
+        total = hidden.new_zeros((), dtype=exact)
         with torch.autocast(device, enabled=False):
             head = weight.to(dtype)
             offset = None if bias is None else bias.to(dtype)
             for start in range(0, hidden.shape[1], chunk_length):
                 columns = slice(start, start + chunk_length)
                 inputs = hidden[:, columns].reshape(-1, hidden.shape[2]).to(dtype)
-                logits = F.linear(inputs, head, offset).float()
-                total += _loss_to_gradient(logits, target[:, columns].reshape(-1), ignore_index)
+                logits = F.linear(inputs, head, offset).to(exact)
+                total += _loss_to_gradient(logits, target[:, columns].reshape(-1), ignore_index, label_smoothing)
                 _accumulate(gradients, logits, inputs, head, columns)
                 del logits  # or two chunks' logits would be alive at a time
         ctx.gradients = gradients
@@ -92,25 +146,92 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @override
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("The gradients of linear_cross_entropy were used up by the first backward pass.")
-        gradients, ctx.gradients = ctx.gradients, None
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.mul_(grad_outputs[0])
-        return (*gradients, None, None, None, None)
+        return (*_scaled(ctx, grad_outputs[0]), None, None, None, None, None)
 
 
-def _loss_to_gradient(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Return the summed loss and turn `logits` into its gradient, softmax minus one-hot, in place."""
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        logits_of: Callable[[Tensor], Tensor],
+        target: Tensor,
+        ignore_index: int,
+        chunk_length: int,
+        label_smoothing: float,
+        with_gradients: bool,
+        hidden: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        needed = [with_gradients and need for need in ctx.needs_input_grad[6:]]
+        gradients = [
+            torch.zeros_like(value) if need else None for need, value in zip(needed, (hidden, *parameters), strict=True)
+        ]
+        total: Tensor | None = None
+        for start in range(0, hidden.shape[1], chunk_length):
+            columns = slice(start, start + chunk_length)
+            inputs = hidden[:, columns].reshape(-1, hidden.shape[2]).detach().requires_grad_(needed[0])
+            with torch.set_grad_enabled(any(needed)), saved_here():
+                logits = logits_of(inputs)
+            slope = logits.detach().to(_at_least_float32(logits.dtype), copy=True)
+            loss = _loss_to_gradient(slope, target[:, columns].reshape(-1), ignore_index, label_smoothing)
+            total = loss if total is None else total + loss
+            if logits.requires_grad:
+                sources = [v for v, need in zip((inputs, *parameters), needed, strict=True) if need]
+                found = iter(torch.autograd.grad(logits, sources, slope.to(logits.dtype), allow_unused=True))
+                for i, gradient in enumerate(gradients):
+                    part = None if gradient is None else next(found)
+                    if gradient is None or part is None:
+                        continue
+                    place = gradient[:, columns] if i == 0 else gradient
+                    place += part.view(place.shape)
+            del logits, slope
+        ctx.gradients = gradients
+        return hidden.new_zeros((), dtype=_at_least_float32(hidden.dtype)) if total is None else total
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, None, None, None, None, *_scaled(ctx, grad_outputs[0]))
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _scaled(ctx: Any, factor: Tensor) -> list[Tensor | None]:
+    if ctx.gradients is None:
+        raise RuntimeError("The gradients of linear_cross_entropy were used up by the first backward pass.")
+    gradients: list[Tensor | None] = ctx.gradients
+    ctx.gradients = None
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(factor)
+    return gradients
+
+
+def _loss_to_gradient(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float = 0.0) -> Tensor:
+    """Return the summed loss and turn `logits` into its gradient in place.
+
+    The gradient is softmax minus the target's distribution: one-hot, or with label smoothing (Szegedy et al., 2016,
+    arXiv 1512.00567) `1 - smoothing` of that and the rest spread over all classes.
+    """
     counts = (target != ignore_index).unsqueeze(1)
     index = torch.where(counts, target.unsqueeze(1), 0)
     maximum = logits.amax(dim=1, keepdim=True)
     right = logits.gather(1, index)
+    if smoothing:
+        right = (1 - smoothing) * right + smoothing * logits.mean(dim=1, keepdim=True)
     sums = logits.sub_(maximum).exp_().sum(dim=1, keepdim=True)
     losses = sums.log() + maximum - right
-    logits.div_(sums).scatter_add_(1, index, torch.full_like(right, -1.0)).mul_(counts)
+    logits.div_(sums)
+    if smoothing:
+        logits.sub_(smoothing / logits.shape[1])
+    logits.scatter_add_(1, index, torch.full_like(right, smoothing - 1.0))
+    logits.masked_fill_(~counts, 0.0)  # a factor of 0 would leave the NaN of a token that doesn't count
     return torch.where(counts, losses, 0.0).sum()
 
 

@@ -1,15 +1,27 @@
 import copy
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
+from lightning_memfit import MicroBatching
+from lightning_memfit.adapters.quantized import QuantizedLinear
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.chunked_loss import ChunkedLoss, chunk_loss, find_causal_models
+from tests.helpers.trainers import fit_on_two_ranks, quiet_trainer
+from tests.techniques.chunked_models import MODELS, build
 from tests.techniques.runs import LanguageModel, fit
-from tests.unit.checkpointing.models import bert, gpt2, make
+from tests.unit.checkpointing.models import gpt2, make, vit
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+IDS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(5))
 
 
 def run(model, batch, **kwargs):
@@ -17,9 +29,20 @@ def run(model, batch, **kwargs):
     output = model(**batch, **kwargs)
     model.zero_grad()
     output.loss.backward()
-    return output, [p.grad.clone() for p in model.parameters()]
+    return output, [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
+def assert_close(ours, theirs, rtol=1e-4, atol=1e-6):
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:ChunkedLoss. `close`")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("arguments", [{}, {"num_items_in_batch": 11}, {"num_items_in_batch": torch.tensor(11)}])
 def test_loss_gradients_and_output(name, arguments):
@@ -32,96 +55,196 @@ def test_loss_gradients_and_output(name, arguments):
     restore = chunk_loss(model, num_chunks=5)
     output, gradients = run(model, batch, output_hidden_states=True, **arguments)
     assert type(output) is type(expected)
-    assert output.logits is None
+    assert output.keys() == expected.keys()
     assert torch.equal(output.hidden_states[-1], expected.hidden_states[-1])
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
-    for ours, theirs in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert_close(gradients, expected_gradients)
     restore()
     assert {path: set(vars(module)) for path, module in model.named_modules()} == before
     assert not model._forward_hooks
+    assert not model._forward_pre_hooks
     assert torch.equal(run(model, batch, **arguments)[0].logits, expected.logits)
 
 
-def test_shifted_labels():
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model(name):
+    """Encoder-decoders, soft caps, scales, biases, log-softmax: each gets to its loss in its own way."""
+    model, batch = build(name)
+    expected, expected_gradients = run(model, batch)
+    restore = chunk_loss(model, 3)
+    output, gradients = run(model, batch)
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
+    assert_close(gradients, expected_gradients, rtol=1e-3)
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    output, gradients = run(model, nothing)
+    assert output.loss == 0
+    assert not any(gradient.any() for gradient in gradients if gradient is not None)
+    model.eval()
+    with torch.no_grad():
+        output = model(**batch)
+        restore()
+        expected = model(**batch)
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=0)
+
+
+def test_other_ways_to_give_labels():
     model, batch = make("gpt2")
-    shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[..., 1:].contiguous()
+    shifted = F.pad(batch["labels"], (0, 1), value=-100)[..., 1:].contiguous()
     expected, _ = run(copy.deepcopy(model), batch, shift_labels=shifted)
     chunk_loss(model)
     torch.testing.assert_close(run(model, batch, shift_labels=shifted)[0].loss, expected.loss)
+    model.eval()
+    by_position = model(batch["input_ids"], *[None] * 7, batch["labels"])
+    loss, *_ = model(**batch, return_dict=False)
+    torch.testing.assert_close(by_position.loss, model(**batch).loss)
+    torch.testing.assert_close(loss, by_position.loss)
 
 
-def test_without_labels_there_are_logits():
+def test_evaluation_has_logits():
     model, batch = make("gpt2")
     model.eval()
-    expected = model(batch["input_ids"]).logits
-    chunk_loss(model)
-    assert torch.equal(model(batch["input_ids"]).logits, expected)
-    assert model(**batch).logits is None
+    with torch.no_grad():
+        expected = model(**batch)
+        chunk_loss(model)
+        output = model(**batch)
+        assert torch.equal(output.logits, expected.logits)
+        assert torch.equal(output.logits.argmax(-1), expected.logits.argmax(-1))
+        assert type(model(batch["input_ids"]).logits) is torch.Tensor
     assert model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape == (2, 18)
 
 
-def test_labels_given_by_position():
-    model, batch = make("gpt2")
-    model.eval()
-    expected = model(**batch).loss
-    chunk_loss(model)
-    output = model(batch["input_ids"], *[None] * 7, batch["labels"])
-    assert output.logits is None
-    torch.testing.assert_close(output.loss, expected)
+def adapted(dropout):
+    def change(model):
+        from peft import LoraConfig, get_peft_model
+
+        get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn", "lm_head"], lora_dropout=dropout))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.2)
+
+    return change
 
 
-def test_logits_that_are_changed_before_the_loss_are_refused():
-    from transformers import Gemma2Config, Gemma2ForCausalLM
+def head_of(make_head):
+    def change(model):
+        model.lm_head = make_head()
 
-    config = Gemma2Config(
-        num_hidden_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
-        intermediate_size=32, vocab_size=64, final_logit_softcapping=30.0, use_cache=False,
-    )  # fmt: skip
-    model = Gemma2ForCausalLM(config)
-    chunk_loss(model)
-    ids = torch.ones(1, 8, dtype=torch.long)
-    with pytest.raises(ValueError, match="soft-capping"):
-        model(input_ids=ids, labels=ids)
+    return change
+
+
+def frozen(model):
+    model.requires_grad_(False)
+    model.transformer.wpe.requires_grad_(True)
+
+
+def normed(model):
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+
+
+class OfAllTokens(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden - hidden.mean(dim=tuple(range(hidden.ndim - 1)), keepdim=True))
+
+
+class Noisy(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(F.dropout(hidden, 0.3))
+
+
+HEADS = {
+    "bias": head_of(lambda: nn.Linear(32, 64)),
+    "frozen": frozen,
+    "4 bits": head_of(lambda: QuantizedLinear(nn.Linear(32, 64), 4)),
+    "8 bits": head_of(lambda: QuantizedLinear(nn.Linear(32, 64), 8)),
+    "adapter": adapted(0.0),
+    "weight norm": normed,
+}
+
+
+def changed(change):
+    torch.manual_seed(0)
+    model = gpt2(**NO_DROPOUT).train()
+    change(model)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
+@pytest.mark.parametrize("name", HEADS)
+def test_other_heads(name):
+    if name == "4 bits":
+        pytest.importorskip("bitsandbytes")
+    model = changed(HEADS[name])
+    batch = {"input_ids": IDS, "labels": IDS}
+    expected, expected_gradients = run(copy.deepcopy(model), batch)
+    chunk_loss(model, 3)
+    output, gradients = run(model, batch)
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
+    assert_close(gradients, expected_gradients, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("change", [lambda model: None, adapted(0.0)])
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
+def test_autocast(dtype, change):
+    model = changed(change)
+    batch = {"input_ids": IDS, "labels": IDS}
+    with torch.autocast("cpu", dtype):
+        expected, expected_gradients = run(copy.deepcopy(model), batch)
+        chunk_loss(model, 3)
+        output, gradients = run(model, batch)
+    assert output.loss.dtype is expected.loss.dtype
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=0)
+    assert_close(gradients, expected_gradients, rtol=5e-2, atol=4e-3)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_activation_checkpointing(reentrant):
+    model = gpt2(**NO_DROPOUT).train()
+    expected, expected_gradients = run(copy.deepcopy(model), {"input_ids": IDS, "labels": IDS})
+    chunk_loss(model, 3)
+    embedded = lambda e: model(inputs_embeds=e, labels=IDS).loss  # noqa: E731
+    loss = checkpoint(embedded, model.transformer.wte(IDS), use_reentrant=reentrant)
+    loss.backward()
+    torch.testing.assert_close(loss, expected.loss)
+    assert_close([p.grad for p in model.parameters()], expected_gradients)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (head_of(lambda: OfAllTokens(32, 64)), "OfAllTokens"),
+        (head_of(lambda: Noisy(32, 64)), "Noisy"),
+        (adapted(0.1), r"dropout \(0.1\)"),
+        (lambda model: model.lm_head.register_full_backward_hook(lambda *args: None), "hooks on its gradients"),
+        (lambda model: setattr(model, "_loss_function", token_weighted), "`cross_entropy`"),
+        (lambda model: setattr(model, "_loss_function", another_loss), "`sum` to its logits"),
+        pytest.param(lambda model: model.compile(backend="eager"), "is compiled", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_not_exact_is_refused(change, reason):
+    model = changed(change)
+    chunk_loss(model, 3)
+    with pytest.raises(ValueError, match=f"ChunkedLoss: GPT2LMHeadModel .*{reason}"):
+        model(input_ids=IDS, labels=IDS)
+
+
+def token_weighted(logits, labels, **_):
+    return (F.cross_entropy(logits.transpose(1, 2), labels, reduction="none") * torch.rand(16)).mean()
+
+
+def another_loss(logits, labels, **_):
+    return logits.pow(2).sum()  # `pow` is done to every token alike, `sum` is not
 
 
 def test_other_modules_are_refused():
-    for module in (bert(), nn.Linear(2, 2)):
+    for module in (vit(), nn.Linear(2, 2)):
         with pytest.raises(ValueError, match="causal language model"):
             find_causal_models(module)
-    model, batch = make("gpt2")
-    chunk_loss(model)
-    with pytest.raises(ValueError, match="return_dict"):
-        model(**batch, return_dict=False)
-
-
-@pytest.mark.parametrize("fake", [False, True])
-def test_peak_without_whole_logits(fake):
-    def peak(chunked):
-        with FakeTensorMode() if fake else torch.enable_grad():
-            model = gpt2(vocab_size=4096, n_layer=1, n_positions=128)
-            if chunked:
-                chunk_loss(model, 32)
-            ids = torch.ones(2, 128, dtype=torch.long)
-            with StorageLedger() as ledger:
-                ledger.track_module(model)
-                before = ledger.live_bytes
-                model(input_ids=ids, labels=ids).loss.backward()
-        ledger.close()
-        return ledger.peak_bytes - before
-
-    logits = 2 * 128 * 4096 * 4
-    assert peak(False) > 2 * logits
-    assert peak(True) < 0.75 * logits
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_trains(precision):
-    plain = fit([], precision=precision)
-    ours = fit([ChunkedLoss(7), ActivationCheckpointing()], precision=precision)
-    assert vars(ours).keys() == vars(plain).keys()
-    assert "forward" not in vars(ours.model.lm_head)
-    torch.testing.assert_close(torch.stack(ours.losses), torch.stack(plain.losses), rtol=2e-3, atol=0)
 
 
 def test_wrong_arguments_and_models():
@@ -133,3 +256,168 @@ def test_wrong_arguments_and_models():
         ChunkedLoss(0)
     with pytest.raises(ValueError, match="Flat holds no"):
         fit([ChunkedLoss()], Flat)
+
+
+# --- modules that compute the loss themselves -------------------------------------------------------------------------
+
+
+class OwnLoss(LanguageModel):
+    def __init__(self):
+        super().__init__(**NO_DROPOUT)
+
+    def loss(self, logits, ids):
+        return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], label_smoothing=0.1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(self.model(batch).logits, batch)
+        self.losses.append(loss.detach())
+        return loss
+
+
+class OtherLoss(OwnLoss):
+    def loss(self, logits, ids):
+        return logits.logsumexp(-1).mean()
+
+
+class Accuracy(OwnLoss):
+    def loss(self, logits, ids):
+        self.seen["accuracy"] = (logits.argmax(-1) == ids).float().mean()
+        return super().loss(logits, ids)
+
+
+def test_own_cross_entropy():
+    plain, ours = fit([], OwnLoss), fit([ChunkedLoss(3)], OwnLoss)
+    assert_close(ours.losses, plain.losses, rtol=1e-5)
+
+
+def test_logits_may_be_read_in_training():
+    plain = fit([], Accuracy)
+    with pytest.warns(UserWarning, match="`argmax` reads the logits"):
+        ours = fit([ChunkedLoss(3)], Accuracy)
+    assert ours.seen["accuracy"] == plain.seen["accuracy"]
+    assert_close(ours.losses, plain.losses, rtol=1e-5)
+
+
+def test_another_loss_is_refused_before_a_weight_changes():
+    module = OtherLoss()
+    before = copy.deepcopy(module.state_dict())
+    with (
+        pytest.warns(UserWarning, match="`logsumexp` reads the logits"),
+        pytest.raises(MisconfigurationException, match="`logsumexp` read them"),
+    ):
+        fit([ChunkedLoss()], lambda: module)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+# --- batches in which no token counts ---------------------------------------------------------------------------------
+
+ROWS = torch.randint(0, 64, (24, 16), generator=torch.Generator().manual_seed(3))
+LABELS = ROWS.clone()
+LABELS[::3, 8:] = -100
+LABELS[[1, 2, 4, 5, 6, 7, 9, 12, 13, 14, 15]] = -100  # single samples, and whole batches of 4
+
+
+class Rows(pl.LightningModule):
+    """SGD, so that every gradient shows in the weights; each rank reads its part of a global batch."""
+
+    def __init__(self, batch_size=4, num_items=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = gpt2(n_layer=1, **NO_DROPOUT).double()
+        self.batch_size = batch_size
+        self.num_items = num_items
+
+    def training_step(self, batch, batch_idx):
+        ids, labels = batch
+        items = {"num_items_in_batch": (labels[:, 1:] != -100).sum()} if self.num_items else {}
+        return self.model(input_ids=ids, labels=labels, **items).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        pairs = list(zip(ROWS, LABELS, strict=True))
+        ranks = self.trainer.world_size
+        whole = [pairs[i : i + self.batch_size * ranks] for i in range(0, len(pairs), self.batch_size * ranks)]
+        mine = [
+            pair for batch in whole for pair in batch[self.trainer.global_rank * self.batch_size :][: self.batch_size]
+        ]
+        return DataLoader(mine, batch_size=self.batch_size)
+
+
+def reference(batch_size, means_of=None):
+    """Plain torch: the mean over the tokens that count, or over ranks the mean of `means_of` such means."""
+    module = Rows()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for start in range(0, len(ROWS), batch_size):
+        optimizer.zero_grad()
+        size = batch_size // (means_of or 1)
+        for first in range(start, start + batch_size, size):
+            labels = LABELS[first : first + size, 1:]
+            logits = module.model(input_ids=ROWS[first : first + size]).logits[:, :-1].float()
+            total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            (total / (labels != -100).sum().clamp(min=1) / (means_of or 1)).backward()
+        optimizer.step()
+    return [p.detach() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("num_items", [False, True])
+def test_masked_batches_change_nothing(num_items):
+    module = Rows(num_items=num_items)
+    quiet_trainer(ChunkedLoss(3), max_epochs=1).fit(module)
+    assert_close(module.parameters(), reference(4), atol=1e-7)
+
+
+def test_masked_micro_batches_count_as_zero():
+    module = Rows(batch_size=8)
+    quiet_trainer(ChunkedLoss(3), MicroBatching(micro_batch_size=1), max_epochs=1).fit(module)
+    assert_close(module.parameters(), reference(8), atol=1e-7)
+
+
+def test_masked_batches_in_accumulation_count_as_zero():
+    module = Rows()
+    quiet_trainer(ChunkedLoss(3), max_epochs=1, accumulate_grad_batches=2).fit(module)
+    assert_close(module.parameters(), reference(8, means_of=2), atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batching", [False, True])
+def test_a_rank_whose_batch_is_masked(micro_batching, tmp_path):
+    callbacks = [ChunkedLoss(3), *([MicroBatching(micro_batch_size=2)] if micro_batching else [])]
+    (first, _), (second, _) = fit_on_two_ranks(Rows(), tmp_path, *callbacks, max_epochs=1)
+    expected = reference(8, means_of=None if micro_batching else 2)
+    assert_close(first, second, 0, 0)
+    assert_close(first, expected, atol=1e-7)
+
+
+# --- memory and runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "bart", "gemma2"])
+def test_peak_without_whole_logits(fake, name):
+    def peak(chunked):
+        with FakeTensorMode() if fake else torch.enable_grad():
+            model = gpt2(vocab_size=4096, n_layer=1, n_positions=128) if name == "gpt2" else MODELS[name](4096)
+            if chunked:
+                chunk_loss(model.train(), 32)
+            ids = torch.ones(2, 128, dtype=torch.long)
+            with StorageLedger() as ledger:
+                ledger.track_module(model)
+                before = ledger.live_bytes
+                model(input_ids=ids, labels=ids).loss.backward()
+        ledger.close()
+        return ledger.peak_bytes - before
+
+    logits = 2 * 128 * 4096 * 4
+    assert peak(False) > 2 * logits
+    assert peak(True) < 0.8 * logits
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_trains(precision):
+    plain = fit([], precision=precision)
+    ours = fit([ChunkedLoss(7), ActivationCheckpointing()], precision=precision)
+    assert vars(ours).keys() == vars(plain).keys()
+    assert "forward" not in vars(ours.model.lm_head)
+    torch.testing.assert_close(torch.stack(ours.losses), torch.stack(plain.losses), rtol=2e-3, atol=0)

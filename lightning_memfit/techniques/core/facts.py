@@ -38,7 +38,7 @@ class Facts:
     sequential_blocks: bool | None = None
     """Whether they run one after the other in an nn.Sequential."""
     causal_lm: bool | None = None
-    """Whether a Hugging Face causal language model with a linear head computes the loss."""
+    """Whether there is a Hugging Face language model, causal or encoder-decoder, with a linear head."""
     hugging_face: bool | None = None
     """Whether there is a `transformers.PreTrainedModel`."""
     gradient_clip_val: float | None = None
@@ -176,7 +176,15 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def is_causal_lm(module: Any) -> bool:
-    """Whether a module is a Hugging Face causal language model with a linear head and the standard loss."""
-    if not is_pretrained(module) or not isinstance(module.get_output_embeddings(), nn.Linear):
+    """Whether a module is a Hugging Face model with one output head, as causal and encoder-decoder LMs have.
+
+    How it computes its loss is not asked here: that shows when it runs.
+    """
+    if not is_pretrained(module):
         return False
-    return getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+    try:
+        head = module.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return False
+    is_linear = isinstance(head, nn.Linear) or isinstance(getattr(head, "base_layer", None), nn.Linear)
+    return is_linear and any(child is head for child in module.modules())

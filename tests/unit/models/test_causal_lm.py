@@ -82,6 +82,15 @@ def test_fit_logs_loss_and_perplexity(tmp_path):
     assert "train_loss" in metrics
 
 
+def test_batches_without_labels_leave_the_metrics_alone(tmp_path):
+    torch.manual_seed(0)
+    module, ids = CausalLM(config=TINY), torch.randint(258, (2, 16))
+    batches = [{"input_ids": ids, "labels": labels} for labels in (torch.full_like(ids, -100), ids)]
+    trainer = make_trainer(tmp_path)
+    both, one = (trainer.test(module, DataLoader(b, batch_size=None), verbose=False)[0] for b in (batches, batches[1:]))
+    assert both == pytest.approx(one, rel=1e-6)
+
+
 def test_test_and_predict(tmp_path):
     module, data = CausalLM(config=TINY), Blocks()
     trainer = make_trainer(tmp_path)
