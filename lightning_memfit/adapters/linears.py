@@ -37,8 +37,9 @@ def linear_layers(
         ValueError: If the module has no such layer, a name fits none, or a layer that is named can't be changed.
     """
     places: dict[int, list[str]] = {}
+    inside = {id(part) for child in module.modules() if isinstance(child, FrozenLinear) for part in child.modules()}
     for name, child in module.named_modules(remove_duplicate=False):
-        if name and is_linear(child):
+        if name and is_linear(child) and (isinstance(child, FrozenLinear) or id(child) not in inside):
             places.setdefault(id(child), []).append(name)
     found = {names[0]: module.get_submodule(names[0]) for names in places.values()}
     if names == AUTO:
@@ -48,8 +49,10 @@ def linear_layers(
         chosen = {name: child for name, child in chosen.items() if name not in left_out}
         if not chosen:
             reasons = "".join(f" {name}: {reason}." for name, reason in list(left_out.items())[:3])
+            kinds = sorted({type(c).__name__ for c in module.modules() if isinstance(c, nn.Linear) and not is_linear(c)})
+            others = f" {', '.join(kinds)} may compute something else than nn.Linear." if kinds else ""
             raise ValueError(
-                f"{type(module).__name__} has no linear layer (nn.Linear or Conv1D) besides its heads.{reasons}"
+                f"{type(module).__name__} has no linear layer (nn.Linear or Conv1D) besides its heads.{others}{reasons}"
             )
         return chosen, left_out
     wanted = [names] if isinstance(names, str) else list(names)

@@ -40,6 +40,8 @@ def inject(
         fake_dtype: Dtype of adapters in a module of fake tensors, which no precision plugin converts later.
     """
     module.requires_grad_(False)
+    for frozen in frozen_layers(module).values():
+        frozen.raw.requires_grad_(False)  # one that waits is no part of the module
     dtype = fake_dtype if is_fake(module) else torch.float32
     first: dict[int, FrozenLinear] = {}
     for layer in layers:
