@@ -85,7 +85,8 @@ class FrozenLinear(nn.Module):
                 weight = weight.t()
             if self.lora_A is None or self.lora_B is None:
                 return weight
-            product = self.lora_scale * (self.lora_B[NAME].weight.float() @ self.lora_A[NAME].weight.float())
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            product = self.lora_scale * (self.lora_B[NAME].weight.to(dtype) @ self.lora_A[NAME].weight.to(dtype))
             return weight + (product.t() if is_conv1d(self) else product).to(weight.dtype)
 
     @property
@@ -261,11 +262,9 @@ class StandingWeight(Tensor):
             if func is Tensor.__deepcopy__:
                 return first.value().detach().clone()
             if _writes(func):
-                raise RuntimeError(
-                    f"`{getattr(func, '__name__', func)}` on the weight of a {type(first.layer).__mro__[2].__name__} "
-                    "that is frozen below an adapter or quantized: nothing would keep what is written. Change it "
-                    "before the run, or leave the layer out of `target_modules`."
-                )
+                raise _lost(func, first)
+        if isinstance(kwargs.get("out"), StandingWeight):
+            raise _lost(func, kwargs["out"])
 
         def replaced(value: Any) -> Any:
             return value.value() if isinstance(value, StandingWeight) else value
@@ -297,6 +296,14 @@ _METADATA = {getattr(Tensor, name).__get__ for name in _GETTERS if hasattr(Tenso
 _METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel}
 _DETACHING = {Tensor.data.__get__, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
 _POINTERS = {"data_ptr", "untyped_storage", "storage", "_typed_storage", "register_hook", "retain_grad"}
+
+
+def _lost(func: Callable[..., Any], weight: StandingWeight) -> RuntimeError:
+    return RuntimeError(
+        f"`{getattr(func, '__name__', func)}` on the weight of a {type(weight.layer).__mro__[2].__name__} that is frozen "
+        "below an adapter or quantized: nothing would keep what is written. Change it before the run, or leave the layer "
+        "out of `target_modules`."
+    )
 
 
 def _writes(func: Callable[..., Any]) -> bool:
