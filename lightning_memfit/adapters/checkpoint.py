@@ -114,9 +114,7 @@ def _missing_layers(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     return f"{len(different)} differ, such as {different[0]}, only {where}" if different else "their scales differ"
 
 
-def merged_state_dict(
-    module: nn.Module, checkpoint: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def merged_state_dict(module: nn.Module, checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Complete a checkpoint of adapters to the state dictionary of the plain module, with the adapters merged.
 
     To use it without Lora: `module.load_state_dict(merged_state_dict(module, torch.load(path))[0])`.

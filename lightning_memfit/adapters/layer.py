@@ -1,4 +1,4 @@
-"""`FrozenLinear`: a linear layer turned, in place, into one whose weight is frozen, may be codes, and may have an adapter.
+"""`FrozenLinear`: what a linear layer becomes, in place, when its weight is frozen: in codes, with an adapter, or both.
 
 The layer stays the object that it was, with its class as a base, its names, hooks and places in the module. Only its
 class changes, as with torch's parametrizations. Whoever reads `layer.weight` gets a `StandingWeight`: it looks like the
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,8 @@ class FrozenLinear(nn.Module):
         if self.lora_A is None or self.lora_B is None or self.lora_dropout is None:
             return output
         inner, outer = self.lora_A[NAME], self.lora_B[NAME]
-        return output + (outer(inner(self.lora_dropout(input).to(inner.weight.dtype))) * self.lora_scale).to(output.dtype)
+        change: Tensor = outer(inner(self.lora_dropout(input).to(inner.weight.dtype))) * self.lora_scale
+        return output + change.to(output.dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -86,8 +87,15 @@ class FrozenLinear(nn.Module):
             if self.lora_A is None or self.lora_B is None:
                 return weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
-            product = self.lora_scale * (self.lora_B[NAME].weight.to(dtype) @ self.lora_A[NAME].weight.to(dtype))
+            first, second = self.factors()
+            product = self.lora_scale * (second.to(dtype) @ first.to(dtype))
             return weight + (product.t() if is_conv1d(self) else product).to(weight.dtype)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The inner and the outer weight of the adapter."""
+        assert self.lora_A is not None
+        assert self.lora_B is not None
+        return cast(nn.Linear, self.lora_A[NAME]).weight, cast(nn.Linear, self.lora_B[NAME]).weight
 
     @property
     def like(self) -> Tensor:
@@ -106,7 +114,7 @@ class FrozenLinear(nn.Module):
 _ADDED = ("lora_A", "lora_B", "lora_dropout", "codes")
 
 
-class FrozenTorchLinear(FrozenLinear, nn.Linear):
+class FrozenTorchLinear(FrozenLinear, nn.Linear):  # type: ignore[misc, override]
     """A frozen `nn.Linear`."""
 
 
@@ -232,7 +240,7 @@ class StandingWeight(Tensor):
     def __new__(cls, layer: FrozenLinear, detached: bool = False) -> StandingWeight:
         """Stand for a layer's weight; `detached` from autograd if wished."""
         like, trained = layer.like, layer.lora_A is not None and not detached
-        standing: StandingWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        standing: StandingWeight = Tensor._make_wrapper_subclass(
             cls, layer.raw.shape, dtype=like.dtype, device=like.device, requires_grad=trained
         )
         standing.layer, standing.detached = layer, detached
@@ -273,7 +281,9 @@ class StandingWeight(Tensor):
 
     @classmethod
     @override
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Compute where nothing above has seen the operator, as in code that turns `__torch_function__` off."""
 
         def replaced(value: Any) -> Any:
@@ -282,17 +292,16 @@ class StandingWeight(Tensor):
         return func(*tree_map(replaced, args), **tree_map(replaced, kwargs or {}))
 
 
-_GETTERS = (
-    "dtype shape device layout ndim itemsize nbytes requires_grad is_leaf names grad is_cuda is_cpu is_meta is_sparse "
-    "is_quantized is_mkldnn is_mps is_xpu is_nested is_sparse_csr grad_fn output_nr _base _version retains_grad"
-).split()
-_METHODS = (
-    "size stride dim numel nelement element_size is_floating_point is_complex is_contiguous __len__ __hash__ get_device "
-    "ndimension is_signed is_inference has_names"
-).split()
-_METADATA = {getattr(Tensor, name).__get__ for name in _GETTERS if hasattr(Tensor, name)} | {
-    getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)
-}
+_GETTERS = """
+    dtype shape device layout ndim itemsize nbytes requires_grad is_leaf names grad is_cuda is_cpu is_meta is_sparse
+    is_quantized is_mkldnn is_mps is_xpu is_nested is_sparse_csr grad_fn output_nr retains_grad
+"""
+_METHODS = """
+    size stride dim numel nelement element_size is_floating_point is_complex is_contiguous __len__ __hash__ get_device
+    ndimension is_signed is_inference has_names
+"""
+_METADATA = {getattr(Tensor, name).__get__ for name in _GETTERS.split() if hasattr(Tensor, name)}
+_METADATA |= {getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)}
 _METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel}
 _DETACHING = {Tensor.data.__get__, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
 _POINTERS = {"data_ptr", "untyped_storage", "storage", "_typed_storage", "register_hook", "retain_grad"}
@@ -300,9 +309,9 @@ _POINTERS = {"data_ptr", "untyped_storage", "storage", "_typed_storage", "regist
 
 def _lost(func: Callable[..., Any], weight: StandingWeight) -> RuntimeError:
     return RuntimeError(
-        f"`{getattr(func, '__name__', func)}` on the weight of a {type(weight.layer).__mro__[2].__name__} that is frozen "
-        "below an adapter or quantized: nothing would keep what is written. Change it before the run, or leave the layer "
-        "out of `target_modules`."
+        f"`{getattr(func, '__name__', func)}` on the weight of a {type(weight.layer).__mro__[2].__name__} that is "
+        "frozen below an adapter or quantized: nothing would keep what is written. Change it before the run, or leave "
+        "the layer out of `target_modules`."
     )
 
 

@@ -49,7 +49,9 @@ def linear_layers(
         chosen = {name: child for name, child in chosen.items() if name not in left_out}
         if not chosen:
             reasons = "".join(f" {name}: {reason}." for name, reason in list(left_out.items())[:3])
-            kinds = sorted({type(c).__name__ for c in module.modules() if isinstance(c, nn.Linear) and not is_linear(c)})
+            kinds = sorted(
+                {type(c).__name__ for c in module.modules() if isinstance(c, nn.Linear) and not is_linear(c)}
+            )
             others = f" {', '.join(kinds)} may compute something else than nn.Linear." if kinds else ""
             raise ValueError(
                 f"{type(module).__name__} has no linear layer (nn.Linear or Conv1D) besides its heads.{others}{reasons}"
@@ -123,7 +125,7 @@ def _registered(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     for prefix, owner in module.named_modules():
         for part in (owner._parameters, owner._buffers):
             for name, tensor in part.items():
-                if tensor is not None and not isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                if tensor is not None and not isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
                     yield (f"{prefix}.{name}" if prefix else name), owner, tensor
 
 
@@ -132,7 +134,7 @@ def _storage(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return id(tensor)
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # subclasses that wrap other tensors
         return id(tensor)
 
@@ -146,8 +148,8 @@ def _overlap(weight: Tensor, other: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    begin = tensor.storage_offset() * tensor.itemsize
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    reach = 1 + sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + reach * tensor.itemsize
 
 

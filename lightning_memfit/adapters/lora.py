@@ -74,17 +74,10 @@ def adapted_layers(module: nn.Module) -> dict[str, FrozenLinear]:
     return {name: layer for name, layer in frozen_layers(module).items() if layer.lora_A is not None}
 
 
-def adapter_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+def adapter_parameters(module: nn.Module) -> Iterator[Tensor]:
     """The adapters' weights."""
     for layer in adapted_layers(module).values():
-        yield from factors(layer)
-
-
-def factors(layer: FrozenLinear) -> tuple[nn.Parameter, nn.Parameter]:
-    """The inner and the outer weight of a layer's adapter."""
-    assert layer.lora_A is not None
-    assert layer.lora_B is not None
-    return layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+        yield from layer.factors()
 
 
 @torch.no_grad()
@@ -95,7 +88,7 @@ def remove(module: nn.Module) -> None:
         weight = layer.raw
         if id(weight) not in merged:
             merged.add(id(weight))
-            add_product(weight, *factors(layer), layer.lora_scale, is_conv1d(layer))
+            add_product(weight, *layer.factors(), layer.lora_scale, is_conv1d(layer))
         drop_adapter(layer)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +25,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, layers: Mapping[str, FrozenLinear]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.outside: dict[str, str] = {}
         self.without_gradient: set[str] = set()
         self._layers = layers
@@ -59,12 +59,12 @@ class Watch(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._depth and torch.is_grad_enabled() and not is_reading() and not func.is_view:
-            # Backward reads frozen weights, too, and manual optimization runs it inside the step.
-            if torch._C._current_graph_task_id() == -1:
-                for leaf in tree_leaves((args, kwargs)):
-                    if isinstance(leaf, Tensor) and (name := self._name(leaf)) is not None:
-                        self.outside.setdefault(name, str(func))
+        outside = not self._depth and not is_reading() and torch.is_grad_enabled()
+        # Backward reads frozen weights, too, and manual optimization runs it inside the step.
+        if outside and not func.is_view and torch._C._current_graph_task_id() == -1:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and (name := self._name(leaf)) is not None:
+                    self.outside.setdefault(name, str(func))
         return func(*args, **(kwargs or {}))
 
     def _name(self, tensor: Tensor) -> str | None:
@@ -75,7 +75,7 @@ class Watch(TorchDispatchMode):
 
 
 def _in_reentrant_checkpoint() -> bool:
-    frame: Any = sys._getframe()
+    frame: Any = inspect.currentframe()
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
             return True

@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,7 +35,7 @@ from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
-from lightning_memfit.techniques.quantized_weights import QuantizedWeights
+from lightning_memfit.techniques.quantized_weights import QuantizedWeights, callbacks_of, copied_before
 
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
@@ -95,6 +94,7 @@ class Lora(TechniqueCallback):
         self._before: Originals | None = None
         self._watch: Watch | None = None
         self._was_saved = False
+        self._quantizers: list[QuantizedWeights] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Lora":
         """Return an unused callback with the same arguments, without what a run has left."""
@@ -123,11 +123,11 @@ class Lora(TechniqueCallback):
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, and wrap the methods that configure, save and load."""
-        reason = unsupported(run_of(trainer, pl_module)) or _copied_before(self, trainer)
+        reason = unsupported(run_of(trainer, pl_module)) or copied_before(self, trainer)
         if reason is not None:
             raise ValueError(f"Lora: {reason}")
         self._forget()
-        quantizers = [callback for callback in trainer.callbacks if isinstance(callback, QuantizedWeights)]
+        self._quantizers = [callback for callback in callbacks_of(trainer) if isinstance(callback, QuantizedWeights)]
 
         def configure(inner: Callable[[], Any]) -> None:
             inner()
@@ -171,8 +171,6 @@ class Lora(TechniqueCallback):
         take_off = wrap_method(trainer.strategy, "training_step", first_step)
         self.on_restore(take_off)
         self.on_restore(self._stop_watching)
-        for quantizer in quantizers:  # adapters are merged into the original weights, in whatever order these end
-            self.on_restore(quantizer.put_back)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -202,11 +200,11 @@ class Lora(TechniqueCallback):
         """Warn of adapters that nothing was learned for."""
         if trainer.global_step and not lora.is_fake(pl_module):
             layers = lora.adapted_layers(pl_module)
-            idle = [name for name, layer in layers.items() if not bool(lora.factors(layer)[1].any())]
+            idle = [name for name, layer in layers.items() if not bool(layer.factors()[1].any())]
             if idle:
                 rank_zero_warn(
-                    f"Lora: {_some(idle)} learned nothing: no gradient reached the adapters. The loss doesn't depend on "
-                    "these layers. Leave them out of `target_modules`."
+                    f"Lora: {_some(idle)} learned nothing: no gradient reached the adapters, as the loss doesn't "
+                    "depend on these layers. Leave them out of `target_modules`."
                 )
 
     @override
@@ -245,17 +243,18 @@ class Lora(TechniqueCallback):
     def _take_out(self, module: nn.Module) -> None:
         if not lora.adapted_layers(module):
             return
-        originals = None
-        if self._record is not None:
-            self._learned = {
-                "state_dict": self._without_frozen(module, module.state_dict()),
-                KEY: self._described(module),
-            }
+        originals, record = None, self._described(module)
+        for quantizer in self._quantizers:  # adapters are merged into the weights as the run's precision has them
+            quantizer.put_back()
+        if record is not None:
+            entries = self._without_frozen(module, module.state_dict())
+            # Weights that a callback trained besides are about to get the adapters added.
+            merged = {f"{name}.weight" for name in lora.adapted_layers(module)} & entries.keys()
+            self._learned = {"state_dict": {**entries, **{name: entries[name].clone() for name in merged}}, KEY: record}
             originals = copy_originals(module) if self._was_saved and not self._others_trained(module) else None
         lora.remove(module)
-        if originals is not None:
-            assert self._record is not None
-            keep_originals(module, self._record, originals)
+        if record is not None and originals is not None:
+            keep_originals(module, record, originals)
 
     def _described(self, module: nn.Module) -> dict[str, Any] | None:
         # Layers may have been quantized after adapters were injected, and may have been put back before these end.
@@ -274,9 +273,10 @@ class Lora(TechniqueCallback):
         if watch.outside:
             name, operator = next(iter(watch.outside.items()))
             raise ValueError(
-                f"Lora: {_some(watch.outside)}: the step reads the frozen weight itself (in {operator} for {name}), not "
-                "through its layer, and would compute without the adapter. Read `layer.weight` when it is used instead "
-                "of keeping the tensor, log it under torch.no_grad(), or leave the layer out of `target_modules`."
+                f"Lora: {_some(watch.outside)}: the step reads the frozen weight itself (in {operator} for {name}), "
+                "not through its layer, and would compute without the adapter. Read `layer.weight` when it is used "
+                "instead of keeping the tensor, log it under torch.no_grad(), or leave the layer out of "
+                "`target_modules`."
             )
         return result
 
@@ -347,15 +347,6 @@ def _some(names: Any) -> str:
     """The first names of several."""
     found = sorted(names)
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-
-
-def _copied_before(callback: pl.Callback, trainer: pl.Trainer) -> str | None:
-    """Reason and fix if a callback has copied the module in `setup` already."""
-    for other in trainer.callbacks[: trainer.callbacks.index(callback)]:
-        if isinstance(other, WeightAveraging):
-            name = type(other).__name__
-            return f"{name} stands before it and has copied a module without adapters. List {name} last."
-    return None
 
 
 def _refuse_unready(module: nn.Module) -> None:

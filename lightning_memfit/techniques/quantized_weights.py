@@ -24,9 +24,10 @@ from lightning_memfit.techniques.core.wrapping import wrap_method
 class QuantizedWeights(TechniqueCallback):
     """Store the weights of linear layers in 4 bits (NF4, double quantization) or 8 bits (one scale per row).
 
-    Only for weights that are not trained: list `Lora` beside it. `Conv1D` layers of GPT-2 are quantized row by row of
-    the equal `nn.Linear`. Whoever reads the weight of a layer gets it dequantized. Embeddings, norms and output heads, including tied ones, stay as they are. The original weights wait in
-    host memory and are put back when the run ends, so that adapters are merged into them.
+    Only for weights that are not trained: list `Lora` beside it. `Conv1D` layers of GPT-2 are quantized as the equal
+    `nn.Linear`. Embeddings, norms and output heads, including tied ones, stay as they are. Whoever reads the weight of
+    a quantized layer gets it dequantized. The original weights wait in host memory and are put back when the run ends,
+    so that adapters are merged into them.
 
     Args:
         bits: 4 or 8.
@@ -50,7 +51,7 @@ class QuantizedWeights(TechniqueCallback):
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap `configure_model`, after which the model is complete."""
-        reason = unsupported(run_of(trainer, pl_module)) or _refused_beside(self, trainer)
+        reason = unsupported(run_of(trainer, pl_module)) or copied_before(self, trainer) or _refused_beside(trainer)
         if reason is not None:
             raise ValueError(f"QuantizedWeights: {reason}")
 
@@ -100,15 +101,28 @@ def wait_on_host(weight: torch.Tensor, serves: torch.Tensor) -> None:
     keep_on_host(weight, Category.PARAMETER, serves)
 
 
-def _refused_beside(callback: pl.Callback, trainer: pl.Trainer) -> str | None:
-    """Reason and fix if another callback would average codes, copied too little, or train what can't be trained."""
-    for place, other in enumerate(trainer.callbacks):
-        name = type(other).__name__
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's callbacks, in their order."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return callbacks
+
+
+def copied_before(callback: pl.Callback, trainer: pl.Trainer) -> str | None:
+    """Reason and fix if a callback has copied the module in `setup` before this one could change it."""
+    callbacks = callbacks_of(trainer)
+    for other in callbacks[: callbacks.index(callback)]:
         if isinstance(other, WeightAveraging):
-            if place < trainer.callbacks.index(callback):
-                return f"{name} stands before it and has copied a module without quantized weights. List {name} last."
-            if other._use_buffers:
-                return f"{name} would average codes, which stand for no numbers. Give it `use_buffers=False`."
+            ours, name = type(callback).__name__, type(other).__name__
+            return f"{name} stands before it and has copied the module without what {ours} changes. List {name} last."
+    return None
+
+
+def _refused_beside(trainer: pl.Trainer) -> str | None:
+    """Reason and fix if another callback would average codes or train what can't be trained."""
+    for other in callbacks_of(trainer):
+        name = type(other).__name__
+        if isinstance(other, WeightAveraging) and other._use_buffers:
+            return f"{name} would average codes, which stand for no numbers. Give it `use_buffers=False`."
         if isinstance(other, BaseFinetuning):
             return f"{name} unfreezes weights, and quantized ones can't be trained. Leave one of them out."
     return None

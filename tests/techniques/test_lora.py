@@ -9,7 +9,6 @@ from lightning_memfit.adapters.checkpoint import KEY
 from lightning_memfit.adapters.lora import adapted_layers
 from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
-from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.chunked_loss import ChunkedLoss
 from lightning_memfit.techniques.gradient_release import GradientRelease
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
