@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_memfit.adapters.lora import NAME, layer_records
+from lightning_memfit.adapters.layer import NAME, FrozenLinear
+from lightning_memfit.adapters.lora import adapted_layers, adapter_parameters, frozen_layers, layer_records, merge_into
+from lightning_memfit.memory import Category
+from lightning_memfit.memory.host import copy_to_host
 
 KEY = "memfit_adapters"
 """Entry that marks a checkpoint without frozen weights."""
@@ -17,32 +22,195 @@ KEY = "memfit_adapters"
 
 def describe(module: nn.Module, rank: int, alpha: float) -> dict[str, Any]:
     """Describe a module's adapters in plain data for a checkpoint."""
-    return {"rank": rank, "alpha": alpha, "layers": layer_records(module), "base": base_checksum(module)}
+    weights = base_weights(module)
+    trained = [name for name, weight in weights.items() if weight.requires_grad]
+    return {
+        "rank": rank,
+        "alpha": alpha,
+        "layers": layer_records(module),
+        "bits": bits_by_layer(module),
+        "trained": trained,
+        "base": base_checksum(weights, trained),
+    }
 
 
-def without_frozen(module: nn.Module, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Entries of a module's state dictionary without frozen parameters and the scales of quantized ones."""
-    frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    for name, child in module.named_modules():
-        if getattr(child, "is_quantized_linear", False):
-            frozen.update(f"{name}.{buffer}" for buffer, _ in child.named_buffers(recurse=False))
-    return {name: value for name, value in entries.items() if name not in frozen}
+def bits_by_layer(module: nn.Module) -> dict[str, int]:
+    """Bits of the quantized layers, by dotted name."""
+    return {name: layer.codes.bits for name, layer in frozen_layers(module).items() if layer.codes is not None}
 
 
-def base_checksum(module: nn.Module) -> int:
+def base_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own parameters, without adapters; a quantized one is the original, where it waits."""
+    skipped = {id(parameter) for parameter in adapter_parameters(module)}
+    weights: dict[str, Tensor] = {}
+    for prefix, owner in module.named_modules():
+        for name in owner._parameters:
+            parameter = owner._parameters[name]
+            if parameter is None and name == "weight" and isinstance(owner, FrozenLinear):
+                parameter = owner.raw
+            if parameter is not None and id(parameter) not in skipped:
+                skipped.add(id(parameter))
+                weights[f"{prefix}.{name}" if prefix else name] = parameter
+    return weights
+
+
+def base_checksum(weights: Mapping[str, Tensor], trained: Iterable[str] = ()) -> int:
     """Checksum of the bits and order of the frozen weights."""
-    checksum = 0
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            bits = parameter.detach().contiguous().view(torch.uint8).flatten()
-            checksum = (checksum * 31 + int(_sum_of_words(bits))) % (1 << 61)
+    left_out, checksum = set(trained), 0
+    for name, weight in weights.items():
+        if name not in left_out:
+            checksum = (checksum * 31 + sum_of_words(weight)) % (1 << 61)
     return checksum
 
 
-def _sum_of_words(data: Tensor) -> Tensor:
-    """Sum of 64-bit words, which wraps around."""
+def sum_of_words(tensor: Tensor) -> int:
+    """Sum of a tensor's 64-bit words, which wraps around, whatever its dtype, shape and place in memory."""
+    data = tensor.detach()
+    if data.layout is not torch.strided:
+        data = data.to_dense()
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj())
+    data = data.contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()  # words begin at multiples of 8 bytes
     whole = data.numel() // 8 * 8
-    return data[:whole].view(torch.int64).sum() + data[whole:].long().sum()
+    return int(data[:whole].view(torch.int64).sum() + data[whole:].long().sum())
+
+
+def refuse_others(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of adapters that are not those of this run.
+
+    Raises:
+        ValueError: If rank, scale, layers, bits or frozen weights are others.
+    """
+    for key in ("rank", "alpha", "layers"):
+        if theirs[key] != ours[key]:
+            detail = _missing_layers(theirs, ours) if key == "layers" else f"{theirs[key]} there, {ours[key]} here"
+            raise ValueError(
+                f"`ckpt_path` has adapters of other {key} ({detail}). Resume with the same arguments, or merge the "
+                "checkpoint into the module (adapters.checkpoint.merged_state_dict) and train new adapters from there."
+            )
+    if theirs.get("bits", {}) != ours["bits"]:
+        raise ValueError(
+            f"`ckpt_path` has adapters trained beside weights in {_bits(theirs)}, here they are in {_bits(ours)}: "
+            "the same adapters would compute something else. Resume with the same QuantizedWeights, or merge the "
+            "checkpoint into the module (adapters.checkpoint.merged_state_dict) and train new adapters from there."
+        )
+    if theirs["base"] != ours["base"]:
+        raise ValueError(
+            "`ckpt_path` has adapters for other frozen weights than the module's. Start from the same weights, in "
+            "the same precision (random ones need the same seed; a module that was trained holds merged ones)."
+        )
+
+
+def _bits(record: Mapping[str, Any]) -> str:
+    bits = sorted(set(record.get("bits", {}).values()))
+    return f"{bits[0]} bits ({len(record['bits'])} layers)" if bits else "their own precision"
+
+
+def _missing_layers(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    different = sorted(theirs["layers"].keys() ^ ours["layers"].keys())
+    where = "there" if different and different[0] in theirs["layers"] else "here"
+    return f"{len(different)} differ, such as {different[0]}, only {where}" if different else "their scales differ"
+
+
+def merged_state_dict(module: nn.Module, checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Complete a checkpoint of adapters to the state dictionary of the plain module, with the adapters merged.
+
+    To use it without Lora: `module.load_state_dict(merged_state_dict(module, torch.load(path))[0])`.
+
+    Args:
+        module: The module without adapters, with the weights that they were trained beside: newly built, or one that
+            was trained or evaluated in this process. Not changed.
+        checkpoint: What `torch.load` returned, with the entry `KEY`.
+
+    Returns:
+        The state dictionary, and copies of the weights that the adapters change, in host memory.
+
+    Raises:
+        ValueError: If the module has other weights than those that were frozen, or lacks a layer.
+    """
+    record, entries = checkpoint[KEY], checkpoint["state_dict"]
+    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    names = [f"{name}.weight" for name in record["layers"]]
+    unknown = [name for name in names if name not in state]
+    if unknown:
+        raise ValueError(f"`ckpt_path` has an adapter for {unknown[0]}, which {type(module).__name__} lacks.")
+    before = originals_of(module)
+    if before is not None and before.record["base"] == record["base"]:
+        originals = dict(before.weights)
+    elif base_checksum(base_weights(module), record.get("trained", ())) == record["base"]:
+        originals = {name: copy_to_host(state[name], Category.PARAMETER) for name in names}
+    else:
+        raise ValueError(
+            "`ckpt_path` has adapters for other frozen weights than the module's. Build the module with the weights "
+            "that the run began with (random ones need the same seed)."
+        )
+    with torch.no_grad():
+        for source in (originals, entries):
+            for name in source.keys() & state.keys():
+                state[name].copy_(source[name])
+        merge_into(state, entries, record["layers"])
+    for first, aliases in _aliases(module).items():
+        state.update(dict.fromkeys(aliases, state[first]))
+    return state, originals
+
+
+def _aliases(module: nn.Module) -> dict[str, list[str]]:
+    """Other names of the parameters that have several, by the first."""
+    first: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        earlier = first.setdefault(id(parameter), name)
+        if earlier != name:
+            aliases.setdefault(earlier, []).append(name)
+    return aliases
+
+
+@dataclass(frozen=True)
+class Originals:
+    """Weights of a module from before adapters were merged into them, so that its checkpoints can still be loaded."""
+
+    record: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+    """Copies in host memory, by name."""
+    merged: int
+    """Checksum of the module with merged weights."""
+
+    def restore(self, module: nn.Module) -> None:
+        """Put the original weights back."""
+        layers = frozen_layers(module)
+        with torch.no_grad():
+            for name, weight in base_weights(module).items():
+                layer = layers.get(name.removesuffix(".weight"))
+                if name not in self.weights:
+                    continue
+                if layer is not None:
+                    layer.put(self.weights[name])
+                else:
+                    weight.copy_(self.weights[name])
+
+
+_originals: weakref.WeakKeyDictionary[nn.Module, Originals] = weakref.WeakKeyDictionary()
+
+
+def copy_originals(module: nn.Module) -> dict[str, Tensor]:
+    """Copy to host memory the weights that merging will change."""
+    layers = adapted_layers(module)
+    return {f"{name}.weight": copy_to_host(layer.raw, Category.PARAMETER) for name, layer in layers.items()}
+
+
+def keep_originals(module: nn.Module, record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Remember the copies for as long as the module lives, or until its next run."""
+    _originals[module] = Originals(record, weights, base_checksum(base_weights(module)))
+
+
+def originals_of(module: nn.Module) -> Originals | None:
+    """The weights from before merging, unless something else has changed the module since."""
+    found = _originals.get(module)
+    if found is None or base_checksum(base_weights(module)) != found.merged:
+        return None
+    return found
 
 
 def write_peft_folder(folder: Path, checkpoint: Mapping[str, Any], prefix: str, base_model: str | None) -> None:

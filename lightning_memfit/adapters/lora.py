@@ -1,22 +1,27 @@
-"""Inject low-rank adapters of peft (Hu et al., 2021, arXiv 2106.09685) into any module, and merge or remove them."""
+"""Low-rank adapters (Hu et al., 2021, arXiv 2106.09685) on the linear layers of any module: inject, merge, remove."""
 
-import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any, TypedDict, cast
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from lightning_memfit.adapters.linears import exchange, is_conv1d
-
-NAME = "default"
-"""Name of the adapter; peft's default."""
+from lightning_memfit.adapters.layer import (
+    NAME,
+    FrozenLinear,
+    add_adapter,
+    drop_adapter,
+    is_conv1d,
+    share_adapter,
+)
+from lightning_memfit.adapters.linears import weight_of
 
 
 def inject(
     module: nn.Module,
-    targets: Collection[str],
+    layers: Iterable[nn.Module],
     rank: int,
     alpha: float,
     dropout: float,
@@ -24,45 +29,27 @@ def inject(
 ) -> None:
     """Freeze a module and add trainable adapters to its linear layers, in place.
 
-    Adapters are made in float32 on the device of the layers.
+    Adapters are made in float32 on the device of the layers. Layers that have their weight in common get one adapter.
 
     Args:
         module: Any module without adapters.
-        targets: Dotted names of the layers.
+        layers: Some of its linear layers.
         rank: Inner width of the adapters.
         alpha: Scale: the adapters' outputs are multiplied by `alpha / rank`.
         dropout: Dropout probability of the adapters' inputs.
         fake_dtype: Dtype of adapters in a module of fake tensors, which no precision plugin converts later.
     """
-    from peft import LoraConfig
-    from peft.tuners.lora import LoraModel
-
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=cast(int, alpha),  # it may be any number
-        lora_dropout=dropout,
-        target_modules=list(targets),
-    )
-    fake = is_fake(module)
-    with warnings.catch_warnings(), _never_moved() if fake else nullcontext():
-        # peft corrects `fan_in_fan_out` for each layer by itself.
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
-        LoraModel(module, config, NAME)
-    del module.peft_config  # it is for peft's way of loading adapters; ours are in checkpoints
-    for layer in adapted_layers(module).values() if fake else ():
-        for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
-            part.weight = nn.Parameter(torch.empty_like(part.weight, dtype=fake_dtype))
-
-
-@contextmanager
-def _never_moved() -> Iterator[None]:
-    """Make `nn.Module.to` do nothing, as it can't exchange the parameters of modules of fake tensors."""
-    before = nn.Module.to
-    nn.Module.to = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.to = before  # type: ignore[method-assign]
+    module.requires_grad_(False)
+    for frozen in frozen_layers(module).values():
+        frozen.raw.requires_grad_(False)  # one that waits is no part of the module
+    dtype = fake_dtype if is_fake(module) else torch.float32
+    first: dict[int, FrozenLinear] = {}
+    for layer in layers:
+        weight = id(weight_of(layer))
+        if weight in first:
+            share_adapter(layer, first[weight])
+        else:
+            first[weight] = add_adapter(layer, rank, alpha / rank, dropout, dtype)
 
 
 def is_fake(module: nn.Module) -> bool:
@@ -77,29 +64,32 @@ def is_fake_tensor(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def adapted_layers(module: nn.Module) -> dict[str, Any]:
+def frozen_layers(module: nn.Module) -> dict[str, FrozenLinear]:
+    """The layers that have an adapter or are quantized, by dotted name."""
+    return {name: child for name, child in module.named_modules() if isinstance(child, FrozenLinear)}
+
+
+def adapted_layers(module: nn.Module) -> dict[str, FrozenLinear]:
     """The layers that have an adapter, by dotted name."""
-    from peft.tuners.lora import LoraLayer
-
-    return {name: child for name, child in module.named_modules() if isinstance(child, LoraLayer)}
+    return {name: layer for name, layer in frozen_layers(module).items() if layer.lora_A is not None}
 
 
-def adapter_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+def adapter_parameters(module: nn.Module) -> Iterator[Tensor]:
     """The adapters' weights."""
     for layer in adapted_layers(module).values():
-        yield layer.lora_A[NAME].weight
-        yield layer.lora_B[NAME].weight
+        yield from layer.factors()
 
 
 @torch.no_grad()
 def remove(module: nn.Module) -> None:
     """Restore a module's own layers, with the trained adapters added to their weights."""
+    merged: set[int] = set()
     for layer in adapted_layers(module).values():
-        base = layer.get_base_layer()
-        first, second = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-        assert not getattr(base, "is_quantized_linear", False), "quantized layers are taken out before adapters"
-        add_product(base.weight, first, second, layer.scaling[NAME], is_conv1d(base))
-        exchange(module, layer, base)
+        weight = layer.raw
+        if id(weight) not in merged:
+            merged.add(id(weight))
+            add_product(weight, *layer.factors(), layer.lora_scale, is_conv1d(layer))
+        drop_adapter(layer)
 
 
 @torch.no_grad()
@@ -115,12 +105,12 @@ def add_product(weight: Tensor, first: Tensor, second: Tensor, scale: float, tra
     """
     if is_fake_tensor(second) or not bool(second.any()):
         return  # keeps bits as they are, where 0 would be added to -0
-    device = weight.device
-    change = scale * (second.to(device, torch.float32) @ first.to(device, torch.float32))
-    weight.copy_(weight.float() + (change.t() if transposed else change))
+    device, dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
+    change = scale * (second.to(device, dtype) @ first.to(device, dtype))
+    weight.copy_(weight.to(dtype) + (change.t() if transposed else change))
 
 
-def merge_into(weights: dict[str, Tensor], adapters: Mapping[str, Tensor], layers: Mapping[str, "LayerRecord"]) -> None:
+def merge_into(weights: dict[str, Tensor], adapters: Mapping[str, Tensor], layers: Mapping[str, LayerRecord]) -> None:
     """Merge adapters into a plain state dictionary, in place.
 
     Args:
@@ -129,25 +119,31 @@ def merge_into(weights: dict[str, Tensor], adapters: Mapping[str, Tensor], layer
         layers: Result of `layer_records` for the module with adapters.
     """
     for name, record in layers.items():
-        first, second = (adapters[f"{name}.lora_{part}.{NAME}.weight"] for part in "AB")
-        add_product(weights[f"{name}.weight"], first, second, record["scale"], record["transposed"])
+        if record.get("shared_with") is None:
+            first, second = (adapters[f"{name}.lora_{part}.{NAME}.weight"] for part in "AB")
+            add_product(weights[f"{name}.weight"], first, second, record["scale"], record["transposed"])
 
 
-class LayerRecord(TypedDict):
-    """Description of one adapter in a checkpoint."""
-
+class _Layer(TypedDict):
     scale: float
     transposed: bool
     """Whether the layer is a `Conv1D`, whose weight is `(in, out)`."""
 
 
+class LayerRecord(_Layer, total=False):
+    """Description of one adapter in a checkpoint."""
+
+    shared_with: str
+    """Layer that has the same weight and adapter, if it comes first."""
+
+
 def layer_records(module: nn.Module) -> dict[str, LayerRecord]:
     """Describe the adapters of a module."""
-    return {
-        name: LayerRecord(scale=float(layer.scaling[NAME]), transposed=_is_transposed(layer.get_base_layer()))
-        for name, layer in adapted_layers(module).items()
-    }
-
-
-def _is_transposed(base: nn.Module) -> bool:
-    return is_conv1d(base) or bool(getattr(base, "was_conv1d", False))
+    records: dict[str, LayerRecord] = {}
+    first: dict[int, str] = {}
+    for name, layer in adapted_layers(module).items():
+        records[name] = LayerRecord(scale=float(layer.lora_scale), transposed=is_conv1d(layer))
+        earlier = first.setdefault(id(layer.raw), name)
+        if earlier != name:
+            records[name]["shared_with"] = earlier
+    return records

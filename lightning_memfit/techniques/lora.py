@@ -2,18 +2,32 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.adapters import lora
-from lightning_memfit.adapters.checkpoint import KEY, describe, without_frozen
+from lightning_memfit.adapters.checkpoint import (
+    KEY,
+    Originals,
+    base_weights,
+    bits_by_layer,
+    copy_originals,
+    describe,
+    keep_originals,
+    merged_state_dict,
+    originals_of,
+    refuse_others,
+    sum_of_words,
+)
+from lightning_memfit.adapters.layer import StandingWeight
 from lightning_memfit.adapters.linears import AUTO, linear_layers
+from lightning_memfit.adapters.watch import Watch
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
@@ -21,30 +35,31 @@ from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
+from lightning_memfit.techniques.quantized_weights import QuantizedWeights, callbacks_of, copied_before
 
-_AFTER = ("ReplaceOptimizer", "Optimizer8bit", "StochasticRounding")
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class Lora(TechniqueCallback):
-    """Freeze the module and train peft adapters on its linear layers, with gradients and states for the adapters only.
+    """Freeze the module and train adapters on its linear layers, with gradients and states for the adapters only.
 
-    The module's code stays as it is. Its optimizers keep their groups and schedules but step trainable parameters only.
-    Checkpoints hold the adapters (and everything else that is trained, buffers included), know to which frozen weights
-    they belong, and resume bitwise. When the run ends, the adapters are merged into the weights: the module has its
-    original form again, with what was learned.
+    The module's code stays as it is, and so do its layers: whoever reads the weight of one gets it with the adapter.
+    Optimizers keep their groups and schedules but step trainable parameters only. Checkpoints hold the adapters (and
+    everything else that is trained, buffers included), know to which frozen weights they belong, and resume bitwise;
+    `validate`, `test` and `predict` load them merged. When the run ends, the adapters are merged into the weights: the
+    module has its original form again, with what was learned.
 
     Args:
         rank: Inner width of the adapters.
         alpha: The adapters' outputs are scaled by `alpha / rank`.
         dropout: Dropout of the adapters' inputs.
         target_modules: Ends of the dotted names of the layers that get an adapter, such as `q_proj`; `auto` takes every
-            linear layer (`nn.Linear`, `Conv1D`, quantized ones) except output heads.
+            linear layer (`nn.Linear`, `Conv1D`, quantized ones) except output heads and those whose weight something
+            other than a linear layer shares.
         train: Dotted names of modules that are also trained as a whole, such as a new head.
 
     Raises:
-        ModuleNotFoundError: If peft is not installed.
         ValueError: If a number is out of range.
     """
 
@@ -57,8 +72,6 @@ class Lora(TechniqueCallback):
         train: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        if find_spec("peft") is None:
-            raise ModuleNotFoundError("Lora needs peft: pip install lightning-memfit[lora]")
         if rank < 1:
             raise ValueError(f"`rank={rank}` must be at least 1.")
         if alpha <= 0:
@@ -70,25 +83,56 @@ class Lora(TechniqueCallback):
         self.dropout = dropout
         self.target_modules = target_modules
         self.train = tuple(train)
-        self._kept: frozenset[str] = frozenset()
+        self._forget()
+
+    def _forget(self) -> None:
         self._record: dict[str, Any] | None = None
         self._learned: dict[str, Any] = {}
+        self._frozen: dict[str, int] = {}
+        """Checksums of the frozen parameters when training began, by name."""
+        self._loaded: frozenset[str] = frozenset()
+        self._before: Originals | None = None
+        self._watch: Watch | None = None
+        self._was_saved = False
+        self._quantizers: list[QuantizedWeights] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Lora":
         """Return an unused callback with the same arguments, without what a run has left."""
         return Lora(self.rank, self.alpha, self.dropout, self.target_modules, self.train)
 
+    # --- beginning and end of a run ---------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Apply the technique to a run that trains; in others load checkpoints of adapters merged."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            return
+
+        def load(inner: Callable[..., Any], checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+            if KEY not in checkpoint:
+                return inner(checkpoint, *args, **kwargs)
+            self._learned = {}  # what is saved from now on is what is loaded here
+            merged, originals = merged_state_dict(pl_module, checkpoint)
+            result = inner({**checkpoint, "state_dict": merged}, *args, **kwargs)
+            keep_originals(pl_module, checkpoint[KEY], originals)
+            return result
+
+        self.on_restore(wrap_method(trainer.strategy, "load_model_state_dict", load))
+
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, and wrap the methods that configure, save and load."""
-        reason = unsupported(run_of(trainer, pl_module))
+        reason = unsupported(run_of(trainer, pl_module)) or copied_before(self, trainer)
         if reason is not None:
             raise ValueError(f"Lora: {reason}")
-        self._record, self._learned = None, {}
+        self._forget()
+        self._quantizers = [callback for callback in callbacks_of(trainer) if isinstance(callback, QuantizedWeights)]
 
         def configure(inner: Callable[[], Any]) -> None:
             inner()
-            self._inject(pl_module, trainer.precision)
+            if not lora.adapted_layers(pl_module):  # Lightning asks that it may be called twice
+                self._inject(pl_module, trainer.precision)
 
         def optimizers(inner: Callable[[], Any]) -> Any:
             seen: list[Optimizer] = []
@@ -97,20 +141,71 @@ class Lora(TechniqueCallback):
             return configured
 
         def save(inner: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-            return self._without_frozen(inner())
+            return self._without_frozen(pl_module, inner())
 
         def mark(inner: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
             inner(checkpoint)
-            checkpoint[KEY] = self._record
+            # A callback may have put another state dictionary there, such as that of averaged weights.
+            checkpoint["state_dict"] = self._without_frozen(pl_module, checkpoint["state_dict"])
+            checkpoint[KEY] = self._described(pl_module)
+            self._was_saved = True
 
         def load(inner: Callable[..., Any], checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
-            return inner(self._completed(pl_module, checkpoint), *args, **kwargs)
+            if KEY not in checkpoint:
+                self._start_from(pl_module, checkpoint)
+                result = inner(checkpoint, *args, **kwargs)
+                self._record = describe(pl_module, self.rank, self.alpha)
+                return result
+            self._complete(pl_module, checkpoint)
+            return inner(checkpoint, *args, **kwargs)
+
+        def first_step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            take_off()
+            return self._watched(pl_module, inner, *args, **kwargs)
 
         self.on_restore(wrap_method(pl_module, "configure_model", configure))
-        self.on_restore(wrap_method(pl_module, "configure_optimizers", optimizers))
+        self.on_restore(wrap_method(pl_module, "configure_optimizers", optimizers, innermost=True))
         self.on_restore(wrap_method(pl_module, "on_save_checkpoint", mark))
         self.on_restore(wrap_method(trainer.strategy, "lightning_module_state_dict", save))
         self.on_restore(wrap_method(trainer.strategy, "load_model_state_dict", load))
+        take_off = wrap_method(trainer.strategy, "training_step", first_step)
+        self.on_restore(take_off)
+        self.on_restore(self._stop_watching)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note what is frozen, now that precision and device are those of training."""
+        if not lora.is_fake(pl_module):
+            frozen = {name: p for name, p in pl_module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+            self._frozen = {name: sum_of_words(p) for name, p in frozen.items() if name not in self._loaded}
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """After the first backward pass, refuse adapters that it can't reach.
+
+        Raises:
+            ValueError: If a reentrant checkpoint kept gradients from them.
+        """
+        watch = self._watch
+        self._stop_watching()
+        if watch is not None and watch.without_gradient:
+            raise ValueError(
+                f"Lora: {_some(watch.without_gradient)} ran in a reentrant checkpoint (torch.utils.checkpoint) whose "
+                "inputs need no gradient, so that no gradient would reach the adapters. Checkpoint with "
+                "`use_reentrant=False`, or with ActivationCheckpointing."
+            )
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn of adapters that nothing was learned for."""
+        if trainer.global_step and not lora.is_fake(pl_module):
+            layers = lora.adapted_layers(pl_module)
+            idle = [name for name, layer in layers.items() if not bool(layer.factors()[1].any())]
+            if idle:
+                rank_zero_warn(
+                    f"Lora: {_some(idle)} learned nothing: no gradient reached the adapters, as the loss doesn't "
+                    "depend on these layers. Leave them out of `target_modules`."
+                )
 
     @override
     def on_save_checkpoint(
@@ -119,60 +214,173 @@ class Lora(TechniqueCallback):
         """After the run the module holds merged weights; a checkpoint to resume from still holds the adapters."""
         checkpoint.update(self._learned)
 
+    # --- adapters in and out ----------------------------------------------------------------------------------------
+
     def _inject(self, module: nn.Module, precision: str) -> None:
-        targets = linear_layers(module, self.target_modules)
+        _refuse_unready(module)
+        targets, left_out = linear_layers(module, self.target_modules)
         wholly_trained = [module.get_submodule(name) for name in self.train]
-        flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-        lora.inject(module, targets, self.rank, self.alpha, self.dropout, _TRUE_DTYPES.get(precision, torch.float32))
+        if self.target_modules == AUTO:
+            inside = {id(layer) for child in wholly_trained for layer in child.modules()}
+            targets = {name: layer for name, layer in targets.items() if id(layer) not in inside}
+        _refuse_quantized(self.train, wholly_trained)
+        self._before = None if lora.is_fake(module) else originals_of(module)
+        # This runs before a precision plugin converts the weights, because checkpoints are loaded before that too.
+        flags = [parameter for parameter in base_weights(module).values() if parameter.requires_grad]
+        fake_dtype = _TRUE_DTYPES.get(precision, torch.float32)
+        lora.inject(module, targets.values(), self.rank, self.alpha, self.dropout, fake_dtype)
         for child in wholly_trained:
             child.requires_grad_(True)
-        self.on_restore(lambda: _set_flags(flags))
+        self.on_restore(lambda: _thaw(flags))
         self.on_restore(lambda: self._take_out(module))
-        self._kept = frozenset(without_frozen(module, module.state_dict()))
         if not lora.is_fake(module):
-            # This runs before a precision plugin converts the weights, because checkpoints are loaded before that too.
             self._record = describe(module, self.rank, self.alpha)
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         self.announce(f"{len(targets)} layers, {trained:,} parameters to train")
+        for name, reason in left_out.items():
+            self.announce(f"{name} gets no adapter: {reason}")
 
     def _take_out(self, module: nn.Module) -> None:
-        if self._record is not None:
-            self._learned = {"state_dict": self._without_frozen(module.state_dict()), KEY: self._record}
+        if not lora.adapted_layers(module):
+            return
+        originals, record = None, self._described(module)
+        for quantizer in self._quantizers:  # adapters are merged into the weights as the run's precision has them
+            quantizer.put_back()
+        if record is not None:
+            entries = self._without_frozen(module, module.state_dict())
+            # Weights that a callback trained besides are about to get the adapters added.
+            merged = {f"{name}.weight" for name in lora.adapted_layers(module)} & entries.keys()
+            self._learned = {"state_dict": {**entries, **{name: entries[name].clone() for name in merged}}, KEY: record}
+            originals = copy_originals(module) if self._was_saved and not self._others_trained(module) else None
         lora.remove(module)
+        if record is not None and originals is not None:
+            keep_originals(module, record, originals)
 
-    def _without_frozen(self, entries: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in entries.items() if name in self._kept}
+    def _described(self, module: nn.Module) -> dict[str, Any] | None:
+        # Layers may have been quantized after adapters were injected, and may have been put back before these end.
+        if self._record is not None:
+            self._record["bits"] = bits_by_layer(module) or self._record["bits"]
+        return self._record
 
-    def _completed(self, module: nn.Module, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint of adapters completed with the module's own frozen weights.
+    def _watched(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the first training step, and refuse it if adapters don't reach where weights are used."""
+        if lora.is_fake(module) or _is_compiled(module):
+            return step(*args, **kwargs)  # the tracer has its own modes; compiled code runs under none
+        self._watch = watch = Watch(lora.frozen_layers(module))
+        watch.attach()
+        with watch:
+            result = step(*args, **kwargs)
+        if watch.outside:
+            name, operator = next(iter(watch.outside.items()))
+            raise ValueError(
+                f"Lora: {_some(watch.outside)}: the step reads the frozen weight itself (in {operator} for {name}), "
+                "not through its layer, and would compute without the adapter. Read `layer.weight` when it is used "
+                "instead of keeping the tensor, log it under torch.no_grad(), or leave the layer out of "
+                "`target_modules`."
+            )
+        return result
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.detach()
+            self._watch = None
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _without_frozen(self, module: nn.Module, entries: dict[str, Any]) -> dict[str, Any]:
+        """Leave out the parameters that are frozen and what they were when training began."""
+        own = dict(module.named_parameters(remove_duplicate=False))
+        return {name: value for name, value in entries.items() if not self._is_frozen(name, own.get(name))}
+
+    def _is_frozen(self, name: str, parameter: nn.Parameter | None) -> bool:
+        if parameter is None or parameter.requires_grad or name in self._loaded:
+            return False
+        # A callback may have trained it for a while and frozen it again.
+        return name not in self._frozen or sum_of_words(parameter) == self._frozen[name]
+
+    def _others_trained(self, module: nn.Module) -> bool:
+        """Whether a callback has trained weights that were frozen when training began."""
+        own = dict(module.named_parameters(remove_duplicate=False))
+        return bool(self._loaded) or any(sum_of_words(own[name]) != sums for name, sums in self._frozen.items())
+
+    def _complete(self, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Complete a checkpoint of adapters, in place, with the module's own frozen weights.
 
         Raises:
-            ValueError: If it holds no adapters, different adapters, or adapters for other weights.
+            ValueError: If it holds different adapters, or adapters for other weights.
         """
-        ours = self._record
+        ours, theirs, before = self._described(module), checkpoint[KEY], self._before
         assert ours is not None
-        theirs = checkpoint.get(KEY)
-        if theirs is None:
+        if theirs["base"] != ours["base"] and before is not None and before.record["base"] == theirs["base"]:
+            before.restore(module)  # the module holds merged weights of an earlier run
+            self._record = ours = describe(module, self.rank, self.alpha)
+        refuse_others(theirs, ours)
+        own = module.state_dict()
+        entries = checkpoint["state_dict"]
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._loaded = frozenset(n for n in entries if n in parameters and not parameters[n].requires_grad)
+        for key in ("state_dict", "current_model_state"):  # the second is where averaging of weights has the latest
+            if key in checkpoint:
+                checkpoint[key] = {**own, **checkpoint[key]}
+
+    def _start_from(self, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Make of a checkpoint without adapters, in place, one that training begins from with new adapters."""
+        entries = dict(checkpoint["state_dict"])
+        for name, layer in lora.frozen_layers(module).items():
+            if layer.codes is not None and f"{name}.weight" in entries:
+                layer.put(entries.pop(f"{name}.weight"))
+        own = module.state_dict()
+        adapters = {id(parameter) for parameter in lora.adapter_parameters(module)}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if id(parameter) in adapters:
+                entries[name] = own[name]
+        for key in ("loops", "callbacks", "current_model_state", "averaging_state"):
+            checkpoint.pop(key, None)
+        checkpoint.update(state_dict=entries, optimizer_states=[], lr_schedulers=[])
+        self.announce(
+            "`ckpt_path` was not written by a run with Lora. Adapters begin on its weights, with new optimizer states "
+            "and counters."
+        )
+
+
+def _some(names: Any) -> str:
+    """The first names of several."""
+    found = sorted(names)
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def _refuse_unready(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(
-                "`ckpt_path` was not written by a run with Lora. Load its weights into the module first "
-                "(load_from_checkpoint), and train adapters from there."
+                f"Lora: {name} has no shape before a first batch. Run one through the module before training, or give "
+                "its layer's size."
             )
-        for key in ("rank", "alpha", "layers"):
-            if theirs[key] != ours[key]:
-                detail = "" if key == "layers" else f" ({theirs[key]} there, {ours[key]} here)"
-                raise ValueError(f"`ckpt_path` has adapters of other {key}{detail}. Resume with the same arguments.")
-        if theirs["base"] != ours["base"]:
+    for name, child in module.named_modules():
+        if any(cls.__name__ == "BaseTunerLayer" for cls in type(child).__mro__):
             raise ValueError(
-                "`ckpt_path` has adapters for other frozen weights than the module's. Start from the same weights, in "
-                "the same precision and quantization (random ones need the same seed)."
+                f"Lora: {name} has adapters of peft already. Leave Lora out, or merge them first (merge_and_unload)."
             )
-        frozen = {name: value for name, value in module.state_dict().items() if name not in self._kept}
-        return {**checkpoint, "state_dict": {**frozen, **checkpoint["state_dict"]}}
+
+
+def _refuse_quantized(names: Sequence[str], children: Sequence[nn.Module]) -> None:
+    for name, child in zip(names, children, strict=True):
+        if bits_by_layer(child):
+            raise ValueError(
+                f"Lora: `train` names {name}, whose weights QuantizedWeights has quantized: they can't be trained. "
+                "Leave it out of `train`, or give QuantizedWeights `target_modules` without it."
+            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return any(
+        child._compiled_call_impl is not None or type(child).__name__ == "OptimizedModule" for child in module.modules()
+    )
 
 
 def _trainable_only(optimizer: Optimizer, seen: list[Optimizer]) -> Optimizer:
     for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+        group["params"] = [p for p in group["params"] if p.requires_grad and not isinstance(p, StandingWeight)]
     seen.append(optimizer)
     return optimizer
 
@@ -186,9 +394,9 @@ def _refuse_forgotten(module: nn.Module, optimizers: list[Optimizer]) -> None:
         )
 
 
-def _set_flags(flags: list[tuple[nn.Parameter, bool]]) -> None:
-    for parameter, requires_grad in flags:
-        parameter.requires_grad_(requires_grad)
+def _thaw(frozen: list[Tensor]) -> None:
+    for parameter in frozen:
+        parameter.requires_grad_(True)
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
@@ -197,9 +405,8 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
         return f"{run.strategy} shards weights, for which adapters are not injected. Use one device or DDP."
     if run.has("HostMasterWeights"):
         return "adapters are small, and there is nothing to keep on the host. Leave HostMasterWeights out."
-    early = [name for name in run.callbacks[: run.callbacks.index("Lora") if run.has("Lora") else 0] if name in _AFTER]
-    if early:
-        return f"{early[0]} stands before it and would convert an optimizer of frozen weights. List Lora first."
+    if run.callbacks.count("Lora") > 1:
+        return "there are two of it. Give one all `target_modules`."
     return None
 
 
@@ -233,8 +440,6 @@ LORA = Technique(
     callbacks=(_LORA,),
     unsupported=unsupported,
     cost=_cost,
-    package="peft",
-    extra="lightning-memfit[lora]",
 )
 
 QLORA = replace(
@@ -244,6 +449,8 @@ QLORA = replace(
     numerics=frozenset({"lora", "4bit"}),
     callbacks=(CallbackSpec(_QUANTIZED, {"bits": 4}), _LORA),
     cost=_quantized_cost,
+    package="bitsandbytes",
+    extra="'bitsandbytes>=0.49,<0.51'",
     page="lora",
 )
 
@@ -254,4 +461,6 @@ LORA_8BIT = replace(
     numerics=frozenset({"lora", "8bit"}),
     callbacks=(CallbackSpec(_QUANTIZED, {"bits": 8}), _LORA),
     cost=lambda profile, options: _quantized_cost(profile, {"bits": 8, **options}),
+    package="",
+    extra="",
 )

@@ -1,17 +1,18 @@
 """`QuantizedWeights`: frozen linear weights in 4 or 8 bits, for training adapters on top."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning, WeightAveraging
 from torch import nn
 from typing_extensions import override
 
-from lightning_memfit.adapters.linears import AUTO, exchange, linear_layers, tied_weights
-from lightning_memfit.adapters.quantized import QuantizedLinear
+from lightning_memfit.adapters.layer import FrozenLinear, dequantize, quantize
+from lightning_memfit.adapters.linears import AUTO, linear_layers
+from lightning_memfit.adapters.lora import adapted_layers, frozen_layers
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import keep_on_host, return_to_device
 from lightning_memfit.techniques.core.callback import TechniqueCallback
@@ -23,9 +24,10 @@ from lightning_memfit.techniques.core.wrapping import wrap_method
 class QuantizedWeights(TechniqueCallback):
     """Store the weights of linear layers in 4 bits (NF4, double quantization) or 8 bits (one scale per row).
 
-    Only for weights that are not trained: list `Lora` after it. `Conv1D` layers of GPT-2 are quantized as the equal
-    `nn.Linear`. Embeddings, norms and output heads, including tied ones, stay as they are. The original weights wait in
-    host memory and are put back when the run ends, so that adapters are merged into them.
+    Only for weights that are not trained: list `Lora` beside it. `Conv1D` layers of GPT-2 are quantized as the equal
+    `nn.Linear`. Embeddings, norms and output heads, including tied ones, stay as they are. Whoever reads the weight of
+    a quantized layer gets it dequantized. The original weights wait in host memory and are put back when the run ends,
+    so that adapters are merged into them.
 
     Args:
         bits: 4 or 8.
@@ -44,59 +46,92 @@ class QuantizedWeights(TechniqueCallback):
             raise ModuleNotFoundError("QuantizedWeights needs bitsandbytes: pip install 'bitsandbytes>=0.49,<0.51'")
         self.bits = bits
         self.target_modules = target_modules
+        self._quantized: list[FrozenLinear] = []
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap `configure_model`, after which the model is complete."""
-        reason = unsupported(run_of(trainer, pl_module))
+        reason = unsupported(run_of(trainer, pl_module)) or copied_before(self, trainer) or _refused_beside(trainer)
         if reason is not None:
             raise ValueError(f"QuantizedWeights: {reason}")
 
         def configure(inner: Callable[[], Any]) -> None:
             inner()
-            self._quantize(pl_module)
+            if not any(layer.codes is not None for layer in frozen_layers(pl_module).values()):
+                self._quantize(pl_module)
 
         self.on_restore(wrap_method(pl_module, "configure_model", configure))
+        self.on_restore(self.put_back)
 
     def _quantize(self, module: nn.Module) -> None:
-        layers = linear_layers(module, self.target_modules)
-        tied = tied_weights(module, layers.values())
-        if tied:
+        layers, left_out = linear_layers(module, self.target_modules, shared=False)
+        trained = [name for name, layer in adapted_layers(module).items() if layer.raw.requires_grad and name in layers]
+        if trained:
             raise ValueError(
-                f"QuantizedWeights: {tied[0]} is one weight of several layers and can't be quantized for one of them. "
-                "Leave it out of `target_modules`."
+                f"QuantizedWeights: {trained[0]} is trained as a whole (`train` of Lora). Give `target_modules` "
+                "without it."
             )
         before = sum(layer.weight.nbytes for layer in layers.values())  # type: ignore[misc]
         after = 0
         for layer in layers.values():
-            quantized = QuantizedLinear(layer, self.bits)
-            exchange(module, layer, quantized)
-            wait_on_host(layer, quantized.weight)
-            self.on_restore(partial(_put_back, module, quantized, layer))
-            after += sum(t.nbytes for t in (quantized.weight, *quantized.buffers()))
+            quantized = quantize(layer, self.bits)
+            self._quantized.append(quantized)
+            assert quantized.codes is not None
+            wait_on_host(quantized.raw, quantized.codes.codes)
+            after += sum(buffer.nbytes for buffer in quantized.codes.buffers())
         self.announce(f"{len(layers)} layers in {self.bits} bits, {before / after:.1f} times smaller")
+        for name, reason in left_out.items():
+            self.announce(f"{name} stays as it is: {reason}")
+
+    def put_back(self) -> None:
+        """Give layers their weights again, on the device and in the precision that the rest of the module has now."""
+        while self._quantized:
+            layer = self._quantized.pop()
+            if layer.waiting is None:
+                continue
+            weight, like = layer.waiting, layer.like
+            return_to_device(weight)
+            weight.data = weight.data.to(like.device, like.dtype)
+            dequantize(layer)
 
 
-def wait_on_host(layer: nn.Module, serves: torch.Tensor) -> None:
-    """Move a layer's weight, but not the bias it shares, out of the device's memory."""
-    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+def wait_on_host(weight: torch.Tensor, serves: torch.Tensor) -> None:
+    """Move a weight out of the device's memory."""
     weight.data = weight.data.cpu()
     keep_on_host(weight, Category.PARAMETER, serves)
 
 
-def _put_back(module: nn.Module, quantized: nn.Module, layer: nn.Module) -> None:
-    """Give the module its layer again, on the device and in the precision that the rest of the module has now."""
-    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-    rest = next((p for p in module.parameters() if p.is_floating_point()), weight)
-    return_to_device(weight)
-    weight.data = weight.data.to(rest.device, rest.dtype)
-    exchange(module, quantized, layer)
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's callbacks, in their order."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return callbacks
+
+
+def copied_before(callback: pl.Callback, trainer: pl.Trainer) -> str | None:
+    """Reason and fix if a callback has copied the module in `setup` before this one could change it."""
+    callbacks = callbacks_of(trainer)
+    for other in callbacks[: callbacks.index(callback)]:
+        if isinstance(other, WeightAveraging):
+            ours, name = type(callback).__name__, type(other).__name__
+            return f"{name} stands before it and has copied the module without what {ours} changes. List {name} last."
+    return None
+
+
+def _refused_beside(trainer: pl.Trainer) -> str | None:
+    """Reason and fix if another callback would average codes or train what can't be trained."""
+    for other in callbacks_of(trainer):
+        name = type(other).__name__
+        if isinstance(other, WeightAveraging) and other._use_buffers:
+            return f"{name} would average codes, which stand for no numbers. Give it `use_buffers=False`."
+        if isinstance(other, BaseFinetuning):
+            return f"{name} unfreezes weights, and quantized ones can't be trained. Leave one of them out."
+    return None
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
     """Reason and fix, or None if weights can be quantized."""
     if not run.has("Lora"):
-        return "quantized weights can't be trained, and nothing else is. List Lora after it."
-    if run.callbacks.index("Lora") < run.callbacks.index("QuantizedWeights"):
-        return "Lora stands before it, so that adapters would be quantized. List QuantizedWeights first."
+        return "quantized weights can't be trained, and nothing else is. List Lora beside it."
+    if run.callbacks.count("QuantizedWeights") > 1:
+        return "there are two of it. Leave one out."
     return None

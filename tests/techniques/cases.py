@@ -75,7 +75,7 @@ _TURING = Facts(capability=(7, 5))
 _ADAPTED = (
     (replace(CPU, callbacks=("Lora", "HostMasterWeights")), "Leave HostMasterWeights out"),
     (replace(CPU, callbacks=("Lora",), strategy="FSDPStrategy"), "FSDPStrategy"),
-    (replace(CPU, callbacks=("Optimizer8bit", "Lora")), "List Lora first"),
+    (replace(CPU, callbacks=("Lora", "Lora")), "two of it"),
 )
 
 CASES: dict[str, tuple[Case, ...]] = {

@@ -9,7 +9,6 @@ from lightning_memfit.adapters.checkpoint import KEY
 from lightning_memfit.adapters.lora import adapted_layers
 from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
-from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.chunked_loss import ChunkedLoss
 from lightning_memfit.techniques.gradient_release import GradientRelease
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
@@ -51,8 +50,8 @@ def callbacks(request):
 
 @pytest.mark.parametrize("make", [model, Llama])
 def test_adapters_are_trained_and_end_up_in_the_weights(make, callbacks):
-    pl_module = fit(callbacks, make)
-    assert pl_module.losses[-1] < pl_module.losses[0]
+    pl_module = fit(callbacks, make, max_steps=7)
+    assert pl_module.losses[6] < pl_module.losses[0]  # the same batch
     assert not adapted_layers(pl_module)
     assert not hasattr(pl_module, "peft_config")
     pl_untouched = fit([], make, max_steps=0)
@@ -156,10 +155,8 @@ def test_plain_modules(callbacks):
 @pytest.mark.parametrize(
     ("callbacks", "options", "message"),
     [
-        ([QuantizedWeights(4)], {}, "List Lora after it"),
-        ([Lora(), QuantizedWeights(4)], {}, "List QuantizedWeights first"),
-        ([Optimizer8bit(), Lora()], {}, "List Lora first"),
-        ([StochasticRounding(), Lora()], {"precision": "bf16-true"}, "List Lora first"),
+        ([QuantizedWeights(4)], {}, "List Lora beside it"),
+        ([Lora(4), Lora(8)], {}, "two of it"),
         ([Lora(), HostMasterWeights()], {"precision": "bf16-true"}, "Leave HostMasterWeights out"),
     ],
 )
@@ -185,12 +182,9 @@ def test_wrong_arguments_name_the_argument():
 
 def test_checkpoints_of_other_runs_are_refused(tmp_path):
     fit([Lora(4)], model, max_steps=1).seen["trainer"].save_checkpoint(tmp_path / "4.ckpt")
-    fit([], model, max_steps=1).seen["trainer"].save_checkpoint(tmp_path / "full.ckpt")
-    with pytest.raises(ValueError, match="not written by a run with Lora"):
-        fit([Lora(4)], model, ckpt_path=tmp_path / "full.ckpt")
     with pytest.raises(ValueError, match=r"other rank \(4 there, 8 here\)"):
         fit([Lora(8)], model, ckpt_path=tmp_path / "4.ckpt")
-    with pytest.raises(ValueError, match="other frozen weights"):
+    with pytest.raises(ValueError, match="beside weights in their own precision, here they are in 8 bits"):
         fit([QuantizedWeights(8), Lora(4)], model, ckpt_path=tmp_path / "4.ckpt")
 
 

@@ -8,8 +8,10 @@ Layer = Callable[..., Any]
 """Called as `layer(inner, *args, **kwargs)`, where `inner` is the method below."""
 
 
-def wrap_method(owner: Any, name: str, layer: Layer) -> Callable[[], None]:
+def wrap_method(owner: Any, name: str, layer: Layer, innermost: bool = False) -> Callable[[], None]:
     """Put a layer around `owner.name`, outside any earlier layers.
+
+    With `innermost` it lies inside them, so that what it does comes first whatever the order of callbacks is.
 
     The replacement is a plain function without `__wrapped__`: Lightning skips hooks such as `configure_model` that it
     does not find overridden, and looks through `__wrapped__` to find out.
@@ -21,7 +23,7 @@ def wrap_method(owner: Any, name: str, layer: Layer) -> Callable[[], None]:
     layers: list[Layer] | None = getattr(current, "_memfit_layers", None)
     if layers is None:
         layers = _install(owner, name)
-    layers.append(layer)
+    layers.insert(0 if innermost else len(layers), layer)
 
     def unwrap() -> None:
         if layer in layers:

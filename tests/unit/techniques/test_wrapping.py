@@ -56,6 +56,15 @@ def test_later_layers_are_outside():
     assert counter.count(by=2) == 31
 
 
+def test_an_innermost_layer_lies_inside_earlier_ones():
+    counter = Counter()
+    wrap_method(counter, "count", plus(1))
+    undo = wrap_method(counter, "count", times(10), innermost=True)
+    assert counter.count(by=2) == 31
+    undo()
+    assert counter.count(by=2) == 4
+
+
 def test_layers_come_off_in_any_order():
     for first in (0, 1):
         counter = Counter()

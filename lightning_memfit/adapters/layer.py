@@ -1,0 +1,325 @@
+"""`FrozenLinear`: what a linear layer becomes, in place, when its weight is frozen: in codes, with an adapter, or both.
+
+The layer stays the object that it was, with its class as a base, its names, hooks and places in the module. Only its
+class changes, as with torch's parametrizations. Whoever reads `layer.weight` gets a `StandingWeight`: it looks like the
+weight, and computes with what the layer computes with, the dequantized weight plus the adapter's product. Models that
+cast to `weight.dtype`, that pass `weight` to an operator themselves, and torch's fast paths are served this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from lightning_memfit.adapters.quantized import Codes
+
+NAME = "default"
+"""Name of the adapter; peft's default, so that names in checkpoints are those of peft."""
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is the `Conv1D` of transformers: a linear layer whose weight is `(in, out)`."""
+    own = type(module).__mro__[2] if isinstance(module, FrozenLinear) else type(module)
+    return own.__name__ == "Conv1D" and own.__module__ == "transformers.pytorch_utils"
+
+
+class FrozenLinear(nn.Module):
+    """What a linear layer becomes; stands before the layer's own class among the bases.
+
+    `lora_A`, `lora_B`, `lora_dropout` and `codes` are None where the layer has no adapter or isn't quantized. The
+    original of a quantized weight waits in `waiting`, unregistered.
+    """
+
+    lora_A: nn.ModuleDict | None
+    lora_B: nn.ModuleDict | None
+    lora_dropout: nn.Module | None
+    codes: Codes | None
+    bias: Tensor | None
+    lora_scale: float
+    waiting: nn.Parameter | None
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer to `(..., in)`."""
+        raw = self._parameters["weight"]
+        if self.codes is not None:
+            output = self.codes.product(input, self.bias)
+        elif is_conv1d(self):
+            assert raw is not None
+            flat = input.reshape(-1, input.shape[-1])
+            output = flat @ raw if self.bias is None else torch.addmm(self.bias, flat, raw)
+            output = output.view(*input.shape[:-1], output.shape[-1])
+        else:
+            assert raw is not None
+            output = F.linear(input, raw, self.bias)
+        if self.lora_A is None or self.lora_B is None or self.lora_dropout is None:
+            return output
+        inner, outer = self.lora_A[NAME], self.lora_B[NAME]
+        change: Tensor = outer(inner(self.lora_dropout(input).to(inner.weight.dtype))) * self.lora_scale
+        return output + change.to(output.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as it acts: quantized, and with the adapter."""
+        return StandingWeight(self)
+
+    @property
+    def raw(self) -> nn.Parameter:
+        """The frozen weight itself; that of a quantized layer is where it waits."""
+        weight = self._parameters["weight"] if self.waiting is None else self.waiting
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    def effective_weight(self) -> Tensor:
+        """The weight in the layer's own layout, differentiable with respect to the adapter."""
+        with torch.autocast(self.like.device.type, enabled=False), _reading():
+            weight: Tensor = self.raw if self.codes is None else self.codes.dequantize(self.like.dtype)
+            if self.codes is not None and is_conv1d(self):
+                weight = weight.t()
+            if self.lora_A is None or self.lora_B is None:
+                return weight
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            first, second = self.factors()
+            product = self.lora_scale * (second.to(dtype) @ first.to(dtype))
+            return weight + (product.t() if is_conv1d(self) else product).to(weight.dtype)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The inner and the outer weight of the adapter."""
+        assert self.lora_A is not None
+        assert self.lora_B is not None
+        return cast(nn.Linear, self.lora_A[NAME]).weight, cast(nn.Linear, self.lora_B[NAME]).weight
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the weight's dtype and device."""
+        return self.raw if self.codes is None else self.codes.like
+
+    def put(self, weight: Tensor) -> None:
+        """Replace the frozen weight's values; codes are made anew."""
+        with torch.no_grad():
+            self.raw.copy_(weight)
+            if self.codes is not None:
+                source = self.raw.to(self.codes.like.device)
+                self.codes.store(source.t() if is_conv1d(self) else source)
+
+
+_ADDED = ("lora_A", "lora_B", "lora_dropout", "codes")
+
+
+class FrozenTorchLinear(FrozenLinear, nn.Linear):  # type: ignore[misc, override]
+    """A frozen `nn.Linear`."""
+
+
+@cache
+def _frozen_conv1d() -> type:
+    """Make the class for transformers' layer where it is needed: transformers is imported then."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type("FrozenConv1D", (FrozenLinear, Conv1D), {"__module__": __name__, "__doc__": "A frozen `Conv1D`."})
+
+
+def __getattr__(name: str) -> Any:
+    """Let other processes unpickle the class."""
+    if name == "FrozenConv1D":
+        return _frozen_conv1d()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def freeze(layer: nn.Module) -> FrozenLinear:
+    """Turn an `nn.Linear` or a `Conv1D` into a `FrozenLinear`, in place; a layer that is one stays as it is."""
+    if isinstance(layer, FrozenLinear):
+        return layer
+    layer.__class__ = _frozen_conv1d() if is_conv1d(layer) else FrozenTorchLinear
+    for name in _ADDED:
+        layer._modules[name] = None
+    layer.lora_scale, layer.waiting = 1.0, None  # type: ignore[assignment]
+    assert isinstance(layer, FrozenLinear)
+    return layer
+
+
+def thaw(layer: FrozenLinear) -> None:
+    """Make a layer what it was, once it has neither codes nor an adapter."""
+    if any(layer._modules[name] is not None for name in _ADDED):
+        return
+    for name in _ADDED:
+        del layer._modules[name]
+    del layer.lora_scale, layer.waiting
+    layer.__class__ = type(layer).__mro__[2]
+
+
+def quantize(layer: nn.Module, bits: int) -> FrozenLinear:
+    """Replace a layer's weight by codes, in place. The original waits in `waiting`."""
+    frozen = freeze(layer)
+    original = frozen.raw
+    with torch.no_grad():
+        codes = Codes(original.t() if is_conv1d(frozen) else original, bits)
+    frozen._modules["codes"] = codes
+    frozen._parameters["weight"] = None
+    object.__setattr__(frozen, "waiting", original)  # unregistered: no part of the module while it waits
+    return frozen
+
+
+def dequantize(layer: FrozenLinear) -> None:
+    """Give a layer its original weight again."""
+    assert layer.waiting is not None
+    layer._parameters["weight"] = layer.waiting
+    object.__setattr__(layer, "waiting", None)
+    layer._modules["codes"] = None
+    thaw(layer)
+
+
+def add_adapter(layer: nn.Module, rank: int, scale: float, dropout: float, dtype: torch.dtype) -> FrozenLinear:
+    """Give a layer an adapter that begins as zero (Hu et al., 2021, arXiv 2106.09685), in place."""
+    frozen = freeze(layer)
+    rows, columns = frozen.raw.shape
+    outputs, inputs = (columns, rows) if is_conv1d(frozen) else (rows, columns)
+    device = frozen.like.device
+    inner = nn.Linear(inputs, rank, bias=False, device=device, dtype=dtype)
+    outer = nn.Linear(rank, outputs, bias=False, device=device, dtype=dtype)
+    nn.init.zeros_(outer.weight)
+    frozen._modules["lora_A"] = nn.ModuleDict({NAME: inner})
+    frozen._modules["lora_B"] = nn.ModuleDict({NAME: outer})
+    frozen._modules["lora_dropout"] = nn.Dropout(dropout) if dropout else nn.Identity()
+    frozen.lora_scale = scale
+    frozen.train(layer.training)
+    return frozen
+
+
+def share_adapter(layer: nn.Module, other: FrozenLinear) -> FrozenLinear:
+    """Give a layer the adapter of another, with which it has its weight in common."""
+    frozen = freeze(layer)
+    for name in ("lora_A", "lora_B", "lora_dropout"):
+        frozen._modules[name] = other._modules[name]
+    frozen.lora_scale = other.lora_scale
+    return frozen
+
+
+def drop_adapter(layer: FrozenLinear) -> None:
+    """Take a layer's adapter away, without adding it to the weight."""
+    for name in ("lora_A", "lora_B", "lora_dropout"):
+        layer._modules[name] = None
+    thaw(layer)
+
+
+_depth = 0
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def is_reading() -> bool:
+    """Whether a `StandingWeight` is just being computed from the weights themselves."""
+    return _depth > 0
+
+
+class StandingWeight(Tensor):
+    """What reading the weight of a `FrozenLinear` gives: it looks like the weight, and is computed when it is used.
+
+    Writing to it is refused, as nothing would keep what is written.
+    """
+
+    layer: FrozenLinear
+    detached: bool
+
+    @staticmethod
+    def __new__(cls, layer: FrozenLinear, detached: bool = False) -> StandingWeight:
+        """Stand for a layer's weight; `detached` from autograd if wished."""
+        like, trained = layer.like, layer.lora_A is not None and not detached
+        standing: StandingWeight = Tensor._make_wrapper_subclass(
+            cls, layer.raw.shape, dtype=like.dtype, device=like.device, requires_grad=trained
+        )
+        standing.layer, standing.detached = layer, detached
+        return standing
+
+    def __init__(self, layer: FrozenLinear, detached: bool = False) -> None:
+        """Take the same arguments."""
+
+    def value(self) -> Tensor:
+        """The weight as an ordinary tensor."""
+        value = self.layer.effective_weight()
+        return value.detach() if self.detached else value
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+        if isinstance(first, StandingWeight):
+            if func in _METADATA:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func in _DETACHING:
+                return StandingWeight(first.layer, detached=True)
+            if func is Tensor.__deepcopy__:
+                return first.value().detach().clone()
+            if _writes(func):
+                raise _lost(func, first)
+        if isinstance(kwargs.get("out"), StandingWeight):
+            raise _lost(func, kwargs["out"])
+
+        def replaced(value: Any) -> Any:
+            return value.value() if isinstance(value, StandingWeight) else value
+
+        return func(*tree_map(replaced, args), **tree_map(replaced, kwargs))
+
+    @classmethod
+    @override
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute where nothing above has seen the operator, as in code that turns `__torch_function__` off."""
+
+        def replaced(value: Any) -> Any:
+            return value.value() if isinstance(value, StandingWeight) else value
+
+        return func(*tree_map(replaced, args), **tree_map(replaced, kwargs or {}))
+
+
+_GETTERS = """
+    dtype shape device layout ndim itemsize nbytes requires_grad is_leaf names grad is_cuda is_cpu is_meta is_sparse
+    is_quantized is_mkldnn is_mps is_xpu is_nested is_sparse_csr grad_fn output_nr retains_grad
+"""
+_METHODS = """
+    size stride dim numel nelement element_size is_floating_point is_complex is_contiguous __len__ __hash__ get_device
+    ndimension is_signed is_inference has_names
+"""
+_METADATA = {getattr(Tensor, name).__get__ for name in _GETTERS.split() if hasattr(Tensor, name)}
+_METADATA |= {getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)}
+_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel}
+_DETACHING = {Tensor.data.__get__, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
+_POINTERS = {"data_ptr", "untyped_storage", "storage", "_typed_storage", "register_hook", "retain_grad"}
+
+
+def _lost(func: Callable[..., Any], weight: StandingWeight) -> RuntimeError:
+    return RuntimeError(
+        f"`{getattr(func, '__name__', func)}` on the weight of a {type(weight.layer).__mro__[2].__name__} that is "
+        "frozen below an adapter or quantized: nothing would keep what is written. Change it before the run, or leave "
+        "the layer out of `target_modules`."
+    )
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether a function changes its first argument in place, or hands out its memory."""
+    name = getattr(func, "__name__", "")
+    if name == "__set__" or name in _POINTERS:
+        return True
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_")

@@ -1,0 +1,83 @@
+"""Find out, in one forward pass, whether frozen weights are read where their layer's adapter or codes can't be seen."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
+from typing_extensions import override
+
+from lightning_memfit.adapters.layer import FrozenLinear, is_reading
+
+
+class Watch(TorchDispatchMode):
+    """Watch a forward pass: `outside` are layers whose weights themselves were read by something else.
+
+    A module may keep a weight in a list or a closure, or sum over its parameters: then it computes with the frozen
+    weight alone. Reads without gradients are taken for logging. `without_gradient` are layers that ran in a reentrant
+    checkpoint (torch.utils.checkpoint) and not again since: their adapters would get no gradient.
+    """
+
+    def __init__(self, layers: Mapping[str, FrozenLinear]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.outside: dict[str, str] = {}
+        self.without_gradient: set[str] = set()
+        self._layers = layers
+        self._names = {layer.raw.untyped_storage()._cdata: name for name, layer in layers.items()}
+        self._depth = 0
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Follow the layers' own forward passes until `detach`."""
+        for name, layer in self._layers.items():
+            self._handles.append(layer.register_forward_pre_hook(self._begin(name)))
+            self._handles.append(layer.register_forward_hook(self._end, always_call=True))
+
+    def detach(self) -> None:
+        """Leave the layers alone. Safe to call twice."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _begin(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def begin(layer: nn.Module, inputs: Any) -> None:
+            self._depth += 1
+            if torch.is_grad_enabled():
+                self.without_gradient.discard(name)
+            elif _in_reentrant_checkpoint():
+                self.without_gradient.add(name)
+
+        return begin
+
+    def _end(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        self._depth -= 1
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outside = not self._depth and not is_reading() and torch.is_grad_enabled()
+        # Backward reads frozen weights, too, and manual optimization runs it inside the step.
+        if outside and not func.is_view and torch._C._current_graph_task_id() == -1:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and (name := self._name(leaf)) is not None:
+                    self.outside.setdefault(name, str(func))
+        return func(*args, **(kwargs or {}))
+
+    def _name(self, tensor: Tensor) -> str | None:
+        try:
+            return self._names.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have no storage
+            return None
+
+
+def _in_reentrant_checkpoint() -> bool:
+    frame: Any = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,557 @@
+"""Adapters through a run's whole life: other stages, other callbacks, other checkpoints, any order, any module."""
+
+import copy
+import inspect
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    WeightAveraging,
+)
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from lightning_memfit.adapters.checkpoint import KEY, merged_state_dict
+from lightning_memfit.adapters.lora import frozen_layers
+from lightning_memfit.adapters.quantized import Codes
+from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
+from lightning_memfit.techniques.lora import Lora
+from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from lightning_memfit.techniques.quantized_weights import QuantizedWeights
+from tests.techniques.runs import assert_same_weights, loader, trainer
+from tests.unit.checkpointing.models import t5
+
+LORA = {"lora": [Lora(4)], "4bit": [QuantizedWeights(4), Lora(4)]}
+
+
+class Net(pl.LightningModule):
+    """Two layers over an embedding, with a parameter of no dimension and whatever `build` adds."""
+
+    def __init__(self, forward=None, build=None):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64), nn.GELU())
+        self.head = nn.Linear(64, 64)
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+        if build is not None:
+            build(self)
+        self.compute = forward or (lambda self, x: self.head(self.backbone(x)))
+        self.losses, self.evaluated = [], []
+
+    def forward(self, x):
+        return self.compute(self, x) * self.logit_scale
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch).flatten(0, 1), batch.flatten())
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch).flatten(0, 1), batch.flatten())
+        self.evaluated.append(loss.item())
+        self.log("val_loss", loss, batch_size=len(batch))
+
+    def test_step(self, batch, batch_idx):
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.2)
+
+
+def net(**kwargs):
+    pl.seed_everything(0, verbose=False)
+    return Net(**kwargs)
+
+
+def fresh(name="lora"):
+    return copy.deepcopy(LORA[name])
+
+
+def fitted(callbacks, module=None, ckpt_path=None, **options):
+    module = net() if module is None else module
+    pl.seed_everything(1, verbose=False)
+    run = trainer(callbacks, **{"max_steps": -1, "max_epochs": 1, "num_sanity_val_steps": 0, **options})
+    run.fit(module, loader(), loader(1), ckpt_path=ckpt_path)
+    return module, run
+
+
+BATCH = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(9))
+
+
+class KeepOutput(pl.Callback):
+    """The module's output with adapters, at the end of training."""
+
+    def on_train_end(self, trainer, pl_module):
+        with torch.no_grad():
+            self.output = pl_module.eval()(BATCH)
+
+
+# --- any module -----------------------------------------------------------------------------------------------------
+
+
+def shared_weight(self):
+    self.twin = nn.Linear(64, 64)
+    self.twin.weight = self.head.weight
+
+
+def same_module_twice(self):
+    self.again = nn.ModuleList([self.head])
+
+
+MODULES = {
+    "as usual": ({}, "auto"),
+    "two layers share a weight": (
+        {"build": shared_weight, "forward": lambda self, x: self.twin(self.head(self.backbone(x)))},
+        "auto",
+    ),
+    "one layer in two places": (
+        {"build": same_module_twice, "forward": lambda self, x: self.again[0](self.head(self.backbone(x)))},
+        ["again.0"],
+    ),
+    "its weight is passed to an operator": (
+        {"forward": lambda self, x: F.linear(self.backbone(x), self.head.weight, self.head.bias)},
+        "auto",
+    ),
+    "applied twice": ({"forward": lambda self, x: self.head(self.head(self.backbone(x)))}, "auto"),
+    "a name that ends like another": (
+        {"build": lambda self: setattr(self, "unused", nn.ModuleDict({"head": nn.Linear(64, 64)}))},
+        ["head"],
+    ),
+    "complex, integer and empty parameters": (
+        {
+            "build": lambda self: (
+                self.register_parameter("turn", nn.Parameter(torch.ones(3, dtype=torch.cfloat))),
+                self.register_parameter("number", nn.Parameter(torch.tensor([3]), requires_grad=False)),
+                self.register_parameter("nothing", nn.Parameter(torch.ones(0, 3))),
+                self.register_buffer("nan", torch.tensor(float("nan"))),
+            )
+        },
+        "auto",
+    ),
+    "layers of torch": (
+        {
+            "build": lambda self: setattr(
+                self, "encoder", nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
+            ),
+            "forward": lambda self, x: self.head(self.encoder(self.backbone(x))),
+        },
+        "auto",
+    ),
+    "weight_norm on one layer": (
+        {
+            "build": lambda self: setattr(self, "normed", nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))),
+            "forward": lambda self, x: self.head(self.normed(self.backbone(x))),
+        },
+        "auto",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("order", [[Lora(4)], [QuantizedWeights(8), Lora(4)]], ids=["lora", "8bit"])
+def test_starts_as_the_plain_module_and_is_the_same_merged(name, order, tmp_path):
+    arguments, targets = MODULES[name]
+    callbacks = copy.deepcopy(order)
+    callbacks[-1].target_modules = targets
+    keep = KeepOutput()
+    plain = net(**arguments).eval()
+    module, run = fitted([*callbacks, keep], net(**arguments), max_epochs=2)
+    first = F.cross_entropy(plain(next(iter(loader()))).flatten(0, 1), next(iter(loader())).flatten())
+    quantized = len(order) > 1
+    assert float(module.losses[0]) == pytest.approx(float(first), rel=1e-2 if quantized else 1e-6)
+    assert module.losses[6] < module.losses[0]
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(BATCH), keep.output, rtol=0.1 if quantized else 1e-4, atol=3e-2)
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    assert not frozen_layers(module)
+    for (name, child), (_, other) in zip(module.named_modules(), plain.named_modules(), strict=True):
+        assert type(child).__name__ == type(other).__name__, name  # parametrizations make classes
+    for (name, after), (_, before) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
+        assert after.requires_grad == before.requires_grad, name
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_t5_casts_to_the_dtype_of_quantized_weights(bits):
+    """The truth is a plain T5 whose weights were replaced by the dequantized ones."""
+
+    class Seq2Seq(Net):
+        def __init__(self):
+            super().__init__()
+            self.model = t5()
+
+        def forward(self, x):
+            return self.model.eval()(input_ids=x, labels=x).logits
+
+    pl.seed_everything(0, verbose=False)
+    module = Seq2Seq()
+    plain = copy.deepcopy(module)
+    for child in plain.modules():
+        if type(child) is nn.Linear and child is not plain.model.lm_head:
+            child.weight.data = Codes(child.weight.data, bits).dequantize(torch.float32)
+    with torch.no_grad():
+        truth = plain(BATCH)
+
+    class Compare(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            with torch.no_grad():
+                torch.testing.assert_close(pl_module(BATCH), truth)
+
+    fitted([QuantizedWeights(bits), Lora(4), Compare()], module)
+
+
+REFUSED = {
+    "kept elsewhere": (
+        {
+            "build": lambda self: setattr(self, "kept", [self.head.weight]),
+            "forward": lambda self, x: F.linear(self.backbone(x), self.kept[0]),
+        },
+        "auto",
+        "reads the frozen weight itself",
+    ),
+    "summed over": (
+        {"forward": lambda self, x: self.head(self.backbone(x)) + sum(p.sum() for p in self.parameters())},
+        "auto",
+        "reads the frozen weight itself",
+    ),
+    "tied to an embedding": (
+        {"build": lambda self: setattr(self.head, "weight", self.backbone[0].weight)},
+        ["head"],
+        "one weight of several layers",
+    ),
+    "memory in common": (
+        {"build": lambda self: setattr(self.head, "weight", nn.Parameter(self.backbone[1].weight.data))},
+        ["head"],
+        "memory in common",
+    ),
+    "weight_norm": (
+        {"build": lambda self: nn.utils.weight_norm(self.head)},
+        ["head"],
+        "computed from other parameters",
+    ),
+    "a layer that is no plain one": (
+        {"build": lambda self: setattr(self, "attention", nn.MultiheadAttention(64, 4))},
+        ["out_proj"],
+        "NonDynamicallyQuantizableLinear",
+    ),
+    "reentrant checkpoint": (
+        {
+            "forward": lambda self, x: self.head(
+                checkpointed(self.backbone[1:], self.backbone[0](x), use_reentrant=True)
+            )
+        },
+        "auto",
+        "use_reentrant=False",
+    ),
+    "lazy": (
+        {"build": lambda self: setattr(self, "lazy", nn.LazyLinear(3))},
+        "auto",
+        "no shape before a first batch",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_adapter_cannot_reach_is_refused_before_a_weight_changes(name):
+    arguments, targets, message = REFUSED[name]
+    module = net(**arguments)
+    before = [p.detach().clone() for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)]
+    with pytest.raises(ValueError, match=message):
+        fitted([Lora(4, target_modules=targets)], module)
+    after = [p for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not frozen_layers(module)
+
+
+def test_says_which_adapters_learned_nothing():
+    module = net(build=lambda self: setattr(self, "unused", nn.Linear(64, 64)))
+    with pytest.warns(UserWarning, match="unused learned nothing"):
+        fitted([Lora(4)], module)
+
+
+def test_weights_are_merged_as_peft_merges_them():
+    """peft as the truth: the same factors, added to the same weights."""
+    from peft import LoraConfig, get_peft_model
+
+    keep = KeepOutput()
+
+    class Factors(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            self.state = {k: v.clone() for k, v in pl_module.state_dict().items() if ".lora_" in k}
+
+    factors = Factors()
+    module, _ = fitted([Lora(4), factors, keep])
+    plain = net()
+    peft = get_peft_model(plain, LoraConfig(r=4, lora_alpha=16, target_modules="backbone.1|head"))
+    state = {f"base_model.model.{name}": value for name, value in factors.state.items()}
+    assert not peft.load_state_dict(state, strict=False).unexpected_keys
+    merged = peft.merge_and_unload()
+    torch.testing.assert_close(merged.eval()(BATCH), keep.output, rtol=1e-4, atol=1e-5)
+    for (name, ours), theirs in zip(module.named_parameters(), merged.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+
+# --- any order ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "options"),
+    [
+        ([QuantizedWeights(4), Lora(4)], {}),
+        ([QuantizedWeights(8), Lora(4)], {"precision": "bf16-true"}),
+        ([Lora(4), Optimizer8bit(min_8bit_size=16)], {}),
+        ([Lora(4), StochasticRounding()], {"precision": "bf16-true"}),
+    ],
+)
+def test_the_order_of_callbacks_changes_no_bit(callbacks, options):
+    def adam(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    runs = []
+    for order in (callbacks, callbacks[::-1]):
+        module = net()
+        module.configure_optimizers = adam.__get__(module)
+        fitted(copy.deepcopy(order), module, **options)
+        runs.append(module)
+    assert_same_weights(*runs)
+    assert torch.equal(torch.stack(runs[0].losses), torch.stack(runs[1].losses))
+
+
+# --- stages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LORA)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_evaluates_its_checkpoints(tmp_path, name, weights_only):
+    best = ModelCheckpoint(tmp_path, monitor="val_loss", save_weights_only=weights_only)
+    module, run = fitted([*fresh(name), best], enable_checkpointing=True, max_epochs=3)
+    during = min(module.evaluated)
+    tolerance = 1e-6 if name == "lora" else 1e-2  # merged into the original weights, not the quantized ones
+    after = run.test(module, loader(1), ckpt_path="best", verbose=False)[0]["val_loss"]
+    assert after == pytest.approx(during, rel=tolerance)
+    assert run.validate(module, loader(1), ckpt_path="best", verbose=False)[0]["val_loss"] == after
+    predicted = run.predict(module, loader(1), ckpt_path="best")[0]
+    again = net()
+    path = best.best_model_path
+    alone = trainer(fresh(name)).predict(again, loader(1), ckpt_path=path)[0]
+    assert torch.equal(alone, predicted)
+    plain = net()
+    plain.load_state_dict(merged_state_dict(plain, torch.load(path))[0])
+    assert torch.equal(trainer().predict(plain, loader(1))[0], predicted)
+    other = Net()  # other random weights
+    with pytest.raises(ValueError, match="other frozen weights"):
+        trainer(fresh(name)).test(other, loader(1), ckpt_path=path)
+
+
+@pytest.mark.parametrize("name", LORA)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_fit_goes_on_with_the_merged_module_or_from_a_checkpoint(tmp_path, name, precision):
+    callbacks = fresh(name)
+    module, run = fitted(callbacks, precision=precision)
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    once = copy.deepcopy(module.state_dict())
+    fitted(callbacks, module, precision=precision)  # new adapters on what was merged
+    assert any(not torch.equal(once[n], v) for n, v in module.state_dict().items())
+
+    module, run = fitted(fresh(name), precision=precision)
+    run.save_checkpoint(tmp_path / "half.ckpt")
+    straight, _ = fitted(fresh(name), precision=precision, max_epochs=2)
+    new, _ = fitted(fresh(name), ckpt_path=tmp_path / "half.ckpt", precision=precision, max_epochs=2)
+    assert_same_weights(new, straight)
+
+
+def test_resumes_in_the_process_that_merged(tmp_path):
+    best = ModelCheckpoint(tmp_path, save_last=True)
+    module, _ = fitted([*fresh(), best], enable_checkpointing=True)
+    straight, _ = fitted(fresh(), max_epochs=2)
+    fitted(fresh(), module, ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
+    assert_same_weights(module, straight)
+
+
+def test_early_stop_then_fit_again_with_the_same_trainer():
+    stop = EarlyStopping("val_loss", patience=0, stopping_threshold=100.0)
+    module, run = fitted([Lora(4), stop], max_epochs=5)
+    stopped = len(module.losses)
+    assert stopped < 30
+    run.fit_loop.max_epochs = 3
+    run.should_stop = False
+    run.fit(module, loader(), loader(1))
+    assert len(module.losses) > stopped
+    assert not frozen_layers(module)
+
+
+class Interrupt(pl.Callback):
+    def __init__(self, hook, error):
+        def fail(*args, **kwargs):
+            raise error
+
+        setattr(self, hook, fail)
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_batch_start", "on_train_end", "teardown"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_exception_anywhere_leaves_the_module_whole(hook, error):
+    module, plain = net(), net()
+    with pytest.raises((ZeroDivisionError, SystemExit, KeyboardInterrupt)):
+        fitted([*fresh("4bit"), Interrupt(hook, error)], module)
+    assert not frozen_layers(module)
+    assert [n for n, _ in module.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert all(p.requires_grad for p in module.parameters())
+    if hook not in ("on_train_end", "teardown"):
+        assert_same_weights(module, plain)
+
+
+# --- beside other callbacks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("configures", [False, True])
+def test_averages_of_weights(tmp_path, configures):
+    """`EMAWeightAveraging` calls `configure_model` a second time."""
+
+    def run(**options):
+        module = net()
+        if configures:
+            module.configure_model = lambda: None
+        return fitted([*fresh(), EMAWeightAveraging(decay=0.5)], module, **options)
+
+    straight, _ = run(max_epochs=2)
+    module, half = run()
+    averaged = copy.deepcopy(module.state_dict())
+    half.save_checkpoint(tmp_path / "after.ckpt")
+    alone, _ = fitted(fresh())
+    assert module.losses[0] == alone.losses[0]
+    assert not torch.equal(module.head.weight, alone.head.weight)
+    best = ModelCheckpoint(tmp_path / "during")
+    fitted([*fresh(), EMAWeightAveraging(decay=0.5), best], enable_checkpointing=True)
+    saved = torch.load(best.best_model_path)
+    assert all(".lora_" in name for name in saved["state_dict"])
+    resumed, _ = run(max_epochs=2, ckpt_path=best.best_model_path)
+    assert_same_weights(resumed, straight)
+    plain = net()
+    trainer([Lora(4)]).test(plain, loader(1), ckpt_path=best.best_model_path, verbose=False)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(value, averaged[name], rtol=1e-4, atol=1e-5)
+
+
+def test_averaging_that_would_break_is_refused():
+    with pytest.raises(ValueError, match="List WeightAveraging last"):
+        fitted([WeightAveraging(), Lora(4)])
+    with pytest.raises(ValueError, match="`use_buffers=False`"):
+        fitted([QuantizedWeights(8), Lora(4), EMAWeightAveraging()])
+    fitted([QuantizedWeights(8), Lora(4), EMAWeightAveraging(use_buffers=False)])
+    with pytest.raises(ValueError, match="BackboneFinetuning unfreezes"):
+        fitted([QuantizedWeights(8), Lora(4), BackboneFinetuning()])
+
+
+def test_weights_that_a_callback_unfreezes_are_trained_saved_and_loaded(tmp_path):
+    def run(module=None, **options):
+        return fitted([*fresh(), BackboneFinetuning(unfreeze_backbone_at_epoch=1)], module, **options)
+
+    plain = net()
+    module, half = run(max_epochs=2)
+    assert not torch.equal(module.backbone[0].weight, plain.backbone[0].weight)
+    half.save_checkpoint(tmp_path / "two.ckpt")
+    saved = torch.load(tmp_path / "two.ckpt")["state_dict"]
+    assert {"backbone.0.weight", "backbone.1.weight"} <= saved.keys()
+    assert "head.weight" not in saved
+    loaded, _ = run(max_epochs=2, ckpt_path=tmp_path / "two.ckpt")  # has nothing left to train
+    assert all(value.isfinite().all() for value in module.state_dict().values())
+    assert_same_weights(loaded, module)
+
+
+class FreezesAgain(pl.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            pl_module.backbone[0].weight.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": [pl_module.backbone[0].weight]})
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        pl_module.backbone[0].weight.requires_grad_(False)
+
+
+def test_weights_frozen_again_are_saved_if_they_changed(tmp_path):
+    _, run = fitted([*fresh(), FreezesAgain()])
+    run.save_checkpoint(tmp_path / "changed.ckpt")
+    assert "backbone.0.weight" in torch.load(tmp_path / "changed.ckpt")["state_dict"]
+
+
+def test_what_another_callback_leaves_frozen_stays_so():
+    class Freeze(pl.Callback):
+        def setup(self, trainer, pl_module, stage):
+            pl_module.backbone.requires_grad_(False)
+
+    module, _ = fitted([Freeze(), *fresh()])
+    assert not any(p.requires_grad for p in module.backbone.parameters())
+    assert all(p.requires_grad for p in module.head.parameters())
+
+
+# --- checkpoints of other runs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_adapters_begin_on_the_weights_of_a_plain_checkpoint(tmp_path, name):
+    full, run = fitted([])
+    run.save_checkpoint(tmp_path / "full.ckpt")
+    started, _ = fitted(fresh(name), ckpt_path=tmp_path / "full.ckpt")
+    module = net()
+    module.load_state_dict(full.state_dict())
+    expected, again = fitted(fresh(name), module)
+    assert_same_weights(started, expected)
+    assert len(started.losses) == len(expected.losses)
+    again.save_checkpoint(tmp_path / "adapters.ckpt")
+    # The checkpoint of that run belongs to the weights it began from.
+    base = net()
+    base.load_state_dict(full.state_dict())
+    trainer(fresh(name)).test(base, loader(1), ckpt_path=tmp_path / "adapters.ckpt", verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "message"),
+    [
+        ([Lora(4)], [Lora(8)], r"other rank \(4 there, 8 here\)"),
+        ([Lora(4)], [Lora(4, alpha=8)], r"other alpha"),
+        ([Lora(4)], [Lora(4, target_modules=["head"])], r"other layers \(1 differ, such as backbone.1, only there"),
+        ([Lora(4)], [QuantizedWeights(4), Lora(4)], "here they are in 4 bits"),
+        ([QuantizedWeights(4), Lora(4)], [QuantizedWeights(8), Lora(4)], r"4 bits \(2 layers\), here they are in 8"),
+    ],
+)
+def test_other_adapters_are_refused_with_the_way_out(tmp_path, writer, reader, message):
+    _, run = fitted(copy.deepcopy(writer))
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=message) as refused:
+        fitted(copy.deepcopy(reader), ckpt_path=tmp_path / "x.ckpt")
+    assert "merged_state_dict" in str(refused.value)
+
+
+def test_a_run_without_lora_refuses_adapters_and_their_record_says_what_they_are(tmp_path):
+    _, run = fitted(fresh("4bit"))
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(RuntimeError, match=r"lora_A"):
+        fitted([], ckpt_path=tmp_path / "x.ckpt")
+    record = torch.load(tmp_path / "x.ckpt")[KEY]
+    assert record["rank"] == 4
+    assert record["bits"] == {"backbone.1": 4, "head": 4}
+    assert inspect.signature(Lora).parameters.keys() >= {"rank", "alpha"}
+
+
+def test_two_processes(tmp_path):
+    class Save(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            torch.save(pl_module.state_dict(), tmp_path / f"{trainer.global_rank}.pt")
+
+    from datetime import timedelta
+
+    from lightning.pytorch.strategies import DDPStrategy
+
+    strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=timedelta(seconds=60))
+    fitted([*fresh("4bit"), Save()], devices=2, strategy=strategy)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
