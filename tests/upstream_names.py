@@ -102,6 +102,8 @@ NAMES: dict[str, str] = {
     "_optimizer_load_state_dict_pre_hooks": "torch.optim.Optimizer",
     "_optimizer_state_dict_post_hooks": "torch.optim.Optimizer",
     "_optimizer_step": "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
+    "_optimizer_step_post_hooks": "torch.optim.Optimizer",
+    "_optimizer_step_pre_hooks": "torch.optim.Optimizer",
     "_overloadpacket": "torch._ops.OpOverload",
     "_parameters": "torch.nn.Module",
     "_parse_ckpt_path": "lightning.pytorch.cli.LightningCLI",
