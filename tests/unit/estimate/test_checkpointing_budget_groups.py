@@ -86,10 +86,10 @@ def tokens():
 
 
 CASES = {
-    "unet": (UNet, images, 7),
+    "unet": (UNet, images, 2),
     "towers": (Towers, lambda: {"one": torch.randn(64, 8), "other": torch.randn(64, 8)}, 1),
     "t5": (t5, tokens, 4),  # the last encoder block and the first decoder block are joined
-    "swin": (swin, images, 4),
+    "swin": (swin, images, 1),
 }
 
 
