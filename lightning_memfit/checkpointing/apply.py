@@ -7,12 +7,14 @@ which must not run again when the block is recomputed) stay as they are.
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 from typing_extensions import override
 
@@ -20,8 +22,18 @@ from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.checkpointing.forward import ReplacedForward
 from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
 from lightning_memfit.checkpointing.policies import CHOICES, Choice, kept_operators, selective_contexts
+from lightning_memfit.checkpointing.state import (
+    TENSORS,
+    BlockState,
+    InexactRecomputationError,
+    Look,
+    Place,
+    StatePlaces,
+    first_difference,
+)
 
-_BatchStatistics = (nn.modules.batchnorm._NormBase,)
+_NUM_LOOKS = 2
+"""Calls in which the operators of a block are watched, each time that its modules or their training flags change."""
 
 
 class CheckpointedForward(ReplacedForward):
@@ -36,7 +48,7 @@ class CheckpointedForward(ReplacedForward):
         super().__init__(block)
         self.choice = choice
         self.inputs_on_host: OffloadPool | None = None
-        self.has_statistics = any(isinstance(module, _BatchStatistics) for module in block.modules())
+        self._knowledge = Knowledge((block,))
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,27 +56,229 @@ class CheckpointedForward(ReplacedForward):
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         _refuse_caches(self.block, (*args, *kwargs.values()))
-        return self.run(self.inner, *args, **kwargs)
+        return self.run(self.inner, self._knowledge, *args, **kwargs)
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function of the block so that it is recomputed in backward."""
-        if self.inputs_on_host is None:
+    def run(self, function: Callable[..., Any], knowledge: "Knowledge", *args: Any, **kwargs: Any) -> Any:
+        """Run a function of the block so that it is recomputed in backward.
+
+        Args:
+            function: What to run.
+            knowledge: Of the modules that it runs.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+        """
+        if torch.compiler.is_compiling():
+            if self.inputs_on_host is not None:
+                raise NotImplementedError(f"the inputs of {type(self.block).__name__} are offloaded: not compiled.")
+            knowledge.refuse_compiling()
             return checkpoint(function, *args, use_reentrant=False, **self.options(), **kwargs)
-        # Autograd saves positional inputs only.
-        positional = partial(_with_keywords, function, tuple(kwargs))
+        call = _Call(function, knowledge, args, kwargs, is_watched=self.inputs_on_host is None)
+        contexts = partial(_contexts, self.choice, call)
+        if self.inputs_on_host is None:
+            return checkpoint(call, *call.saved, use_reentrant=False, context_fn=contexts)
         with self.inputs_on_host.saving(self.block):
-            return checkpoint(positional, *args, *kwargs.values(), use_reentrant=False, **self.options())
+            return checkpoint(call, *call.saved, use_reentrant=False, context_fn=contexts)
 
     def options(self) -> dict[str, Any]:
-        """Options of `torch.utils.checkpoint`: contexts of the forward pass and the recomputation, if needed."""
+        """Options of `torch.utils.checkpoint` for a compiled block."""
         kept = kept_operators(self.choice)
-        if self.has_statistics:
-            if torch.compiler.is_compiling():
-                # Compiled checkpointing counts a batch twice in running statistics. Raising this while tracing makes
-                # the compiler leave the block to eager execution; with fullgraph=True the error reaches the user.
-                raise NotImplementedError(f"{type(self.block).__name__} has running statistics: not compiled.")
-            return {"context_fn": partial(_with_frozen_statistics, kept, self.block)}
         return {"context_fn": selective_contexts(kept)} if kept else {}
+
+
+def _contexts(choice: Choice, call: "_Call") -> tuple[Any, Any]:
+    """Contexts of the forward pass and of the recomputation, whose operators a selective one counts."""
+    kept = kept_operators(choice)
+    forward, recompute = selective_contexts(kept)() if kept else noop_context_fn()
+    return forward, _Recomputing(call, recompute)
+
+
+class _Recomputing:
+    """The context of a recomputation. It can be entered anew, for a second backward pass over the same graph."""
+
+    def __init__(self, call: "_Call", inner: AbstractContextManager[Any]) -> None:
+        self._call = call
+        self._inner = inner
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._call.from_its_beginning())
+            stack.enter_context(self._inner)
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
+class Knowledge:
+    """What the calls of some modules have shown about their state. A copy begins without any.
+
+    Args:
+        modules: What is run together.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = tuple(modules)
+        self.written: set[Place] = set()
+        self._places: StatePlaces | None = None
+        self._num_looks: dict[tuple[bool, ...], int] = {}
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Knowledge, (self.modules,)
+
+    @property
+    def name(self) -> str:
+        """What errors call the modules."""
+        return " and ".join(dict.fromkeys(type(module).__name__ for module in self.modules))
+
+    def places(self) -> tuple[StatePlaces, bool]:
+        """Where the modules keep state, and whether to watch this call."""
+        found = list(dict.fromkeys(child for module in self.modules for child in module.modules()))
+        if self._places is None or self._places.modules != found:
+            self._places = StatePlaces(self.modules)
+            self._num_looks, self.written = {}, set()
+        flags = tuple(module.training for module in found)
+        number = self._num_looks.get(flags, 0)
+        if number < _NUM_LOOKS:
+            self._num_looks[flags] = number + 1
+        return self._places, number < _NUM_LOOKS
+
+    def refuse_compiling(self) -> None:
+        """Raise an error while tracing, unless the block has no buffers, which compiled recomputation writes again.
+
+        It makes the compiler leave the block to eager execution; with fullgraph=True the error reaches the user.
+        """
+        if any(True for module in self.modules for _ in module.buffers()):
+            raise NotImplementedError(f"{self.name} has buffers, which recomputation might change: not compiled.")
+
+
+class _Call:
+    """One call of a block: `torch.utils.checkpoint` runs it for the first time and again in backward.
+
+    Tensors among the arguments are kept by autograd (`saved`), except those that the block may write in place: they
+    are copied before.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        knowledge: Knowledge,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_watched: bool,
+    ) -> None:
+        self._function = function
+        self._knowledge = knowledge
+        self._places, looking = knowledge.places()
+        self._is_looking = looking and is_watched
+        self._arguments: tuple[Any, Any] | None = (args, kwargs)
+        self._leaves, self._structure = tree_flatten((args, kwargs))
+        tensors = [(("argument", i), leaf) for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        self._needs_grad = {place[1]: leaf.requires_grad for place, leaf in tensors}
+        self._inputs = [(place, leaf) for place, leaf in tensors if type(leaf) in TENSORS]
+        self._copies = {place: leaf.detach().clone() for place, leaf in self._inputs if place in knowledge.written}
+        held = {place for place, _ in self._inputs} if self._is_looking else set(self._copies)
+        self._numbers = [place[1] for place, _ in tensors if place not in held]
+        # An alias of the others, without their count of writes, tells `checkpoint` the device.
+        self.saved = [
+            *(leaf for place, leaf in tensors if place not in held),
+            *(leaf.data for place, leaf in tensors if place in held),
+        ]
+        for number in self._numbers:
+            self._leaves[number] = None
+        self._objects = [leaf for leaf in self._leaves if leaf is not None and not isinstance(leaf, torch.Tensor)]
+        self._state = BlockState(self._places, knowledge.written, self._objects)
+        self._before = self._state.versions() | {place: tensor._version for place, tensor in self._inputs}
+        self._fresh: dict[int, torch.Tensor] = {}
+        self._look: Look | None = None
+        self._results: list[tuple[str, float]] | None = None
+
+    def __call__(self, *saved: Any) -> Any:
+        """Run for the first time, or again."""
+        if self._arguments is None:
+            return self._run_again(saved)
+        args, kwargs = self._arguments
+        self._arguments = None
+        state = self._state
+        if self._is_looking:
+            look = self._look = Look(self._copy, (*state.tensors.items(), *self._inputs))
+            if torch._guards.detect_fake_mode(()) is None:  # a trace has no values
+                self._results = look.results
+            with look:
+                result = self._function(*args, **kwargs)
+            self._look = None
+        else:
+            result = self._function(*args, **kwargs)
+        inputs = [(place, tensor) for place, tensor in self._inputs if place not in self._copies]
+        held = [(place, tensor) for place, tensor in inputs if self._leaves[place[1]] is not None]
+        state.end_of_forward(self._knowledge.name, inputs, held, self._before)
+        self.saved, self._inputs, self._before = [], [], {}
+        return result
+
+    @contextmanager
+    def from_its_beginning(self) -> Iterator[None]:
+        """In this context all is as it was when the call began."""
+        self._fresh = {
+            place[1]: copy.detach().requires_grad_(self._needs_grad[place[1]]).clone()
+            for place, copy in self._copies.items()
+        }
+        if self._look is not None:  # forward itself asks for a gradient
+            self._look.is_paused = True
+        try:
+            with self._state.again(self._knowledge.name, self._places):
+                yield
+        finally:
+            if self._look is not None:
+                self._look.is_paused = False
+
+    def _copy(self, place: Place, tensor: torch.Tensor) -> None:
+        """Keep a tensor's values before an operator writes it."""
+        self._knowledge.written.add(place)
+        with _disable_current_modes():  # a selective one would count the operator
+            if place in self._before and place not in self._state.tensors:
+                self._copies[place] = tensor.detach().clone()
+            else:
+                self._state.copy(tensor)
+
+    def _run_again(self, saved: tuple[Any, ...]) -> Any:
+        leaves = list(self._leaves)
+        for number, tensor in zip(self._numbers, saved, strict=False):
+            leaves[number] = tensor
+        for number, tensor in self._fresh.items():
+            leaves[number] = tensor
+        self._fresh = {}
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        if self._results is None:
+            return self._function(*args, **kwargs)
+        with Look(_ignore, ()) as look:
+            try:
+                return self._function(*args, **kwargs)
+            except RuntimeError as error:
+                if "extra time" not in str(error):
+                    raise
+                raise InexactRecomputationError(
+                    self._knowledge.name,
+                    "it is recomputed more than once (a gradient inside forward, or a graph that is kept), and torch "
+                    "hands out the kept results of a selective choice only once. Or use mode='full'.",
+                ) from error
+            finally:
+                self._compare(look.results)
+
+    def _compare(self, results: list[tuple[str, float]]) -> None:
+        assert self._results is not None
+        different = first_difference(self._results, results)
+        if different is not None:
+            raise InexactRecomputationError(
+                self._knowledge.name,
+                f"run a second time from the state in which it began, its operator {different} returned something "
+                "else. It reads something that changes and that its modules, their hooks and the globals that its "
+                "code names don't show.",
+            )
+
+
+def _ignore(place: Place, tensor: torch.Tensor) -> None:
+    pass
 
 
 class AppliedCheckpointing:
@@ -200,39 +414,6 @@ def _refuse_caches(block: nn.Module, values: tuple[Any, ...]) -> None:
             )
 
 
-def _with_keywords(function: Callable[..., Any], names: tuple[str, ...], *values: Any) -> Any:
-    """Call a function with the last values as keyword arguments."""
-    first = len(values) - len(names)
-    return function(*values[:first], **dict(zip(names, values[first:], strict=True)))
-
-
-def _with_frozen_statistics(kept: frozenset[Any], block: nn.Module) -> tuple[Any, Any]:
-    forward, recompute = selective_contexts(kept)() if kept else noop_context_fn()
-    return forward, _both(recompute, _frozen_statistics(block))
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-@contextmanager
-def _frozen_statistics(block: nn.Module) -> Iterator[None]:
-    """Recompute BatchNorm and InstanceNorm without counting the batch a second time in their running statistics."""
-    norms = [m for m in block.modules() if isinstance(m, _BatchStatistics) and m.training and m.track_running_stats]
-    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-        norm.num_batches_tracked = None
-    try:
-        yield
-    finally:
-        for norm, momentum, num_batches in before:
-            norm.momentum = momentum
-            norm.num_batches_tracked = num_batches
-
-
 # --- segments of an nn.Sequential -------------------------------------------------------------------------------------
 
 # Segments of about sqrt(n) blocks (Chen et al., 2016, arXiv 1604.06174) save memory where blocks are thin. Blocks of
@@ -245,16 +426,18 @@ class SegmentedForward(CheckpointedForward):
 
     def __init__(self, container: nn.Sequential) -> None:
         super().__init__(container, "full")
-        self.segment_size = math.ceil(math.sqrt(len(container)))
+        children = list(container)  # a module that is listed twice runs twice
+        size = math.ceil(math.sqrt(len(children)))
+        self._segments = [children[start : start + size] for start in range(0, len(children), size)]
+        self._known = [Knowledge(segment) for segment in self._segments]
 
     @override
     def __call__(self, value: Any) -> Any:
         """Run segment after segment."""
         if not torch.is_grad_enabled():
             return self.inner(value)
-        children = list(self.block.children())
-        for start in range(0, len(children), self.segment_size):
-            value = self.run(partial(_run, children[start : start + self.segment_size]), value)
+        for segment, knowledge in zip(self._segments, self._known, strict=True):
+            value = self.run(partial(_run, segment), knowledge, value)
         return value
 
 

@@ -1,12 +1,12 @@
 """Memory that repeated blocks keep and need, read off a trace in which all of them follow one checkpointing choice."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from lightning_memfit.profile.events import EventList
+from lightning_memfit.profile.events import OUTSIDE, EventList
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Trace
 
@@ -32,8 +32,72 @@ class BlockFigures:
     flops: int
 
 
+Chain = tuple[tuple[int, ...], ...]
+"""Numbers of blocks, in links that run one after the other."""
+
+
+def find_chain(traces: Iterable[Trace]) -> Chain:
+    """Put blocks into links that run one after the other in every forward pass, and in reverse in every backward pass.
+
+    Blocks that run in turns, twice in a pass (towers that share weights), or whose backward begins before those after
+    them are done (losses on the way), are joined into one link. Blocks that don't run are in none.
+
+    Raises:
+        BudgetError: If nothing was traced that trains.
+    """
+    passes = [(trace, phases) for trace in traces for phases in _phase_pairs(trace.events)]
+    spans = [_spans(trace.events, phases, trace.num_blocks) for trace, phases in passes]
+    if not spans:
+        raise BudgetError(_NO_PASS)
+    first = np.min([forward[0] for forward, _ in spans], axis=0)
+    order = [int(block) for block in np.argsort(first, kind="stable") if first[block] < _NEVER]
+    links: list[tuple[int, ...]] = []
+    start = 0
+    for stop in range(1, len(order) + 1):
+        early, late = order[:stop], order[stop:]
+        if not late or all(_is_cut(forward, backward, early, late) for forward, backward in spans):
+            links.append(tuple(sorted(order[start:stop])))
+            start = stop
+    return tuple(links)
+
+
+_NEVER = np.iinfo(np.int64).max
+_NO_PASS = "`budget` needs a training step with a forward and a backward pass; none was traced."
+
+
+def _is_cut(forward: np.ndarray, backward: np.ndarray, early: list[int], late: list[int]) -> bool:
+    return bool(forward[1][early].max() < forward[0][late].min() and backward[1][late].max() < backward[0][early].min())
+
+
+def _spans(events: EventList, phases: tuple[int, int, int], num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last allocation of every block in a forward and its backward pass; each has shape (2, blocks)."""
+    found = []
+    for start, stop in pairwise(phases):
+        span = np.stack([np.full(num_blocks, _NEVER), np.full(num_blocks, -1)])
+        blocks = events.event_blocks[start:stop]
+        places = np.flatnonzero((events.events[start:stop] > 0) & (blocks >= 0))
+        np.minimum.at(span[0], blocks[places], places)
+        np.maximum.at(span[1], blocks[places], places)
+        found.append(span)
+    return found[0], found[1]
+
+
+def _phase_pairs(events: EventList) -> list[tuple[int, int, int]]:
+    """Where each forward pass begins, its backward pass begins, and that ends."""
+    bounds = [*(at for at, _ in events.phases), len(events)]
+    spans = [(name, at, stop) for (at, name), stop in zip(events.phases, bounds[1:], strict=True)]
+    return [
+        (first, middle, last)
+        for (name, first, middle), (following, _, last) in pairwise(spans)
+        if name == "forward" and following == "backward"
+    ]
+
+
 def block_figures(
-    trace: Trace | ModelProfile, rounding: int, levels: tuple[np.ndarray, np.ndarray] | None = None
+    trace: Trace | ModelProfile,
+    rounding: int,
+    levels: tuple[np.ndarray, np.ndarray] | None = None,
+    chain: Chain | None = None,
 ) -> BlockFigures:
     """Read off a trace what its blocks keep and need: the maximum over the traced micro-batches and steps.
 
@@ -42,8 +106,17 @@ def block_figures(
         rounding: Bytes to which the allocator rounds sizes up.
         levels: Live bytes after every event, where they differ from the trace's own: without and with tensors that
             exist only for a moment. Each has shape (events,).
+        chain: Links of blocks, whose figures these are then; by default each block is one, in the order of its number.
+
+    Raises:
+        BudgetError: If the links don't run one after the other, once per pass.
     """
     events, num_blocks = trace.events, trace.num_blocks
+    if chain is not None:
+        link_of = np.full(num_blocks + 1, OUTSIDE)  # the last entry is for events that belong to no block
+        for number, members in enumerate(chain):
+            link_of[list(members)] = number
+        events, num_blocks = replace(events, event_blocks=link_of[events.event_blocks]), len(chain)
     own = events.live_bytes(rounding)
     staying, live = (own, own) if levels is None else levels
     rounded = events.rounded_sizes(rounding)
@@ -52,7 +125,7 @@ def block_figures(
     traffic = np.zeros(num_blocks, dtype=np.int64)
     head = 0
     inside = np.zeros(len(events), dtype=bool)
-    for edges in _passes(events, num_blocks):
+    for edges in _passes(events, num_blocks, chain is None):
         forward, backward = edges
         kept_now = np.diff(staying[np.maximum(forward - 1, 0)])
         kept = np.maximum(kept, kept_now)
@@ -79,8 +152,13 @@ def _in_passes(events: EventList) -> np.ndarray:
     return found
 
 
-def _passes(events: EventList, num_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _passes(events: EventList, num_blocks: int, all_run: bool) -> list[tuple[np.ndarray, np.ndarray]]:
     """Find where blocks begin, in every forward pass and the backward pass after it.
+
+    Args:
+        events: A traced step.
+        num_blocks: Number of blocks, or links of them.
+        all_run: Whether every one must allocate in every pass.
 
     Returns:
         For each pass two arrays of length `num_blocks + 1`. Block `i` runs forward from the first array's entry `i` to
@@ -89,32 +167,29 @@ def _passes(events: EventList, num_blocks: int) -> list[tuple[np.ndarray, np.nda
     Raises:
         BudgetError: If blocks don't run one after the other, once per pass.
     """
-    bounds = [*(at for at, _ in events.phases), len(events)]
-    spans = [(name, at, stop) for (at, name), stop in zip(events.phases, bounds[1:], strict=True)]
     found = []
-    for (name, first, middle), (following, _, last) in pairwise(spans):
-        if name == "forward" and following == "backward":
-            forward = _starts(events, first, middle, range(num_blocks))
-            backward = _starts(events, middle, last, range(num_blocks - 1, -1, -1))
-            found.append((forward, backward[::-1]))
+    for first, middle, last in _phase_pairs(events):
+        forward = _starts(events, first, middle, range(num_blocks), all_run)
+        backward = _starts(events, middle, last, range(num_blocks - 1, -1, -1), all_run)
+        found.append((forward, backward[::-1]))
     if not found:
-        raise BudgetError("`budget` needs a training step with a forward and a backward pass; none was traced.")
+        raise BudgetError(_NO_PASS)
     return found
 
 
-def _starts(events: EventList, first: int, stop: int, order: Sequence[int]) -> np.ndarray:
+def _starts(events: EventList, first: int, stop: int, order: Sequence[int], all_run: bool) -> np.ndarray:
     """Index of each block's first allocation in a phase, and of the end of the last block's run."""
     blocks = np.where(events.events[first:stop] > 0, events.event_blocks[first:stop], -1)
     starts, end = [], 0
     for block in order:
         places = np.flatnonzero(blocks == block)
-        if not len(places) or int(places[0]) < end:
+        if (all_run and not len(places)) or (len(places) and int(places[0]) < end):
             raise BudgetError(
                 f"`budget`: block {block} {'is not alone' if len(places) else 'allocates nothing'} in its turn; blocks "
                 "must run one after the other, once per pass. Choose `mode` or `choices` instead."
             )
-        starts.append(int(places[0]))
-        end = int(places[-1]) + 1
+        starts.append(int(places[0]) if len(places) else end)
+        end = int(places[-1]) + 1 if len(places) else end
     own = events.event_blocks[first:stop]
     while end < stop - first and own[end] == order[-1]:
         end += 1

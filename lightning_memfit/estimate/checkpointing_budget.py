@@ -6,7 +6,7 @@ rates by which the extra time is predicted.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from lightning_memfit.checkpointing.knapsack import BlockOption, CheckpointingPlan, CheckpointingProblem, PlanFrontier
 from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.device.catalogue import find_device
-from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures
+from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures, find_chain
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING
 from lightning_memfit.memory import Category, format_bytes
 from lightning_memfit.profile.events import EventList
@@ -52,7 +52,7 @@ class BudgetPlanner:
         rounding_bytes: Sizes are rounded up to a multiple of this, as CUDA's allocator does.
 
     Raises:
-        BudgetError: If the blocks don't run one after the other.
+        BudgetError: If there are no blocks, or nothing trains.
     """
 
     def __init__(
@@ -69,15 +69,23 @@ class BudgetPlanner:
         plain = traces["none"]
         if plain.num_blocks < 1:
             raise BudgetError("`budget` needs repeated blocks to choose among, and none were found.")
-        figures = {choice: block_figures(trace, self._rounding) for choice, trace in traces.items()}
+        self._num_blocks = plain.num_blocks
+        self._chain = find_chain(traces.values())
+        figures = {c: block_figures(trace, self._rounding, chain=self._chain) for c, trace in traces.items()}
         self.plain_peak_bytes, self.plain_activation_bytes = _peak(plain.events, self._rounding)
         self.plain_seconds = rate.seconds(sum(plain.flops.values()), _TRAFFIC * float(figures["none"].traffic.sum()))
         self._frontiers = _frontiers(figures, rate)
+        seconds = {c: float(_extra_seconds(c, found, figures["none"], rate).sum()) for c, found in figures.items()}
+        self._uniform = [
+            (CheckpointingPlan((c,) * self._num_blocks, int(self._live(trace.events).max()), seconds[c]), trace)
+            for c, trace in traces.items()
+        ]
 
     @property
     def minimum_bytes(self) -> int:
         """Least peak that any plan is predicted to reach."""
-        return min(frontier.minimum_bytes + reserve for frontier, reserve in self._frontiers)
+        predicted = min(frontier.minimum_bytes + reserve for frontier, reserve in self._frontiers)
+        return min(predicted, *(plan.peak_bytes for plan, _ in self._uniform))
 
     @property
     def floor_bytes(self) -> int:
@@ -98,10 +106,11 @@ class BudgetPlanner:
             BudgetError: If there is none.
         """
         plans = [
-            frontier.plan_for(budget_bytes - reserve)
+            self._for_blocks(frontier.plan_for(budget_bytes - reserve))
             for frontier, reserve in self._frontiers
             if frontier.minimum_bytes <= budget_bytes - reserve
         ]
+        plans += [plan for plan, _ in self._uniform if plan.peak_bytes <= budget_bytes]
         if not plans:
             raise self._out_of_reach(budget_bytes, self.minimum_bytes)
         return min(plans, key=lambda plan: plan.seconds)
@@ -125,20 +134,40 @@ class BudgetPlanner:
         Raises:
             BudgetError: If there is none; the message names the least that can be reached.
         """
+
+        def needed_by(trace: Trace) -> int:
+            return measure(trace.events) if measure else int(self._live(trace.events).max()) + overhead_bytes
+
         target = budget_bytes - overhead_bytes
-        if target < self.minimum_bytes:
-            raise self._out_of_reach(budget_bytes, self.minimum_bytes + overhead_bytes)
+        least = self.minimum_bytes + overhead_bytes
         for attempt in range(_MAX_VERIFICATIONS):
+            if target < self.minimum_bytes and attempt == 0:
+                raise self._out_of_reach(budget_bytes, least)
             last = attempt == _MAX_VERIFICATIONS - 1 or target <= self.minimum_bytes
             plan = self.predict(self.minimum_bytes if last else target)
             trace = self._trace_plan(plan.choices)
-            needed = measure(trace.events) if measure else int(self._live(trace.events).max()) + overhead_bytes
+            needed = needed_by(trace)
             if needed <= budget_bytes:
-                return CheckpointingPlan(plan.choices, needed, plan.seconds), trace
+                return replace(plan, peak_bytes=needed), trace
+            least = needed
             if last:
                 break
             target = min(target, plan.peak_bytes) - (needed - budget_bytes)
-        raise self._out_of_reach(budget_bytes, needed)
+        # All blocks alike have been traced: these need no prediction.
+        for plan, trace in sorted(self._uniform, key=lambda pair: pair[0].seconds):
+            needed = needed_by(trace)
+            if needed <= budget_bytes:
+                return replace(plan, peak_bytes=needed), trace
+            least = min(least, needed)
+        raise self._out_of_reach(budget_bytes, least)
+
+    def _for_blocks(self, plan: CheckpointingPlan) -> CheckpointingPlan:
+        """A plan for links as one for blocks. Those that didn't run are recomputed: it costs nothing unless they do."""
+        choices: list[Choice] = ["full"] * self._num_blocks
+        for members, choice in zip(self._chain, plan.choices, strict=True):
+            for block in members:
+                choices[block] = choice
+        return replace(plan, choices=tuple(choices))
 
     def _live(self, events: EventList) -> np.ndarray:
         return events.live_bytes(self._rounding)[events.phases[0][0] :]

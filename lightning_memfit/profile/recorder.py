@@ -96,12 +96,15 @@ class EventRecorder(StorageLedger):
     def _follow(self, name: str, module: torch.nn.Module) -> None:
         block = self._blocks.get(id(module))
         path = name or type(module).__name__
+        given: set[int] = set()  # what a block hands on as it was given says nothing about when its backward begins
 
         def enter(_: Any, arguments: Any, keywords: Any) -> None:
             self._module_path.append(path)
             if block is not None:
                 self._block = block
+                given.clear()
                 for tensor in _requiring_grad((arguments, keywords)):
+                    given.add(id(tensor))
                     tensor.register_hook(lambda gradient: self._leave_block(block))
 
         def leave(_: Any, arguments: Any, output: Any) -> None:
@@ -109,7 +112,8 @@ class EventRecorder(StorageLedger):
             if block is not None:
                 self._block = OUTSIDE
                 for tensor in _requiring_grad(output):
-                    tensor.register_hook(lambda gradient: self._enter_block(block))
+                    if id(tensor) not in given:
+                        tensor.register_hook(lambda gradient: self._enter_block(block))
 
         self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
         self._handles.append(module.register_forward_hook(leave, always_call=True))

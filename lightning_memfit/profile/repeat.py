@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lightning_memfit.checkpointing.blocks import find_blocks
+from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks
 from lightning_memfit.profile.events import OUTSIDE, AlignmentError, EventList, canonical
 
 TRACED_BLOCKS = 5
@@ -269,6 +269,15 @@ def fold_blocks(module: torch.nn.Module, shorten: bool = True) -> Fold:
     """Plan and apply at once, in place, on a clone that has built itself."""
     plan = plan_fold(module, shorten)
     return plan.apply(module) if plan else Fold((), 0, "")
+
+
+def fold_groups(module: torch.nn.Module, groups: list[BlockGroup], shorten: bool = True) -> Fold:
+    """Every block of some groups of a clone; fewer of them where the module has no other group than the one given."""
+    found = find_blocks(module)
+    if len(groups) == len(found) == 1 and groups[0].names == found[0].names:
+        return fold_blocks(module, shorten)
+    blocks = tuple(block for group in groups for block in group.modules)
+    return Fold(blocks, len(blocks), groups[0].class_name if groups else "")
 
 
 def plan_fold(module: torch.nn.Module, shorten: bool = True) -> FoldPlan | None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.memory import Category, MemoryBreakdown
 from lightning_memfit.memory.kind import CUDA, DeviceKind, DeviceType
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
@@ -39,7 +40,7 @@ from lightning_memfit.profile.patches import (
 from lightning_memfit.profile.quiet import collector_paused, loggers_at
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
-from lightning_memfit.profile.repeat import fold_blocks, plan_fold, unroll
+from lightning_memfit.profile.repeat import fold_blocks, fold_groups, plan_fold, unroll
 from lightning_memfit.profile.step import (
     AUTOCAST_DTYPES,
     TRUE_DTYPES,
@@ -157,6 +158,10 @@ def _phase_peaks(events: EventList) -> np.ndarray:
 # --- the trace --------------------------------------------------------------------------------------------------------
 
 
+GroupFinder = Callable[[torch.nn.Module], list[BlockGroup]]
+"""Finds groups of blocks in a module or its fake clone."""
+
+
 @dataclass(frozen=True)
 class Emulation:
     """The device whose operators a trace issues."""
@@ -210,6 +215,7 @@ def trace_step(
     make_optimizer: OptimizerFactory | None = None,
     shorten: bool = True,
     check_assumptions: bool = True,
+    find_groups: GroupFinder | None = None,
 ) -> Trace:
     """Trace two optimizer steps (the second is the steady state) of a LightningModule or a Hugging Face model.
 
@@ -224,6 +230,7 @@ def trace_step(
         shorten: Trace five repeated blocks and unroll where they are proved alike; False traces every block.
         check_assumptions: Trace with several values where one has to be assumed. False is for variants of a step that
             has been traced with them.
+        find_groups: Finds the groups of blocks to tell apart; by default the largest one that is found by structure.
 
     Raises:
         TraceError: If the step can't be traced.
@@ -234,7 +241,7 @@ def trace_step(
         def over_values(with_start_hooks: bool) -> Trace:
             def once(assumed: AssumedValues) -> Trace:
                 settings = (options, emulation, callbacks, make_optimizer, shorten, assumed, with_start_hooks)
-                return _trace(module, batch, *settings)
+                return _trace(module, batch, *settings, find_groups)
 
             return over_assumptions(type(module).__name__, once, check_assumptions)
 
@@ -257,6 +264,7 @@ def _trace(
     shorten: bool,
     assumed: AssumedValues,
     with_start_hooks: bool,
+    find_groups: GroupFinder | None,
 ) -> Trace:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     integers = RealIntegers(fake_mode, assumed)
@@ -264,7 +272,7 @@ def _trace(
         true_dtype = TRUE_DTYPES.get(options.precision)
         builds_itself = make_optimizer is None and _builds_itself(module)
         # Copying takes time for every module: where the blocks to leave out are known before, they aren't copied.
-        plan = None if builds_itself else plan_fold(module, shorten)
+        plan = None if builds_itself or find_groups else plan_fold(module, shorten)
         clone = fake_clone(module, fake_mode, true_dtype, left_out=plan.modules_left_out(module) if plan else ())
         with contextlib.ExitStack() as stack:
             dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
@@ -272,7 +280,10 @@ def _trace(
                 with _default_dtype(true_dtype):
                     clone.configure_model()  # type: ignore[operator]
             table = parameter_table(clone) if builds_itself else parameter_table(module, true_dtype)
-            fold = plan.apply(clone) if plan else fold_blocks(clone, shorten)
+            if find_groups is not None:
+                fold = fold_groups(clone, find_groups(clone), shorten)
+            else:
+                fold = plan.apply(clone) if plan else fold_blocks(clone, shorten)
             cuda = DeviceKind.of(emulation.device).emulated_dispatch
             recorder = EventRecorder(fold.blocks, host_scalars=cuda, python_kernels=not cuda)
             fake, data = integers.fake_batch(batch), attached_datamodule(module)

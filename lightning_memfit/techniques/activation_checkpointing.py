@@ -51,11 +51,11 @@ class ActivationCheckpointing(TechniqueCallback):
             `offload` for each block, as a plan gives them.
         budget: Instead of a mode: the peak of the whole step (`6GiB`; on CUDA `torch.cuda.max_memory_allocated`), the
             share of its activations at the peak that may stay (`40%`), or `auto` for all the memory that the device has
-            left (on the CPU, up to the limit of a `MemoryLimit`). The plan covers the largest group of equal blocks.
+            left (on the CPU, up to the limit of a `MemoryLimit`).
 
     Attributes:
         resolved: The plan made for the budget of the current or last run.
-        largest_group_only: Whether blocks of other, smaller groups are left alone, as they are with a budget.
+        largest_group_only: Whether blocks of other, smaller groups are left alone.
 
     Raises:
         ValueError: If the arguments do not fit together.
@@ -74,13 +74,11 @@ class ActivationCheckpointing(TechniqueCallback):
         check_mode(mode, every, tuple(keep))
         if choices is not None and mode != "full":
             raise ValueError(f"`choices` replaces a mode; leave `mode={mode!r}` out.")
-        if budget is not None and (mode != "full" or choices is not None or blocks is not None):
-            raise ValueError(
-                f"`budget={budget!r}` chooses for each block by itself: leave mode, blocks and choices out."
-            )
+        if budget is not None and (mode != "full" or choices is not None):
+            raise ValueError(f"`budget={budget!r}` chooses for each block by itself: leave mode and choices out.")
         self.budget = None if budget is None else check_budget(budget)
         self.resolved: ResolvedBudget | None = None
-        self.largest_group_only = budget is not None
+        self.largest_group_only = False
         self.mode = mode
         self.every = every
         self.keep = tuple(keep)
@@ -167,7 +165,7 @@ class ActivationCheckpointing(TechniqueCallback):
         assert self.budget is not None
         if torch._guards.detect_fake_mode(()) is None:
             self.restore()
-            self.resolved = resolve_budget(self.budget, trainer, pl_module, ActivationCheckpointing)
+            self.resolved = resolve_budget(self.budget, trainer, pl_module, ActivationCheckpointing, self.blocks)
         elif self.resolved is None:
             raise ValueError(
                 f"`budget={self.budget!r}` has no plan yet. Put ActivationCheckpointing before the callback that "

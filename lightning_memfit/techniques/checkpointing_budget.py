@@ -1,6 +1,6 @@
 """Resolve `ActivationCheckpointing(budget=...)` into a plan, from traces of the run that is about to begin."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks, select_blocks
 from lightning_memfit.checkpointing.knapsack import CheckpointingPlan
 from lightning_memfit.checkpointing.policies import Choice, Keep
 from lightning_memfit.device.limit import MemoryLimit
@@ -55,6 +56,7 @@ def make_planner(
     checkpointing: Checkpointing,
     techniques: tuple[TechniqueCallback, ...] = (),
     rounding_bytes: int = CUDA_ROUNDING,
+    blocks: str | Sequence[str] | None = None,
 ) -> BudgetPlanner:
     """Trace the step as planning for any budget needs it.
 
@@ -67,6 +69,7 @@ def make_planner(
         checkpointing: The class `ActivationCheckpointing`, used to trace its choices.
         techniques: Other techniques of the run, unused.
         rounding_bytes: Sizes are rounded up to a multiple of this.
+        blocks: Which blocks, as `ActivationCheckpointing` takes them.
 
     Raises:
         TraceError: If the step can't be traced.
@@ -74,9 +77,12 @@ def make_planner(
     """
 
     def trace(shorten: bool, **arguments: Any) -> Trace:
-        callback: Any = checkpointing(**arguments)
-        callback.largest_group_only = True
-        return trace_step(module, batch, options, emulation, (*techniques, callback), shorten=shorten)
+        callback = checkpointing(**arguments, blocks=blocks)
+        traced = (*techniques, callback)
+        return trace_step(module, batch, options, emulation, traced, shorten=shorten, find_groups=find_groups)
+
+    def find_groups(clone: torch.nn.Module) -> list[BlockGroup]:
+        return find_blocks(clone) if blocks is None else select_blocks(clone, blocks)
 
     def trace_uniform(choice: Choice) -> Trace:
         return trace(True, **_following(choice))
@@ -93,7 +99,11 @@ def _following(choice: Choice) -> dict[str, Any]:
 
 
 def resolve_budget(
-    budget: str, trainer: pl.Trainer, module: pl.LightningModule, checkpointing: type[TechniqueCallback]
+    budget: str,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    checkpointing: type[TechniqueCallback],
+    blocks: str | Sequence[str] | None = None,
 ) -> ResolvedBudget:
     """Make a plan for the run that a Trainer is about to begin; every rank gets the plan of the first.
 
@@ -102,6 +112,7 @@ def resolve_budget(
         trainer: The Trainer that is about to begin.
         module: The module that it trains.
         checkpointing: The class `ActivationCheckpointing`.
+        blocks: Which blocks, as that class takes them.
 
     Raises:
         ValueError: If there is no such plan, or none can be made; the message says why and what to do.
@@ -109,7 +120,7 @@ def resolve_budget(
     outcome: Any = None
     if trainer.global_rank == 0:
         try:
-            outcome = _resolve(budget, trainer, module, checkpointing)
+            outcome = _resolve(budget, trainer, module, checkpointing, blocks)
         except (ValueError, TraceError) as error:
             outcome = error
     if trainer.world_size > 1:
@@ -125,7 +136,11 @@ def resolve_budget(
 
 
 def _resolve(
-    budget: str, trainer: pl.Trainer, module: pl.LightningModule, checkpointing: type[TechniqueCallback]
+    budget: str,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    checkpointing: type[TechniqueCallback],
+    blocks: str | Sequence[str] | None,
 ) -> ResolvedBudget:
     _refuse_untraced_memory(budget, trainer)
     device = trainer.strategy.root_device
@@ -149,7 +164,8 @@ def _resolve(
             stack.enter_context(technique.taken_off(trainer, module))
         # A MemoryLimit rounds on the CPU as CUDA's allocator does.
         rounding = CUDA_ROUNDING if cuda or budget == "auto" else 1
-        planner = make_planner(module, first_batch(trainer), options, emulation, rate, checkpointing, others, rounding)
+        batch = first_batch(trainer)
+        planner = make_planner(module, batch, options, emulation, rate, checkpointing, others, rounding, blocks=blocks)
         runtime = runtime_memory(emulation.capability) if cuda else None
         return _plan(budget, planner, trainer, runtime)
 

@@ -22,12 +22,15 @@ def traces_are_shared():
     """Every plan here is for the same step: what a choice does to it is traced once, and not anew for each budget."""
     known = {}
 
-    def traced(module, batch, options, emulation, techniques, shorten):
+    def traced(module, batch, options, emulation, techniques, shorten, find_groups):
         *others, callback = techniques
         assert not others
+        assert callback.blocks is None
         key = (callback.mode, callback.keep, callback.choices, options, emulation, shorten)
         if key not in known:
-            known[key] = trace_step(module, batch, options, emulation, techniques, shorten=shorten)
+            known[key] = trace_step(
+                module, batch, options, emulation, techniques, shorten=shorten, find_groups=find_groups
+            )
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -137,8 +140,8 @@ def test_wrong_budgets(budget):
 
 
 def test_a_budget_excludes_what_it_decides():
-    for arguments in ({"mode": "none"}, {"choices": ["full"]}, {"blocks": "GPT2Block"}):
-        with pytest.raises(ValueError, match="leave mode, blocks and choices out"):
+    for arguments in ({"mode": "none"}, {"choices": ["full"]}):
+        with pytest.raises(ValueError, match="leave mode and choices out"):
             ActivationCheckpointing(budget="40%", **arguments)
 
 

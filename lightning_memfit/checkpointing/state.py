@@ -1,0 +1,545 @@
+"""What the forward of a block sees and changes besides its arguments, so that it can be run again exactly.
+
+`BlockState` saves it in place: attributes, containers and plain objects they hold, buffers, random generators of
+Python, NumPy and the block's own, class attributes, and the globals and closures that the block's code and the hooks
+inside it name. Attributes are saved by reference and containers by content. Tensors are copied if they are small, or if
+the block is known to write them; `Look` finds those by the operators of the first calls, and copies each just before
+it is written.
+
+A recomputation begins in the state that the first run saw and leaves what it found, whatever it changes.
+"""
+
+import argparse
+import functools
+import math
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from typing_extensions import override
+
+Place = tuple[Any, ...]
+"""Where a block keeps a tensor: the number of the module and the keys on the way."""
+
+SMALL_BYTES = 1 << 16
+"""Buffers and tensors in attributes up to this size are copied in every call: BatchNorm's statistics, counters."""
+
+_MAX_ITEMS = 1000
+_MAX_DEPTH = 4
+TENSORS = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+_SIMPLE = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_INTERNALS = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_fabric", "forward"}
+_CONTAINERS = (list, dict, set, deque)
+_OPAQUE = (
+    *(type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.CodeType),
+    *(torch.optim.Optimizer, torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.jit.ScriptModule),
+)
+_LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
+    *("torch", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
+    *("lightning_memfit", "transformers", "peft", "timm", "deepspeed", "bitsandbytes", "torchao", "numpy", "einops"),
+}
+_PLAIN = (types.SimpleNamespace, argparse.Namespace, functools.partial)
+
+
+class InexactRecomputationError(RuntimeError):
+    """Recomputing a block would not give what its first run gave; the message says why, and the way out."""
+
+    def __init__(self, block: str, found: str) -> None:
+        super().__init__(
+            f"Activation checkpointing of {block} would not be exact: {found} Leave the block as it is: name the "
+            "others in `blocks`, or give it 'none' or 'offload' in `choices`."
+        )
+
+
+# --- where a block keeps state ----------------------------------------------------------------------------------------
+
+
+class StatePlaces:
+    """Where the code of some modules can keep state: looked up anew in each call, apart from what code names.
+
+    Args:
+        modules: What is run together.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = list(dict.fromkeys(child for module in modules for child in module.modules()))
+        self.parameters = [(("parameters", i), p) for i, p in enumerate(_parameters(self.modules))]
+        self.inside = set(map(id, self.modules))
+        self.globals: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        self.cells: list[types.CellType] = []
+        self.classes: list[tuple[type, tuple[str, ...]]] = []
+        self.objects: list[Any] = []
+        self._known: set[int] = set()
+        for kind in dict.fromkeys(base for module in self.modules for base in type(module).__mro__):
+            if not _is_library(kind.__module__):
+                self._add_class(kind)
+        for number, module in enumerate(self.modules):
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for hook in hooks.values():
+                    if number or len(modules) > 1:  # hooks of the block itself run once
+                        self._add_callable(hook)
+
+    def _add_class(self, kind: type) -> None:
+        names = []
+        for name, value in list(vars(kind).items()):
+            function = getattr(value, "__func__", value)
+            function = getattr(function, "fget", function) if isinstance(function, property) else function
+            if isinstance(function, types.FunctionType):
+                self._add_function(function)
+            elif not name.startswith("__") and _may_change(value):
+                names.append(name)
+        if names:
+            self.classes.append((kind, tuple(names)))
+
+    def _add_callable(self, called: Any) -> None:
+        if isinstance(called, functools.partial):
+            self._add_callable(called.func)
+            self.objects.extend([*called.args, *called.keywords.values()])
+        elif isinstance(called, types.MethodType):
+            self.objects.append(called.__self__)
+            self._add_callable(called.__func__)
+        elif isinstance(called, types.FunctionType):
+            self._add_function(called)
+        elif not _is_library(type(called).__module__):
+            self.objects.append(called)
+            self._add_class(type(called))
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        function = _unwrapped(function)
+        if id(function) in self._known or _is_library(function.__module__):
+            return
+        self._known.add(id(function))
+        names = tuple(n for n in _names(function.__code__) if _may_change(function.__globals__.get(n)))
+        if names:
+            self.globals.append((function.__globals__, names))
+        self.objects.extend(value for value in function.__defaults__ or () if isinstance(value, _CONTAINERS))
+        for cell in function.__closure__ or ():
+            self.cells.append(cell)
+            value = _content(cell)
+            if isinstance(value, types.FunctionType):
+                self._add_function(value)
+        for name in _names(function.__code__):
+            value = function.__globals__.get(name)
+            if isinstance(value, types.FunctionType):
+                self._add_function(value)
+
+
+def _parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    found = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    yield from found.values()
+
+
+def _unwrapped(function: types.FunctionType) -> types.FunctionType:
+    inner = getattr(function, "__wrapped__", None)
+    return inner if isinstance(inner, types.FunctionType) and not function.__closure__ else function
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _is_library(name: str | None) -> bool:
+    return (name or "").partition(".")[0] in _LIBRARIES
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a global or class attribute is data rather than code."""
+    if isinstance(value, (*_OPAQUE, nn.Module, property, staticmethod, classmethod)) or callable(value):
+        return False
+    return type(value) in _SIMPLE - {type(None)} or _holds_something(value)
+
+
+def _holds_something(value: Any) -> bool:
+    kinds = (Tensor, np.ndarray, tuple, frozenset, *_CONTAINERS)
+    return isinstance(value, kinds) or _is_source(value) or _attributes(value) is not None
+
+
+def _attributes(value: Any, of_library: bool = False) -> dict[str, Any] | None:
+    """The attributes of a plain object that a user wrote; None for everything else."""
+    if isinstance(value, (*_OPAQUE, Tensor, nn.Module)) or _is_source(value):
+        return None
+    if not of_library and _is_library(type(value).__module__) and not isinstance(value, _PLAIN):
+        return None
+    attributes = getattr(value, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else None
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
+
+
+def _source_state(source: Any) -> Any:
+    if isinstance(source, torch.Generator):
+        return source.get_state()
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    return source.get_state() if isinstance(source, np.random.RandomState) else source.getstate()
+
+
+def _set_source_state(source: Any, state: Any) -> None:
+    if isinstance(source, (torch.Generator, np.random.RandomState)):
+        source.set_state(state)
+    elif isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    else:
+        source.setstate(state)
+
+
+# --- the state --------------------------------------------------------------------------------------------------------
+
+
+class BlockState:
+    """The state of a block as it is now.
+
+    Args:
+        places: Where to look.
+        written: Tensors that the block is known to write, by place; they are copied whatever their size.
+        inputs: Objects among the arguments, whose attributes count as state, too.
+        also: Further tensors to copy.
+
+    Attributes:
+        copies: Tensors that were copied, with their copies, by identity.
+        tensors: All tensors that were found, by place.
+    """
+
+    def __init__(
+        self,
+        places: StatePlaces,
+        written: set[Place],
+        inputs: Iterable[Any] = (),
+        also: Iterable[Tensor] = (),
+    ) -> None:
+        self._written = written
+        self._inputs = list(inputs)
+        self._inside = places.inside
+        self._dicts: list[tuple[dict[str, Any], dict[str, Any], bool]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        self._sources: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tensors: dict[Place, Tensor] = {}
+        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
+        for number, module in enumerate(places.modules):
+            self._add_module(module, number)
+        self._cells = [(cell, _content(cell)) for cell in places.cells]
+        for number, (_, value) in enumerate(self._cells):
+            self._add(value, ("cell", number), 0)
+        for number, (owner, names) in enumerate(places.globals):
+            self._add_dict(owner, names, ("global", number), 0)
+        self._classes = [(kind, name, vars(kind).get(name)) for kind, names in places.classes for name in names]
+        for kind, name, value in self._classes:
+            self._add(value, ("class", kind.__qualname__, name), 0)
+        for number, value in enumerate(places.objects):
+            self._add(value, ("object", number), 0)
+        for number, value in enumerate(self._inputs):
+            self._add(value, ("argument", number), 0, of_library=True)
+        self._parameters = [(p, p.requires_grad) for _, p in places.parameters]
+        for place, parameter in places.parameters:
+            if type(parameter) in TENSORS:
+                self.tensors[place] = parameter
+                if place in written:
+                    self.copy(parameter)
+        for tensor in also:
+            self.copy(tensor)
+        self._versions: list[tuple[Tensor, int]] = []
+
+    # --- saving ---
+
+    def _add_module(self, module: nn.Module, number: Any) -> None:
+        self._seen.add(id(module))
+        self._add_dict(module._buffers, None, (number, "buffer"), 0)
+        self._add_dict(vars(module), None, number, 0)
+
+    def _add_dict(self, owner: dict[str, Any], names: tuple[str, ...] | None, place: Any, depth: int) -> None:
+        if names is None:
+            held = {key: value for key, value in owner.items() if key not in _INTERNALS and key[:3] != "ds_"}
+        else:
+            held = {key: owner[key] for key in names if key in owner}
+        self._dicts.append((owner, held, names is None))
+        for key, value in held.items():
+            if type(value) not in _SIMPLE:
+                self._add(value, (place, key), depth)
+
+    def _add(self, value: Any, place: Any, depth: int, of_library: bool = False) -> None:
+        if type(value) in TENSORS:
+            self._add_tensor(value, place)
+        elif type(value) in _SIMPLE or id(value) in self._seen or depth > _MAX_DEPTH:
+            return
+        elif isinstance(value, (tuple, frozenset, *_CONTAINERS)):
+            self._add_container(value, place, depth, of_library)
+        elif isinstance(value, nn.Module):
+            self._add_hidden_module(value, place)
+        elif _is_source(value):
+            self._seen.add(id(value))
+            self._sources.append((value, _source_state(value)))
+        elif isinstance(value, np.ndarray):
+            self._seen.add(id(value))
+            self._contents.append((value, value.copy()))
+        else:
+            attributes = _attributes(value, of_library)
+            if attributes is not None and len(attributes) <= _MAX_ITEMS:
+                self._seen.add(id(value))
+                self._add_dict(attributes, None, place, depth + 1)
+
+    def _add_container(self, value: Any, place: Any, depth: int, of_library: bool) -> None:
+        self._seen.add(id(value))
+        if isinstance(value, _CONTAINERS):
+            self._contents.append((value, dict(value) if isinstance(value, dict) else list(value)))
+        if len(value) > _MAX_ITEMS:
+            return
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            if type(item) not in _SIMPLE:
+                self._add(item, (place, repr(key)), depth + 1, of_library)
+
+    def _add_hidden_module(self, module: nn.Module, place: Place) -> None:
+        """A module that is no child: a teacher in a list, or the module that holds the block."""
+        children = list(module.modules())
+        if any(id(child) in self._inside for child in children):
+            if id(module) not in self._seen:
+                self._seen.add(id(module))
+                self._add_dict(vars(module), None, place, 1)
+            return
+        for number, child in enumerate(children):
+            if id(child) in self._seen:
+                continue
+            self._add_module(child, (place, number))
+            for name, parameter in child._parameters.items():
+                if parameter is not None and type(parameter) in TENSORS:
+                    self._add_tensor(parameter, (place, number, name), small=0)
+
+    def _add_tensor(self, tensor: Tensor, place: Place, small: int = SMALL_BYTES) -> None:
+        self.tensors[place] = tensor
+        is_small = tensor.layout is torch.strided and tensor.nbytes <= small
+        if place in self._written or (is_small and tensor.grad_fn is None):
+            self.copy(tensor)
+
+    def copy(self, tensor: Tensor) -> None:
+        """Copy a tensor's values, unless they are copied."""
+        if id(tensor) not in self.copies:
+            self.copies[id(tensor)] = (tensor, tensor.detach().clone())
+
+    def end_of_forward(
+        self,
+        block: str,
+        inputs: Sequence[tuple[Place, Tensor]],
+        held: Sequence[tuple[Place, Tensor]],
+        before: dict[Place, int],
+    ) -> None:
+        """Check that all that the forward wrote has been copied, and note what must not change from here on.
+
+        Args:
+            block: What errors call it.
+            inputs: Arguments of which there is no copy.
+            held: Those that autograd doesn't keep.
+            before: Number of writes that each tensor had seen.
+
+        Raises:
+            InexactRecomputationError: If a tensor was written that had not been copied.
+        """
+        for place, tensor in (*self.tensors.items(), *inputs):
+            if id(tensor) in self.copies:
+                continue
+            version = tensor._version
+            if before.get(place, version) != version:
+                raise InexactRecomputationError(
+                    block,
+                    f"its forward has now written {_described(tensor)} in place, which it didn't in its first calls.",
+                )
+        # Autograd watches over the arguments that it keeps.
+        self._versions = [
+            (tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)  # both count alike
+            for _, tensor in (*self.tensors.items(), *held)
+            if id(tensor) not in self.copies and type(tensor) is not FakeTensor
+        ]
+        self.tensors = {}
+        for _, saved, _ in self._dicts:
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    saved[key] = _without_graph(value)
+        for _, content in self._contents:
+            if isinstance(content, (dict, list)):
+                for key, value in list(content.items() if isinstance(content, dict) else enumerate(content)):
+                    if isinstance(value, Tensor) and value.grad_fn is not None:
+                        content[key] = _without_graph(value)
+
+    def versions(self) -> dict[Place, int]:
+        """Number of writes that each tensor has seen."""
+        return {place: tensor._version for place, tensor in self.tensors.items()}
+
+    # --- running again ---
+
+    @contextmanager
+    def again(self, block: str, places: StatePlaces) -> Iterator[None]:
+        """Put everything back as it was when this was saved; afterwards, as it was before.
+
+        Raises:
+            InexactRecomputationError: If a tensor has been written since the forward, and there is no copy of it.
+        """
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise InexactRecomputationError(
+                    block, f"{_described(tensor)} was written in place between its forward and its backward pass."
+                )
+        now = BlockState(places, self._written, self._inputs, [tensor for tensor, _ in self.copies.values()])
+        tensors = [tensor for tensor, _ in now.copies.values()]
+        with _unsafe_preserve_version_counter(tuple(tensors)):
+            self._restore()
+            try:
+                yield
+            finally:
+                now._restore()
+
+    def _restore(self) -> None:
+        for owner, held, whole in self._dicts:
+            if whole:
+                for key in [k for k in owner if k not in held and k not in _INTERNALS and k[:3] != "ds_"]:
+                    del owner[key]
+            for key, value in held.items():
+                if key not in owner or owner[key] is not value:
+                    owner[key] = value
+        for cell, value in self._cells:
+            if _content(cell) is not value:
+                cell.cell_contents = value
+        for kind, name, value in self._classes:
+            if vars(kind).get(name) is not value:
+                setattr(kind, name, value)
+        for container, content in self._contents:
+            _fill(container, content)
+        for source, state in self._sources:
+            _set_source_state(source, state)
+        for parameter, requires_grad in self._parameters:
+            if parameter.requires_grad is not requires_grad:
+                parameter.requires_grad_(requires_grad)
+        for tensor, copy in self.copies.values():
+            tensor.data.copy_(copy)
+        if random.getstate() != self._python:
+            random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+
+
+def _fill(container: Any, content: Any) -> None:
+    if isinstance(container, np.ndarray):
+        container[...] = content
+    elif isinstance(container, dict):
+        if list(container) != list(content) or any(container[key] is not value for key, value in content.items()):
+            container.clear()
+            container.update(content)
+    elif isinstance(container, list):
+        container[:] = content
+    else:
+        container.clear()
+        extend = container.update if isinstance(container, set) else container.extend
+        extend(content)
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Its values alone: its graph would hold the state of the call before, and that the one before it."""
+    return tensor.detach().requires_grad_()
+
+
+def _described(tensor: Tensor) -> str:
+    return f"a tensor of shape {tuple(tensor.shape)}"
+
+
+# --- looking at the first calls ---------------------------------------------------------------------------------------
+
+# Results of these are memory that nothing has been written to yet.
+_UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "resize_")
+
+
+# Autocast keeps copies of weights, and makes them in one run or the other.
+_COPIES = ("_to_copy", "copy_", "clone", "detach", "alias", "lift_fresh", *_UNWRITTEN)
+
+
+class Look(TorchDispatchMode):
+    """Watch the operators of a call: copy what is about to be written, and remember what each operator returned.
+
+    Args:
+        on_write: Called with the tensors that an operator is about to write.
+        watched: Tensors to watch, by place.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, on_write: Callable[[Place, Tensor], None], watched: Iterable[tuple[Place, Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_write = on_write
+        self._watched: dict[int, list[tuple[Place, Tensor]]] = {}
+        for place, tensor in watched:
+            if type(tensor) in TENSORS and tensor.layout is torch.strided:
+                self._watched.setdefault(tensor.untyped_storage()._cdata, []).append((place, tensor))
+        self.results: list[tuple[str, float]] = []
+        self.is_paused = False
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator."""
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable and self._watched:
+            for number, argument in enumerate(schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._note_write(args[number] if number < len(args) else kwargs.get(argument.name))
+        result = func(*args, **kwargs)
+        if schema is not None and not self.is_paused and not func.is_view and func._opname not in _COPIES:
+            self.results.append((func.name(), _reading(func, result)))
+        return result
+
+    def _note_write(self, value: Any) -> None:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if type(tensor) in TENSORS and tensor.layout is torch.strided:
+                for place, watched in self._watched.pop(tensor.untyped_storage()._cdata, ()):
+                    self._on_write(place, watched)
+
+
+def first_difference(first: Sequence[tuple[str, float]], again: Sequence[tuple[str, float]]) -> str | None:
+    """The first operator that returned something else when a block ran again, which may end early; None if none did."""
+    for (name, value), (other, found) in zip(first, again, strict=False):
+        if name != other or not _same(value, found):
+            return other
+    return again[len(first)][0] if len(again) > len(first) else None
+
+
+_TOLERANCE = 1e-3
+"""Kernels of accelerators may add in another order each time; so may those of the CPU on memory aligned otherwise."""
+
+
+def _same(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=1e-30) or (one != one and other != other)
+
+
+def _reading(func: Any, result: Any) -> float:
+    """A number that tells a result from others; 0 where there is none to compare."""
+    value = result[0] if isinstance(result, (list, tuple)) and result else result
+    if type(value) not in (Tensor, nn.Parameter) or not value.numel() or value.layout is not torch.strided:
+        return 0.0
+    if value.device.type == "meta" or value.is_quantized:
+        return 0.0
+    with _disable_current_modes():  # what keeps count of a device's memory is not to count these
+        dtype = torch.float64 if value.dtype is torch.float64 else torch.float32  # some devices have no other
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        if not value.is_floating_point():
+            return float(value.sum(dtype=torch.int64).item())
+        return float(torch.linalg.vector_norm(value.detach(), 1, dtype=dtype).item())

@@ -1,0 +1,555 @@
+"""Blocks whose forward changes state, draws random numbers or writes to its inputs, against plain torch."""
+
+import copy
+import gc
+import importlib
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segments
+from lightning_memfit.checkpointing.blocks import BlockGroup
+from lightning_memfit.checkpointing.state import InexactRecomputationError
+
+WIDTH = 6
+CALLS = [0]
+TOTAL = 0
+
+
+class Block(nn.Module):
+    """A product, and whatever a subclass does with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.build()
+
+    def build(self) -> None:
+        pass
+
+    def forward(self, x):
+        return x + self.change(self.inner(x).sin())
+
+    def change(self, y):
+        return y
+
+
+class Counter(Block):
+    def build(self):
+        self.count = 0
+        self.seen = []
+        self.stats = {"calls": 0, "norms": []}
+
+    def change(self, y):
+        self.count += 1
+        self.seen.append(self.count)
+        self.stats["calls"] += 1
+        self.stats["norms"].append(float(y.detach().norm()))
+        return y + 0.1 * self.count * self.stats["calls"] * len(self.seen)
+
+
+class GlobalCounter(Block):
+    kept = 0
+
+    def change(self, y):
+        global TOTAL
+        CALLS[0] += 1
+        TOTAL += 1
+        type(self).kept += 1
+        return y + 0.01 * CALLS[0] * TOTAL * GlobalCounter.kept
+
+
+class State:
+    def __init__(self):
+        self.count = 0
+        self.values = []
+
+
+class PlainObject(Block):
+    def build(self):
+        self.state = State()
+
+    def change(self, y):
+        self.state.count += 1
+        self.state.values = [*self.state.values, y.detach().mean()]
+        return y * self.state.count + sum(self.state.values)
+
+
+class RunningBuffer(Block):
+    def build(self):
+        self.register_buffer("running", torch.zeros(WIDTH))
+        self.register_buffer("num", torch.zeros((), dtype=torch.long))
+
+    def change(self, y):
+        with torch.no_grad():
+            self.running.mul_(0.9).add_(y.mean(0), alpha=0.1)
+            self.num += 1
+        return y - self.running.clone() * self.num
+
+
+class LargeBuffer(Block):
+    """A memory bank larger than what is copied in every call; it is rolled by `.data`."""
+
+    def build(self):
+        self.register_buffer("bank", torch.randn(1 << 12, WIDTH))
+
+    def change(self, y):
+        out = y + (y.detach() @ self.bank.T).softmax(-1) @ self.bank.clone()
+        self.bank.data.copy_(self.bank.roll(1, 0) + y.detach().mean())
+        return out
+
+
+class ReassignedBuffer(Block):
+    def build(self):
+        self.register_buffer("bank", torch.randn(1 << 12, WIDTH))
+        self.cached = None
+
+    def change(self, y):
+        before = 0.0 if self.cached is None else self.cached
+        self.bank = torch.roll(self.bank, 1, 0) + y.detach().mean()
+        self.cached = y.detach() * 2
+        return y * self.bank.mean() + before
+
+
+class Recurrent(Block):
+    """Its state carries the graph of the step before until it is detached."""
+
+    def build(self):
+        self.hidden = None
+
+    def change(self, y):
+        if self.hidden is not None:
+            y = y + self.hidden.detach()
+        self.hidden = y.tanh()
+        return self.hidden
+
+
+class Teacher(Block):
+    def build(self):
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def change(self, y):
+        with torch.no_grad():
+            for mine, other in zip(self.teacher.parameters(), self.inner.parameters(), strict=True):
+                mine.mul_(0.5).add_(other, alpha=0.5)
+            target = self.teacher(y)
+        return y - target
+
+
+class HiddenTeacher(Block):
+    """A teacher that is no sub-module."""
+
+    def build(self):
+        self.teacher = [nn.Linear(WIDTH, WIDTH).requires_grad_(False)]
+
+    def change(self, y):
+        with torch.no_grad():
+            for mine, other in zip(self.teacher[0].parameters(), self.inner.parameters(), strict=True):
+                mine.mul_(0.5).add_(other, alpha=0.5)
+            target = self.teacher[0](y)
+        return y - target
+
+
+class ClampedWeights(Block):
+    def forward(self, x):
+        self.inner.weight.data.clamp_(-0.2, 0.2).mul_(0.9)
+        return super().forward(x)
+
+
+class Spectral(Block):
+    def build(self):
+        self.inner = parametrizations.spectral_norm(self.inner)
+
+
+class OldSpectral(Block):
+    def build(self):
+        self.inner = torch.nn.utils.spectral_norm(self.inner)
+
+
+class Norms(Block):
+    def build(self):
+        self.batch = nn.BatchNorm1d(WIDTH)
+        self.average = nn.BatchNorm1d(WIDTH, momentum=None)
+        self.instance = nn.InstanceNorm1d(2, track_running_stats=True)
+        self.drop = nn.Dropout(0.3)
+
+    def change(self, y):
+        y = self.average(self.batch(y))
+        return self.drop(self.instance(y.view(-1, 2, WIDTH // 2)).reshape(y.shape))
+
+
+class NumpyAndPython(Block):
+    def change(self, y):
+        if random.random() < 0.4:
+            return y * 0
+        return y * np.random.rand() + float(np.random.standard_normal()) * random.gauss(0, 1)  # noqa: NPY002
+
+
+class OwnGenerators(Block):
+    def build(self):
+        self.torch_generator = torch.Generator().manual_seed(1)
+        self.others = {"numpy": np.random.default_rng(2), "python": random.Random(3)}
+
+    def change(self, y):
+        noise = torch.rand(y.shape, generator=self.torch_generator)
+        return y * noise * self.others["numpy"].random() * self.others["python"].random()
+
+
+class InputInPlace(Block):
+    def forward(self, x):
+        x = x.mul_(2) if self.training else x
+        return self.inner(x).sin()
+
+
+class IntermediateInPlace(Block):
+    def forward(self, x):
+        return self.body(x * 1.5)
+
+    def body(self, x):
+        nn.functional.relu(x, inplace=True)
+        return x + self.inner(x).sin()
+
+
+class EarlyExit(Block):
+    def forward(self, x):
+        return x if self.training and torch.rand(()) < 0.5 else super().forward(x)
+
+
+class Experts(Block):
+    def build(self):
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.gate = nn.Linear(WIDTH, 3)
+        self.aux = None
+
+    def change(self, y):
+        scores = self.gate(y) + torch.randn(len(y), 3)
+        self.aux = scores.softmax(-1).mean()
+        chosen = scores.argmax(-1)
+        out = torch.zeros_like(y)
+        for number, expert in enumerate(self.experts):
+            rows = chosen == number
+            if rows.any():
+                out[rows] = expert(y[rows])
+        return out * scores.max(-1, keepdim=True).values
+
+
+class Views(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        return y.view(-1, 2, WIDTH // 2).transpose(1, 2).transpose(1, 2).reshape(y.shape)[:]
+
+
+class NumpyArray(Block):
+    def build(self):
+        self.table = np.ones(WIDTH, dtype=np.float32)
+
+    def change(self, y):
+        self.table += 1
+        return y + 0.1 * torch.from_numpy(self.table.copy())
+
+
+class Hooked(Block):
+    def build(self):
+        self.calls = calls = []
+
+        def count(module, args, output, mine=[]):  # noqa: B006
+            calls.append(1)
+            mine.append(1)
+            return output + 0.01 * len(calls) * len(mine)
+
+        self.inner.register_forward_hook(count)
+        self.inner.register_forward_pre_hook(Hook(self))
+
+
+class Hook:
+    def __init__(self, owner):
+        self.number = 0
+        self.owner = [owner]
+
+    def __call__(self, module, args):
+        self.number += 1
+        return (args[0] + self.number,)
+
+
+class InnerGradient(Block):
+    """A penalty on a gradient that is taken inside forward."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            point = x.detach().requires_grad_()
+            energy = self.inner(point).sin().sum()
+            (slope,) = torch.autograd.grad(energy, point, create_graph=True)
+        return x + slope
+
+
+class Adapted(Block):
+    """A frozen product with a trained low-rank one beside it."""
+
+    def build(self):
+        self.inner.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def change(self, y):
+        return y + self.up(self.down(y))
+
+
+ZOO = [
+    *(Counter, GlobalCounter, PlainObject, RunningBuffer, LargeBuffer, ReassignedBuffer, Recurrent, Teacher),
+    *(HiddenTeacher, ClampedWeights, Spectral, OldSpectral, Norms, NumpyAndPython, OwnGenerators, InputInPlace),
+    *(IntermediateInPlace, EarlyExit, Experts, Views, NumpyArray, Hooked, InnerGradient, Adapted),
+]
+CHOICES = ["full", "keep_matmul", "keep_attention", "offload"]
+
+
+class Net(nn.Module):
+    """Blocks one after the other, the last of which is called twice."""
+
+    def __init__(self, kind, twice=False) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*(kind() for _ in range(3)))
+        self.twice = twice
+
+    def forward(self, x):
+        x = self.blocks(self.stem(x))
+        return self.blocks[-1](x) if self.twice else x
+
+
+def reset():
+    global TOTAL
+    CALLS[0], TOTAL, GlobalCounter.kept = 0, 0, 0
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    torch.manual_seed(0)
+
+
+def plainly(value):
+    """Something that compares: state of any kind."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().tolist()
+    if isinstance(value, dict):
+        return {str(key): plainly(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plainly(item) for item in value]
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return str(value.bit_generator.state)
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, State):
+        return plainly(vars(value))
+    return value if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def state_of(net):
+    own = {name: plainly({k: v for k, v in vars(m).items() if k[0] != "_"}) for name, m in net.named_modules()}
+    for attributes in own.values():
+        attributes.pop("forward", None)
+    hooks = [plainly(vars(h)) for m in net.modules() for h in m._forward_pre_hooks.values() if isinstance(h, Hook)]
+    drawn = [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
+    return {"tensors": plainly(net.state_dict()), "own": own, "global": (CALLS[0], TOTAL, GlobalCounter.kept),
+            "drawn": drawn, "hooks": hooks}  # fmt: skip
+
+
+def train(kind, change=lambda net: None, twice=False, num_steps=5):
+    """Losses, gradients and state of steps, of which one is without gradients and in evaluation mode."""
+    reset()
+    net = Net(kind, twice)
+    change(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    found = []
+    for step in range(num_steps):
+        if step == 3:
+            with torch.no_grad():
+                net.eval()(torch.ones(8, WIDTH))
+            net.train()
+        optimizer.zero_grad()
+        loss = net(torch.randn(8, WIDTH)).square().mean()
+        aux = [block.aux for block in net.blocks if getattr(block, "aux", None) is not None]
+        (loss + sum(aux)).backward()
+        found.append((loss.item(), [plainly(p.grad) if p.grad is not None else None for p in net.parameters()]))
+        optimizer.step()
+    return found, state_of(net)
+
+
+def checkpointed(choice):
+    return lambda net: apply_checkpointing(list(net.blocks), [choice] * 3)
+
+
+def segmented(net):
+    names = tuple(f"blocks.{i}" for i in range(3))
+    apply_segments(net, [BlockGroup("blocks", names, tuple(net.blocks))])
+
+
+QUICK = {Counter, LargeBuffer, Teacher, Spectral, Norms, NumpyAndPython, OwnGenerators, InputInPlace, Hooked}
+KINDS = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in ZOO]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_gradients_and_state_are_those_of_the_plain_run(kind):
+    plain = train(kind)
+    for choice in CHOICES:
+        if kind is InnerGradient and choice == "keep_matmul":
+            with pytest.raises(InexactRecomputationError, match=r"InnerGradient.*more than once.*mode='full'"):
+                train(kind, checkpointed(choice))
+        else:
+            assert train(kind, checkpointed(choice)) == plain, choice
+    assert train(kind, segmented) == plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_that_is_called_twice_in_a_step(kind):
+    assert train(kind, checkpointed("full"), twice=True) == train(kind, twice=True)
+
+
+class Hidden(Block):
+    """Multiplies by a number that no attribute, hook or global of its code shows."""
+
+    def forward(self, x):
+        hidden = getattr(importlib.import_module(__name__), "SEC" + "RET")
+        hidden["number"] += 0.5
+        return self.inner(x * hidden["number"]).sin()
+
+
+SECRET = {"number": 1.0}
+
+
+def test_what_is_not_found_is_refused_before_a_weight_changes():
+    before = Net(Hidden)
+    net = copy.deepcopy(before)
+    apply_checkpointing(list(net.blocks), ["full"] * 3)
+    with pytest.raises(InexactRecomputationError, match=r"Hidden would not be exact.*`choices`"):
+        net(torch.randn(8, WIDTH)).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True))
+
+
+class LateWriter(Block):
+    """Begins to write to a large buffer after it has been watched."""
+
+    def build(self):
+        self.register_buffer("bank", torch.zeros(1 << 12, WIDTH))
+        self.number = 0
+
+    def change(self, y):
+        self.number += 1
+        if self.number > 3:
+            self.bank.add_(1)
+        return y + self.bank.mean()
+
+
+def test_a_change_that_begins_late_is_refused_at_once():
+    net = Net(LateWriter)
+    apply_checkpointing(list(net.blocks), ["full"] * 3)
+    for _ in range(3):
+        net(torch.randn(8, WIDTH)).sum().backward()
+    with pytest.raises(InexactRecomputationError, match=r"LateWriter.*\(4096, 6\)"):
+        net(torch.randn(8, WIDTH))
+
+
+def test_weights_that_change_between_forward_and_backward_are_refused():
+    net = Net(Block)
+    apply_checkpointing(list(net.blocks), ["full"] * 3)
+    loss = net(torch.randn(8, WIDTH)).sum()
+    with torch.no_grad():
+        net.blocks[1].inner.weight.add_(1)
+    with pytest.raises(InexactRecomputationError, match="between its forward and its backward"):
+        loss.backward()
+
+
+class Scaled(nn.Module):
+    """Takes a structure with a list that it appends to, and a mode that its owner sets for the call alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.scale = None
+
+    def forward(self, x, *, records=None, box=None):
+        records["seen"].append(len(records["seen"]))
+        box.number += 1
+        return {"y": self.inner(x) * self.scale * len(records["seen"]) * box.number, "none": None, "text": "t"}
+
+
+class Owner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, x):
+        records, box = {"seen": []}, State()
+        box.number = 0
+        for block in self.blocks:
+            block.scale = 0.5
+            x = block(x, records=records, box=box)["y"]
+            block.scale = None
+        self.seen = (records["seen"], box.number)
+        return x
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_arguments_that_change_and_attributes_set_for_a_call(choice):
+    torch.manual_seed(0)
+    plain, x = Owner(), torch.randn(4, WIDTH)
+    ours = copy.deepcopy(plain)
+    apply_checkpointing(list(ours.blocks), [choice] * 3)
+    for net in (plain, ours):
+        net(x).sum().backward()
+    assert ours.seen == plain.seen == ([0, 1, 2], 3)
+    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
+def test_second_derivatives_and_graphs_that_are_kept():
+    def second(net):
+        x = torch.ones(8, WIDTH, requires_grad=True)
+        (slope,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward(retain_graph=True)
+        slope.sum().backward()
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    reset()
+    plain = Net(Counter)
+    ours = copy.deepcopy(plain)
+    apply_checkpointing(list(ours.blocks), ["full"] * 3)
+    assert all(torch.equal(a, b) for a, b in zip(second(ours), second(plain), strict=True))
+    assert [b.count for b in ours.blocks] == [1, 1, 1]
+
+
+def test_a_module_that_an_nn_sequential_lists_twice_runs_twice():
+    block = Counter()
+    net = nn.ModuleDict({"blocks": nn.Sequential(block, Counter(), block)})
+    plain = copy.deepcopy(net)
+    apply_segments(net, [BlockGroup("blocks", ("blocks.0", "blocks.1"), (block, net["blocks"][1]))])
+    x = torch.randn(8, WIDTH)
+    for each in (net, plain):
+        each["blocks"](x).sum().backward()
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+    assert block.count == 2
+
+
+def test_the_state_of_earlier_calls_is_let_go():
+    """A block that keeps its output, whose graph would hold the output of the call before."""
+    net = Net(Recurrent)
+    apply_checkpointing(list(net.blocks), ["full"] * 3)
+    kept = []
+    for _ in range(4):
+        net(torch.randn(8, WIDTH))  # without backward, which would release it
+        kept.append(weakref.ref(net.blocks[0].hidden.untyped_storage()))
+    gc.collect()
+    assert [reference() is None for reference in kept[:2]] == [True, True]
+
+
+def test_a_compiled_block_with_buffers_is_left_to_eager_execution():
+    net = Net(RunningBuffer)
+    apply_checkpointing(list(net.blocks), ["full"] * 3)
+    with pytest.raises(Exception, match="buffers"):
+        torch.compile(net.blocks[0], backend="eager", fullgraph=True)(torch.randn(8, WIDTH))
