@@ -49,7 +49,6 @@ NAMES: dict[str, str] = {
     "_call_callback_hooks": "lightning.pytorch.trainer.call",
     "_call_lightning_module_hook": "lightning.pytorch.trainer.call",
     "_call_strategy_hook": "lightning.pytorch.trainer.call",
-    "_buffers": "torch.nn.Module",
     "_cdata": "torch.UntypedStorage",
     "_clear_fp32_optimizer_param_groups": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_compiled_call_impl": "torch.nn.Module",

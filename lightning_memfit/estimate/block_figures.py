@@ -45,8 +45,8 @@ def find_chain(traces: Iterable[Trace]) -> Chain:
     Raises:
         BudgetError: If nothing was traced that trains.
     """
-    passes = [(trace, phases) for trace in traces for phases in _phase_pairs(trace.events)]
-    spans = [_spans(trace.events, phases, trace.num_blocks) for trace, phases in passes]
+    found = [(_in_turns(trace.events), trace.num_blocks) for trace in traces]
+    spans = [_spans(events, phases, number) for events, number in found for phases in _phase_pairs(events)]
     if not spans:
         raise BudgetError(_NO_PASS)
     first = np.min([forward[0] for forward, _ in spans], axis=0)
@@ -59,6 +59,13 @@ def find_chain(traces: Iterable[Trace]) -> Chain:
             links.append(tuple(sorted(order[start:stop])))
             start = stop
     return tuple(links)
+
+
+def _in_turns(events: EventList) -> EventList:
+    """Count to blocks only what is allocated in their run: gradients of long skips are summed in the turn of others."""
+    event_blocks = events.event_blocks.copy()
+    event_blocks[events.between] = OUTSIDE
+    return replace(events, event_blocks=event_blocks)
 
 
 _NEVER = np.iinfo(np.int64).max
@@ -116,6 +123,7 @@ def block_figures(
         link_of = np.full(num_blocks + 1, OUTSIDE)  # the last entry is for events that belong to no block
         for number, members in enumerate(chain):
             link_of[list(members)] = number
+        events = _in_turns(events)
         events, num_blocks = replace(events, event_blocks=link_of[events.event_blocks]), len(chain)
     own = events.live_bytes(rounding)
     staying, live = (own, own) if levels is None else levels

@@ -37,6 +37,9 @@ class EventList:
     """`module path | operator` of every place that allocates."""
     phases: tuple[tuple[int, str], ...] = field(default=())
     """`(first event, name)` in order: setup, forward, backward, step, each as often as it happened."""
+    between: Integers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Allocations outside every block's run that `event_blocks` counts to the block of the tensor they work on, such as
+    sums of gradients: ascending indices of events. Empty where a trace was unrolled, or read from a file."""
 
     def __len__(self) -> int:
         return len(self.events)

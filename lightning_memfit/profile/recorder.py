@@ -41,6 +41,7 @@ class EventRecorder(StorageLedger):
         """Largest tensor joined from tensors of several blocks, which grows with their number."""
         self._events: list[int] = []
         self._event_blocks: list[int] = []
+        self._between: list[int] = []
         self._sizes: list[int] = []
         self._categories: list[int] = []
         self._sites: list[int] = []
@@ -264,6 +265,8 @@ class EventRecorder(StorageLedger):
         self._categories.append(_INDEX[category])
         self._sites.append(site)
         self._storage_blocks.append(block)
+        if self._pending_block is not None and block != OUTSIDE:
+            self._between.append(len(self._events))
         self._allocations.append(len(self._events))
         self._events.append(number + 1)
         self._event_blocks.append(block)
@@ -366,6 +369,7 @@ class EventRecorder(StorageLedger):
             sites=np.array(self._sites, dtype=np.int64),
             site_names=tuple(self._site_index),
             phases=tuple(self._phases),
+            between=np.array(self._between, dtype=np.int64),
         )
 
 

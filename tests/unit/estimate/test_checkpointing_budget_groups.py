@@ -86,10 +86,10 @@ def tokens():
 
 
 CASES = {
-    "unet": (UNet, images, 2),
+    "unet": (UNet, images, 7),
     "towers": (Towers, lambda: {"one": torch.randn(64, 8), "other": torch.randn(64, 8)}, 1),
-    "t5": (t5, tokens, 4),  # the last encoder block and the first decoder block are joined
-    "swin": (swin, images, 1),
+    "t5": (t5, tokens, 5),
+    "swin": (swin, images, 4),
 }
 
 
@@ -111,7 +111,7 @@ def test_executed_peaks_are_within_ten_budgets(name):
     torch.manual_seed(0)
     module, batch = LanguageModel(build().train()), batch()
     planner = planner_of(module, batch)
-    assert len(planner._chain) >= num_links
+    assert len(planner._chain) == num_links
     assert planner.minimum_bytes < planner.plain_peak_bytes
     measured = {}
     for budget in np.linspace(planner.minimum_bytes, planner.plain_peak_bytes, 10).astype(int).tolist():
