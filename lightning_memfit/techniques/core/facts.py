@@ -264,7 +264,13 @@ def has_compiler(device: str) -> bool:
 def _overridden(module: nn.Module) -> frozenset[str]:
     if not isinstance(module, LightningModule):
         return frozenset()
-    return frozenset(name for name in _HOOKS if is_overridden(name, module))
+    return frozenset(name for name in _HOOKS if is_overridden(name, module) and not _is_wrapped_by_us(name, module))
+
+
+def _is_wrapped_by_us(name: str, module: nn.Module) -> bool:
+    """Whether a hook is only a technique's layer around Lightning's own (`core.wrapping`)."""
+    layered = hasattr(vars(module).get(name), "_memfit_layers")
+    return layered and getattr(type(module), name) is getattr(LightningModule, name)
 
 
 def _are_sequential(module: nn.Module, containers: list[str]) -> bool:

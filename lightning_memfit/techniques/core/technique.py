@@ -50,8 +50,8 @@ TOLERANCES: Mapping[Numerics, float] = {
     "optimizer": 1e-6,
     "lora": 1e-6,
 }
-"""How far losses of the first steps may be from those of fp32, relative to them. For `optimizer` and `lora` those are of
-a run with that optimizer, or with such adapters; else of the plain run. Several add up."""
+"""How far losses of the first steps may be from those of fp32, relative to them: for `optimizer` and `lora` those of a
+run with that optimizer, or with such adapters; else those of the plain run. Several add up."""
 
 
 @dataclass(frozen=True)
