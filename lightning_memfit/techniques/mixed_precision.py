@@ -75,7 +75,7 @@ BF16_MIXED = Technique(
     numerics=frozenset({"bf16"}),
     callbacks=(_spec("bf16-mixed"),),
     trainer={"precision": "bf16-mixed"},
-    unsupported=unsupported,
+    unsupported=lambda run, options: unsupported(run, {"precision": "bf16-mixed", **options}),
     changes_step=False,
     page=_PAGE,
 )
@@ -86,7 +86,7 @@ FP16_MIXED = Technique(
     numerics=frozenset({"fp16"}),
     callbacks=(_spec("16-mixed"),),
     trainer={"precision": "16-mixed"},
-    unsupported=unsupported,
+    unsupported=lambda run, options: unsupported(run, {"precision": "16-mixed", **options}),
     changes_step=False,
     page=_PAGE,
 )
@@ -97,7 +97,7 @@ BF16_TRUE = Technique(
     numerics=frozenset({"bf16"}),
     callbacks=(_spec("bf16-true"),),
     trainer={"precision": "bf16-true"},
-    unsupported=unsupported,
+    unsupported=lambda run, options: unsupported(run, {"precision": "bf16-true", **options}),
     proposed=False,
     changes_step=False,
     page=_PAGE,
