@@ -82,7 +82,7 @@ def conflict(setting: Setting, workload: Workload) -> str | None:
     # The loader cuts batches to size, so the rules of the micro-batch loop don't apply.
     run = setting.without_sizes().run(workload.facts)
     for choice in setting.chosen:
-        reason = choice.technique.missing() or choice.technique.unsupported(run, choice.options)
+        reason = choice.technique.refusal(run, choice.options)
         if reason is not None:
             return f"{choice.name}: {reason}"
     return None
@@ -101,7 +101,7 @@ def conflict_of_sizes(setting: Setting, run: Run, loader_batch: int | None = Non
         if reason is not None:
             return f"{MICRO_BATCHING.name}: {reason}"
     for choice in setting.chosen:
-        reason = choice.technique.unsupported(run, choice.options)
+        reason = choice.technique.refusal(run, choice.options)
         if reason is not None:
             return f"{choice.name}: {reason}"
     return None

@@ -167,7 +167,9 @@ def _unused_copy(callback: Any) -> Any:
     plain = copy.copy(callback)
     for name in ("log", "log_dict"):
         vars(plain).pop(name, None)
-    return copy.deepcopy(plain)
+    unused = copy.deepcopy(plain)
+    unused.in_trace = True
+    return unused
 
 
 class _Repeated:

@@ -27,7 +27,7 @@ from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.checkpointing_budget import ResolvedBudget, resolve_budget
 from lightning_memfit.techniques.core.callback import TechniqueCallback, describe
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -97,6 +97,8 @@ class ActivationCheckpointing(TechniqueCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Make the plan for a budget, then apply."""
         if stage == "fit" and self.budget is not None:
+            if not self.in_trace:
+                self.refuse_unsupported(run_of(trainer, pl_module))
             self._resolve(trainer, pl_module)
         super().setup(trainer, pl_module, stage)
 
@@ -239,6 +241,11 @@ def unsupported(run: Run, options: Options) -> str | None:
     budget = options.get("budget")
     if budget is not None and run.has("MicroBatching"):
         return f"`budget={budget!r}` is planned for the whole batch, not for micro-batches. Give `choices` or a mode."
+    if budget == "auto" and run.facts.device == "cpu" and not run.has("MemoryLimit"):
+        return (
+            "on the CPU `auto` needs a MemoryLimit callback (or the fragment `memory_limit`), whose limit it keeps. Or "
+            "give a size or a percentage, such as 40%."
+        )
     if budget is not None and run.strategy != "SingleDeviceStrategy" and not str(budget).endswith("%"):
         return f"`budget={budget!r}`: a trace does not see what {run.strategy} shards. Give a percentage, such as 40%."
     return None

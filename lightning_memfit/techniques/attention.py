@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.facts import Run, is_pretrained
+from lightning_memfit.techniques.core.facts import Run, attention_configs, outermost_pretrained
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -62,11 +62,17 @@ class AttentionKernel(TechniqueCallback):
     def _set(self, module: nn.Module) -> None:
         models: list[Any] = outermost_pretrained(module)
         if not models:
-            raise ValueError(f"AttentionKernel: {type(module).__name__} {_NO_MODEL}")
+            raise ValueError(f"AttentionKernel: the module {_NO_MODEL}")
         for model in models:
-            before = [(config, config._attn_implementation) for config in _configs(model)]
+            before = [(config, config._attn_implementation) for config in attention_configs(model)]
             self.on_restore(partial(_put_back, before))
-            model.set_attn_implementation(self.implementation)
+            try:
+                model.set_attn_implementation(self.implementation)
+            except (ImportError, ValueError) as error:
+                raise ValueError(
+                    f"AttentionKernel: {type(model).__name__} cannot switch to {self.implementation!r}: {error} Leave "
+                    "AttentionKernel out for this model."
+                ) from error
             found = model.config._attn_implementation
             if found != self.implementation:
                 raise ValueError(
@@ -75,19 +81,6 @@ class AttentionKernel(TechniqueCallback):
                 )
         kernels = f", kernels {', '.join(self.kernels)}" if self.kernels else ""
         self.announce(f"{', '.join(type(model).__name__ for model in models)}: {self.implementation}{kernels}")
-
-
-def outermost_pretrained(module: nn.Module) -> list[nn.Module]:
-    """Hugging Face models that are not part of another one."""
-    if is_pretrained(module):
-        return [module]
-    return [model for child in module.children() for model in outermost_pretrained(child)]
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """Configurations of a model and its parts, each once."""
-    found = {id(child.config): child.config for child in model.modules() if is_pretrained(child)}
-    return list(found.values())
 
 
 def _put_back(before: list[tuple[Any, str]]) -> None:
@@ -101,10 +94,25 @@ _NO_MODEL = (
 )
 
 
+_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+}
+"""What transformers needs for an implementation: the module, and its package. `kernels` brings every one of them."""
+
+
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if attention can be set."""
-    if run.facts.hugging_face is False:
+    facts, wanted = run.facts, str(options.get("implementation", "sdpa"))
+    if facts.hugging_face is False:
         return f"the module {_NO_MODEL}"
+    module, package = _PACKAGES.get(wanted, ("kernels", "kernels") if "/" in wanted else ("", ""))
+    if module and facts.device == "cpu":
+        return f"`implementation={wanted!r}`: its kernels are for CUDA, and this is the CPU. Use sdpa."
+    if module and facts.packages is not None and not {module, "kernels"} & facts.packages:
+        return f"`implementation={wanted!r}` needs {module}: pip install {package}, or use sdpa."
+    if wanted in ("sdpa", "eager") and facts.attention is not None and wanted not in facts.attention:
+        return f"the module's model cannot switch its attention to {wanted!r}. Leave it out for this model."
     if run.facts.device == "cpu" and options.get("kernels") and not {"flash", "math"} & set(options["kernels"]):
         return f"`kernels={list(options['kernels'])}`: the CPU has flash and math only."
     return None

@@ -4,22 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memfit.memory.kind import DeviceKind
-from lightning_memfit.techniques.core.callback import ReversibleCallback
-from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.callback import Refusal, ReversibleCallback
+from lightning_memfit.techniques.core.facts import LoaderFacts, Run, flat_loaders
 from lightning_memfit.techniques.core.first_batch import training_data_source
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
 _PREFETCHED = 2
 """Batches that a worker prepares ahead; torch's default."""
-_OWN_ORDER = (SequentialSampler, DistributedSampler)
-"""Samplers whose order follows from the epoch alone."""
 
 
 class DataLoading(ReversibleCallback):
@@ -55,11 +51,12 @@ class DataLoading(ReversibleCallback):
 
         def loaders(inner: Callable[[], Any]) -> Any:
             source = inner()
-            found = source.flattened if isinstance(source, CombinedLoader) else _flat(source)
+            found = list(flat_loaders(source))
             for loader in found:
-                reason = refusal(loader, self.num_workers, self.persistent_workers)
+                reason = refusal(LoaderFacts.of(loader), self.num_workers, self.persistent_workers)
                 if reason is not None:
-                    raise ValueError(f"DataLoading: {reason}")
+                    raise Refusal(f"DataLoading: {reason}")
+            for loader in found:
                 self.on_restore(self._set(loader, pin))
             self.announce(f"{len(found)} training loader(s) with {self.num_workers} workers, pin_memory={pin}")
             return source
@@ -89,45 +86,38 @@ class DataLoading(ReversibleCallback):
         return put_back
 
 
-def refusal(loader: Any, num_workers: int, persistent_workers: bool = False) -> str | None:
+def refusal(loader: LoaderFacts, num_workers: int, persistent_workers: bool = False) -> str | None:
     """Reason and fix, or None if a loader can have workers."""
-    if not isinstance(loader, DataLoader):
-        return f"{type(loader).__name__} is no torch DataLoader, whose workers could be set. Leave DataLoading out."
-    if isinstance(loader.dataset, IterableDataset) and num_workers > 1:
+    if not loader.settable:
+        return f"{loader.name} is no torch DataLoader, whose workers could be set. Leave DataLoading out."
+    if loader.iterable and num_workers > 1:
         return (
-            f"{type(loader.dataset).__name__} is an IterableDataset, of which every worker would give all samples, or "
-            "another order. Set num_workers=1, or leave DataLoading out."
+            f"{loader.iterable} is an IterableDataset, of which every worker would give all samples, or another order. "
+            "Set num_workers=1, or leave DataLoading out."
         )
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if num_workers == 0 or isinstance(sampler, _OWN_ORDER):
+    if num_workers == 0 or loader.own_order:
         return None
-    if isinstance(getattr(sampler, "generator", None), torch.Generator):
+    if loader.own_generator:
         return (
-            f"{type(sampler).__name__} shuffles by a generator of its own, which workers let draw ahead: from the "
+            f"{loader.sampler} shuffles by a generator of its own, which workers let draw ahead: from the "
             "second epoch on the order would differ. Leave its `generator` out (seed_everything decides then), or "
             "leave DataLoading out."
         )
     if persistent_workers:
         return (
-            f"`persistent_workers=True`: {type(sampler).__name__} would shuffle otherwise from the second epoch on, as "
+            f"`persistent_workers=True`: {loader.sampler} would shuffle otherwise from the second epoch on, as "
             "torch draws no seed for workers that stay. Set it to False."
         )
     return None
 
 
-def _flat(source: Any) -> list[Any]:
-    if isinstance(source, dict):
-        return [loader for value in source.values() for loader in _flat(value)]
-    if isinstance(source, (list, tuple)):
-        return [loader for value in source for loader in _flat(value)]
-    return [source]
-
-
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if loaders can be set up."""
-    if run.facts.loader not in ("DataLoader", "CombinedLoader"):
-        return f"the training loader is a {run.facts.loader} and no torch DataLoader. Leave it out."
-    return None
+    if not run.facts.loaders and run.facts.loader not in ("DataLoader", "CombinedLoader"):
+        return f"{run.facts.loader} is no torch DataLoader, whose workers could be set. Leave DataLoading out."
+    workers, stay = int(options.get("num_workers", 2)), bool(options.get("persistent_workers"))
+    reasons = (refusal(loader, workers, stay and workers > 0) for loader in run.facts.loaders)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 TECHNIQUE = Technique(

@@ -116,6 +116,11 @@ _EIGHT_BIT = CallbackSpec("lightning_memfit.techniques.optimizer_8bit.Optimizer8
 
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if the module's optimizer can be exchanged."""
+    if dict(options.get("options") or {}).get("fused") and run.facts.gradient_clip_val and "-mixed" in run.precision:
+        return (
+            "fused optimizers unscale gradients themselves, so that Lightning refuses to clip them in "
+            f"{run.precision!r}. Leave gradient_clip_val out, or use 32-true or bf16-true."
+        )
     known = {cls.class_name for cls in optimizer_classes().values()}
     other = next((name for name in run.facts.optimizers if name not in known), None)
     if other is not None:
@@ -123,15 +128,6 @@ def unsupported(run: Run, options: Options) -> str | None:
     if run.strategy.startswith("DeepSpeed"):
         return f"{run.strategy} chooses the optimizer's kernel itself. Set the optimizer in the module."
     return None
-
-
-def _unsupported_fused(run: Run, options: Options) -> str | None:
-    if run.facts.gradient_clip_val and run.precision.endswith("-mixed"):
-        return (
-            "fused optimizers unscale gradients themselves, so that Lightning refuses to clip them in "
-            f"{run.precision!r}. Leave gradient_clip_val out, or use 32-true or bf16-true."
-        )
-    return unsupported(run, options)
 
 
 def _cost_of_fusing(profile: ModelProfile, record: OptimizerRecord) -> Work:
@@ -163,7 +159,7 @@ def technique_of(record: OptimizerRecord) -> Technique:
         summary=replacement.summary,
         numerics=replacement.numerics,
         callbacks=(spec, _EIGHT_BIT) if replacement.then_8bit else (spec,),
-        unsupported=_unsupported_fused if fused else unsupported,
+        unsupported=lambda run, options: unsupported(run, {**arguments, **options}),
         cost=cost,
         package="" if record.package == "torch" else record.package,
         page="optimizer",

@@ -9,7 +9,7 @@ from typing_extensions import override
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import ReversibleCallback
 from lightning_memfit.techniques.core.cost import Cost
-from lightning_memfit.techniques.core.facts import Run, run_of
+from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 
@@ -34,10 +34,7 @@ class TF32(ReversibleCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse devices whose tensor cores can't do this, and switch."""
-        reason = unsupported(run_of(trainer, pl_module))
-        if reason is not None:
-            raise ValueError(f"TF32: {reason}")
+        """Switch."""
         self.switch()
 
     def switch(self) -> None:

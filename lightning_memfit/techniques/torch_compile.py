@@ -16,7 +16,7 @@ from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import ReversibleCallback, describe
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run, run_of
+from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -46,10 +46,7 @@ class TorchCompile(ReversibleCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what can't be combined with compiling, and wrap `configure_model`, which completes the model."""
-        reason = unsupported(run_of(trainer, pl_module), {"blocks": self.blocks})
-        if reason is not None:
-            raise ValueError(f"TorchCompile: {reason}")
+        """Wrap `configure_model`, which completes the model."""
 
         def configure(inner: Callable[[], Any]) -> None:
             inner()
@@ -60,7 +57,7 @@ class TorchCompile(ReversibleCallback):
     def _compile(self, module: nn.Module) -> None:
         groups = select_blocks(module, self.blocks) if self.blocks is not None else find_blocks(module)
         if not groups:
-            raise ValueError(f"TorchCompile: {type(module).__name__} {_NO_BLOCKS}")
+            raise ValueError(f"TorchCompile: the module {_NO_BLOCKS}")
         for group in groups:
             for block in group.modules:
                 if block._compiled_call_impl is not None:

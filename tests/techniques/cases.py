@@ -181,7 +181,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
         Case(using("activation_checkpointing", mode="every", every=2)),
         Case(using("activation_checkpointing", mode="selective", keep=["matmul", "attention"])),
-        Case(using("activation_checkpointing", mode="offload")),
+        Case(using("activation_checkpointing", mode="offload"), cuda_only=True),
         Case(using("activation_checkpointing", choices=["none", "full", "keep_matmul", "none"])),
     ),
     "attention_kernel": (

@@ -36,6 +36,8 @@ from lightning_memfit.fitting.step.session import (
 )
 from lightning_memfit.fitting.step.split import BatchSplitter, SplitHook
 from lightning_memfit.memory.attach import hide_idle_hooks
+from lightning_memfit.techniques.core.facts import run_of
+from lightning_memfit.techniques.micro_batching import unsupported
 
 
 class MicroBatching(Callback):
@@ -294,11 +296,9 @@ def _is_count(value: object) -> bool:
 
 
 def _check_support(trainer: Trainer, module: LightningModule) -> None:
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            "`MicroBatching` needs automatic optimization; with `automatic_optimization = False` the module runs its "
-            "own forward and backward. Leave `MicroBatching` out or let Lightning optimize."
-        )
+    reason = unsupported(run_of(trainer, module), {})
+    if reason is not None:
+        raise MisconfigurationException(f"`MicroBatching`: {reason}")
     strategy = trainer.strategy
     if strategy.handles_gradient_accumulation:
         raise MisconfigurationException(

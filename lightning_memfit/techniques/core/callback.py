@@ -1,5 +1,10 @@
-"""Base classes of the techniques' callbacks: whatever a callback changes, it undoes when the run ends or fails."""
+"""Base classes of the techniques' callbacks.
 
+A callback refuses, by the rule of its technique, a run that it does not go with, before anything changes. Whatever it
+changes, it undoes when the run ends or fails.
+"""
+
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,14 +12,40 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
+
+from lightning_memfit.techniques.core.facts import Options, Run, arguments_of, run_of
+from lightning_memfit.techniques.core.wrapping import wrap_method
+
+
+class Refusal(MisconfigurationException, ValueError):
+    """A technique does not go with the rest of a run; nothing has changed yet."""
 
 
 class ReversibleCallback(pl.Callback):
     """A callback that changes how a run trains, and removes itself when the run ends or fails."""
 
+    in_trace = False
+    """Whether this is a copy in a trace. What is traced for another device has been checked for that one."""
+
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
+
+    @classmethod
+    def refusal(cls, run: Run, options: Options) -> str | None:
+        """Reason and fix, or None if a run can have this callback with these arguments.
+
+        The rule is the function `unsupported` in the file of the class, beside the technique's record, which names it:
+        what `Setting.validate` says of a setting is what the run says, in the same words.
+
+        Args:
+            run: The run, with this callback in it.
+            options: All arguments of the callback by name.
+        """
+        rule = getattr(sys.modules[cls.__module__], "unsupported", None)
+        found: str | None = None if rule is None else rule(run, options)
+        return found
 
     @abstractmethod
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -31,10 +62,37 @@ class ReversibleCallback(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Apply the technique to a run that trains."""
+        """Apply the technique to a run that trains.
+
+        Raises:
+            Refusal: If the run can't have it.
+        """
         self.restore()
         if stage == "fit":
+            if not self.in_trace:
+                self._check(trainer, pl_module)
             self.apply(trainer, pl_module)
+
+    def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check the rule now, and once more when `configure_model` has built what isn't there yet."""
+        self.refuse_unsupported(run_of(trainer, pl_module))
+
+        def configure(inner: Callable[[], Any]) -> None:
+            inner()
+            self.refuse_unsupported(run_of(trainer, pl_module))
+
+        if not any(True for _ in pl_module.parameters()):
+            self.on_restore(wrap_method(pl_module, "configure_model", configure))
+
+    def refuse_unsupported(self, run: Run) -> None:
+        """Check the rule.
+
+        Raises:
+            Refusal: If the run can't have this callback.
+        """
+        reason = self.refusal(run, arguments_of(self))
+        if reason is not None:
+            raise Refusal(f"{type(self).__name__}: {reason}")
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -6,18 +6,59 @@ Both are plain data, so that a rule gives the same answer for a plan that has no
 
 from __future__ import annotations
 
+import functools
+import inspect
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.memory.kind import CUDA, DeviceKind, compute_capability
+
+Options = Mapping[str, Any]
+"""Arguments by name."""
+
+
+@dataclass(frozen=True)
+class LoaderFacts:
+    """What decides the order of a training loader's samples."""
+
+    name: str = "DataLoader"
+    """Its class; whether it is a `torch.utils.data.DataLoader` says `settable`."""
+    settable: bool = True
+    iterable: str = ""
+    """Class of its data set if that is an IterableDataset."""
+    sampler: str = "SequentialSampler"
+    own_order: bool = True
+    """Whether the order of samples follows from the epoch alone."""
+    own_generator: bool = False
+    """Whether the sampler shuffles by a generator of its own."""
+
+    @classmethod
+    def of(cls, loader: Any) -> LoaderFacts:
+        """Read them off a loader, without iterating over it."""
+        name = type(loader).__name__
+        if not isinstance(loader, DataLoader):
+            return cls(name, settable=False)
+        iterable = type(loader.dataset).__name__ if isinstance(loader.dataset, IterableDataset) else ""
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        return cls(
+            name,
+            True,
+            iterable,
+            type(sampler).__name__,
+            isinstance(sampler, (SequentialSampler, DistributedSampler)),
+            getattr(sampler, "generator", None) is not None,
+        )
 
 
 @dataclass(frozen=True)
@@ -45,8 +86,16 @@ class Facts:
     gradient_clip_algorithm: str = "norm"
     loader: str = "DataLoader"
     """Class name of the training loader."""
+    loaders: tuple[LoaderFacts, ...] = ()
+    """Every training loader; empty if they are not known."""
     compiler: bool | None = None
     """Whether the machine has what torch.compile needs."""
+    callbacks: tuple[str, ...] = ()
+    """Class names of the Trainer's callbacks that are no techniques, such as `MemoryLimit`."""
+    attention: frozenset[str] | None = None
+    """Which of torch's own implementations of attention every Hugging Face model can switch to."""
+    packages: frozenset[str] | None = None
+    """Those of `ASKED_PACKAGES` that are installed."""
 
     @property
     def device_kind(self) -> DeviceKind:
@@ -69,7 +118,9 @@ class Run:
     """Whether DeepSpeed partitions weights, and gathers them only while their own module runs."""
     world_size: int = 1
     callbacks: tuple[str, ...] = ()
-    """Class names of the techniques' callbacks, in order."""
+    """Class names of all callbacks, in order; the techniques' among them."""
+    arguments: Mapping[str, Options] = field(default_factory=dict, hash=False)
+    """Arguments of the techniques' callbacks by class name, defaults included."""
 
     def has(self, name: str) -> bool:
         """Whether a callback of this class takes part."""
@@ -85,6 +136,10 @@ _HOOKS = (
 )
 """Hooks that may find no gradients, or not what they expect, under some techniques."""
 
+ASKED_PACKAGES = ("flash_attn", "flash_attn_interface", "kernels")
+"""Packages that an option of a technique may need, in addition to those that the technique always needs."""
+_OWN_ATTENTION = ("eager", "sdpa")
+
 
 def read_facts(
     module: nn.Module,
@@ -94,6 +149,7 @@ def read_facts(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
     loader: Any = None,
+    callbacks: tuple[str, ...] = (),
 ) -> Facts:
     """Facts of a module; what needs the model stays unknown if `configure_model` has yet to build it.
 
@@ -105,6 +161,7 @@ def read_facts(
         gradient_clip_val: As the Trainer gets it.
         gradient_clip_algorithm: As the Trainer gets it; None clips by norm.
         loader: The training loader.
+        callbacks: Class names of the Trainer's callbacks that are no techniques.
     """
     built = any(True for _ in module.parameters())
     groups = find_blocks(module) if built else []
@@ -122,19 +179,27 @@ def read_facts(
         gradient_clip_val=gradient_clip_val,
         gradient_clip_algorithm=algorithm,
         loader=type(loader).__name__ if loader is not None else "DataLoader",
+        loaders=tuple(LoaderFacts.of(one) for one in flat_loaders(loader)),
         compiler=has_compiler(device),
+        callbacks=callbacks,
+        attention=_attention(module) if built else None,
+        packages=frozenset(name for name in ASKED_PACKAGES if find_spec(name) is not None),
     )
 
 
 def run_of(trainer: Any, module: Any) -> Run:
     """The run that a Trainer is about to begin with a module."""
     device = trainer.strategy.root_device
+    techniques = [callback for callback in trainer.callbacks if hasattr(callback, "refusal")]
+    others = tuple(type(callback).__name__ for callback in trainer.callbacks if callback not in techniques)
     facts = read_facts(
         module,
         device.type,
         compute_capability(device),
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        loader=_given_loader(trainer),
+        callbacks=others,
     )
     return Run(
         facts,
@@ -144,7 +209,43 @@ def run_of(trainer: Any, module: Any) -> Run:
         zero_3=bool(getattr(trainer.strategy, "zero_stage_3", False)),
         world_size=trainer.world_size,
         callbacks=tuple(type(callback).__name__ for callback in trainer.callbacks),
+        arguments={type(callback).__name__: arguments_of(callback) for callback in techniques},
     )
+
+
+def _given_loader(trainer: Any) -> Any:
+    """The loaders that `fit` was given; None if a module or data module makes them later."""
+    source = getattr(trainer.fit_loop._data_source, "instance", None)
+    return None if source is None or hasattr(source, "train_dataloader") else source
+
+
+def flat_loaders(source: Any) -> Iterator[Any]:
+    """The loaders in what a Trainer gets: one, or a collection of them."""
+    if isinstance(source, CombinedLoader):
+        yield from source.flattened
+    elif isinstance(source, Mapping):
+        yield from (loader for value in source.values() for loader in flat_loaders(value))
+    elif isinstance(source, (list, tuple)):
+        yield from (loader for value in source for loader in flat_loaders(value))
+    elif source is not None:
+        yield source
+
+
+@functools.cache
+def defaults_of(cls: Any) -> Options:
+    """Parameters of a callback's class by name, with their defaults."""
+    parameters = inspect.signature(cls).parameters.values()
+    return {one.name: None if one.default is one.empty else one.default for one in parameters}
+
+
+def _defaults(callback: Any) -> Options:
+    kind: Any = type(callback)
+    return defaults_of(kind)
+
+
+def arguments_of(callback: Any) -> Options:
+    """A callback's arguments, which it keeps under their own names."""
+    return {name: getattr(callback, name) for name in _defaults(callback) if hasattr(callback, name)}
 
 
 def _strategy(strategy: Any) -> str:
@@ -163,7 +264,13 @@ def has_compiler(device: str) -> bool:
 def _overridden(module: nn.Module) -> frozenset[str]:
     if not isinstance(module, LightningModule):
         return frozenset()
-    return frozenset(name for name in _HOOKS if is_overridden(name, module))
+    return frozenset(name for name in _HOOKS if is_overridden(name, module) and not _is_wrapped_by_us(name, module))
+
+
+def _is_wrapped_by_us(name: str, module: nn.Module) -> bool:
+    """Whether a hook is only a technique's layer around Lightning's own (`core.wrapping`)."""
+    layered = hasattr(vars(module).get(name), "_memfit_layers")
+    return layered and getattr(type(module), name) is getattr(LightningModule, name)
 
 
 def _are_sequential(module: nn.Module, containers: list[str]) -> bool:
@@ -188,3 +295,36 @@ def is_causal_lm(module: Any) -> bool:
         return False
     is_linear = isinstance(head, nn.Linear) or isinstance(getattr(head, "base_layer", None), nn.Linear)
     return is_linear and any(child is head for child in module.modules())
+
+
+def outermost_pretrained(module: nn.Module) -> list[Any]:
+    """Hugging Face models that are not part of another one."""
+    if is_pretrained(module):
+        return [module]
+    return [model for child in module.children() for model in outermost_pretrained(child)]
+
+
+def attention_configs(model: Any) -> list[Any]:
+    """Configurations of a model and its parts, each once."""
+    found = {id(child.config): child.config for child in model.modules() if is_pretrained(child)}
+    return list(found.values())
+
+
+def _attention(module: nn.Module) -> frozenset[str] | None:
+    """What all models can switch to, found by switching and switching back; None if there is no model."""
+    models = outermost_pretrained(module)
+    if not models:
+        return None
+    return frozenset(name for name in _OWN_ATTENTION if all(_can_switch(model, name) for model in models))
+
+
+def _can_switch(model: Any, name: str) -> bool:
+    before = [(config, config._attn_implementation) for config in attention_configs(model)]
+    try:
+        model.set_attn_implementation(name)
+        return bool(model.config._attn_implementation == name)
+    except (ValueError, ImportError):
+        return False
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation

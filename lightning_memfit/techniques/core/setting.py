@@ -195,10 +195,7 @@ class Setting:
     def validate(self, facts: Facts) -> list[str]:
         """Every conflict, with the reason and the fix; empty if the setting can run."""
         run = self.run(facts)
-        reasons = (
-            (choice.name, choice.technique.missing() or choice.technique.unsupported(run, choice.options))
-            for choice in self._complete()
-        )
+        reasons = ((choice.name, choice.technique.refusal(run, choice.options)) for choice in self._complete())
         return [f"{name}: {reason}" for name, reason in reasons if reason is not None]
 
     def run(self, facts: Facts) -> Run:
@@ -213,7 +210,8 @@ class Setting:
             strategy.technique.lightning_strategy if strategy is not None else lightning,
             sharding is not None and sharding.deepspeed and sharding.stage == 3,
             self.world_size,
-            tuple(spec.name for spec in specs),
+            (*facts.callbacks, *(spec.name for spec in specs)),
+            {spec.name: spec.arguments for spec in specs},
         )
 
     # --- storing ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -13,7 +12,8 @@ from typing import Any, Literal, get_args
 from lightning_memfit.estimate.optimizers import OptimizerFamily
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.cost import Cost
-from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.facts import Options as Options
+from lightning_memfit.techniques.core.facts import Run, defaults_of
 from lightning_memfit.techniques.core.sharding import Sharding
 
 Kind = Literal[
@@ -39,9 +39,19 @@ Numerics = Literal["exact", "tf32", "bf16", "fp16", "stochastic", "8bit", "4bit"
 """How results may differ from the plain run in fp32: `exact` up to the order of additions, products in `tf32`, weights
 or activations in half precision, random rounding, quantized states or weights, another optimizer, adapters."""
 
-
-Options = Mapping[str, Any]
-"""Arguments by name."""
+TOLERANCES: Mapping[Numerics, float] = {
+    "exact": 1e-6,
+    "tf32": 1e-2,
+    "bf16": 2e-2,
+    "fp16": 1e-2,
+    "stochastic": 2e-2,
+    "8bit": 1e-2,
+    "4bit": 5e-2,
+    "optimizer": 1e-6,
+    "lora": 1e-6,
+}
+"""How far losses of the first steps may be from those of fp32, relative to them: for `optimizer` and `lora` those of a
+run with that optimizer, or with such adapters; else those of the plain run. Several add up."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,11 @@ class CallbackSpec:
         module, _, name = self.class_path.rpartition(".")
         found: type = getattr(import_module(module), name)
         return found
+
+    @property
+    def arguments(self) -> Options:
+        """All arguments of the class, defaults included."""
+        return {**defaults_of(self.load()), **self.init_args}
 
     def to_dict(self) -> dict[str, Any]:
         """`class_path` and, where there are any, `init_args`."""
@@ -133,21 +148,32 @@ class Technique:
             return None
         return f"needs {self.package}: pip install {self.extra or self.package}"
 
+    def refusal(self, run: Run, options: Options) -> str | None:
+        """Why a run that includes it can't have it with these options, and the fix; None if it can.
+
+        This is what settings and plans ask. Each callback asks the same of itself when its run is set up.
+        """
+        reason = self.missing() or self.unsupported(run, options)
+        for spec in self.configured(**options)[1] if reason is None else ():
+            rule = getattr(spec.load(), "refusal", None)
+            reason = reason or (rule(run, spec.arguments) if rule is not None else None)
+        return reason
+
     def configured(self, **options: Any) -> tuple[dict[str, Any], tuple[CallbackSpec, ...]]:
-        """Trainer options and callbacks. Every option goes to the trainer option or callback that has that name.
+        """Trainer options and callbacks. Every option goes to the trainer options and callbacks that have that name.
 
         Raises:
             ValueError: If none has it.
         """
-        left = dict(options)
-        trainer = {name: left.pop(name, value) for name, value in self.trainer.items()}
+        trainer = {name: options.get(name, value) for name, value in self.trainer.items()}
         specs = []
         known = list(self.trainer)
         for spec in self.callbacks:
-            names = list(inspect.signature(spec.load()).parameters)
-            taken = {name: left.pop(name) for name in names if name in left}
+            names = list(defaults_of(spec.load()))
+            taken = {name: options[name] for name in names if name in options}
             known += names
             specs.append(CallbackSpec(spec.class_path, {**spec.init_args, **taken}))
+        left = {name: value for name, value in options.items() if name not in known}
         if left:
             name = next(iter(left))
             closest = get_close_matches(name, known, n=3, cutoff=0.5) or known

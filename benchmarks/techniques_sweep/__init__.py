@@ -1,0 +1,1 @@
+"""Techniques on every architecture of transformers, and in random combinations: the same numbers, or a refusal."""

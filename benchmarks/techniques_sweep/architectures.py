@@ -1,0 +1,316 @@
+"""Four techniques on every causal language model and encoder-decoder of transformers that builds small.
+
+    python -m benchmarks.techniques_sweep.architectures [--only MODEL ...] [--techniques NAME ...] [--continue]
+
+Each model trains three steps of SGD in fp32 without dropout, by plain Lightning and with each technique. Models run in
+processes of their own. `benchmarks/results/techniques_architectures.json` is written after each; `--only` and
+`--techniques` replace those rows and columns, `--continue` runs what isn't there yet.
+
+Verdicts:
+
+- `equal`: losses and weights are those of the plain run: bit for bit with checkpointing, else within TOLERANCE
+- `refused`: an error of ours said why, before anything changed
+- `crashed`: another error, or one that came after weights had changed
+- `different`: losses or weights are others
+
+What is compared with: `ChunkedLoss` and `ActivationCheckpointing` with plain Lightning; `Lora` with adapters that hooks
+add to the layers' outputs; `QuantizedWeights` with the same on a plain module whose weights were quantized and
+dequantized by bitsandbytes (4 bits) or by its formula (8 bits).
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmarks.micro_batching.record import write
+from benchmarks.techniques_sweep import tiny
+from benchmarks.techniques_sweep.adapters import Adapters, ByHand
+from benchmarks.techniques_sweep.isolated import each
+from benchmarks.techniques_sweep.runs import Trained, difference, train, unchanged, was_refused
+
+RESULT = Path(__file__).parents[1] / "results" / "techniques_architectures.json"
+TOLERANCE = 1e-4
+"""Of losses relative to the plain ones, and of weights relative to how far they moved."""
+SECONDS, PROCESSES = 240.0, 2
+MESSAGE = 400
+RATE, ADAPTED_RATE = 0.1, 0.5
+
+
+class Model(pl.LightningModule):
+    """Any model that computes its own loss."""
+
+    def __init__(self, model: nn.Module, rate: float = RATE) -> None:
+        super().__init__()
+        self.model = model
+        self.rate = rate
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.rate)
+
+
+class _Sampled:
+    """Batches of one shape with other tokens."""
+
+    def __init__(self, form: dict[str, Tensor]) -> None:
+        keys = form.keys()
+        generator = torch.Generator().manual_seed(7)
+        self.batches = []
+        for _ in range(4):
+            batch = {}
+            for key in keys:
+                value = form[key]
+                if key == "labels":
+                    fresh = batch["input_ids"] if value.shape == batch["input_ids"].shape else _tokens(value, generator)
+                    batch[key] = torch.where(value == -100, value, fresh)
+                else:
+                    batch[key] = _tokens(value, generator) if key == "input_ids" else value
+            self.batches.append(batch)
+
+    def loader(self) -> DataLoader[Any]:
+        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def _tokens(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randint(20, tiny.VOCABULARY, like.shape, generator=generator)
+
+
+class Tried:
+    """One architecture, and its plain run."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.model, form = tiny.build(name)
+        self.start = {n: v.clone() for n, v in self.model.state_dict().items()}
+        self.data = _Sampled(form)
+        self.plain, _ = train(self.module(), self.data.loader())
+        if self.plain.error is not None:
+            raise tiny.NotBuilt(f"plain Lightning: {self.plain.words}")
+
+    def module(self, rate: float = RATE) -> Model:
+        """A new module with the first weights."""
+        model, _ = tiny.build(self.name)
+        return Model(model, rate)
+
+    def run(self, *callbacks: pl.Callback, rate: float = RATE) -> Trained:
+        return train(self.module(rate), self.data.loader(), callbacks)[0]
+
+
+# --- verdicts -------------------------------------------------------------------------------------------------------
+
+
+def judged(expected: Trained, found: Trained, tolerance: float, remark: str = "") -> dict[str, Any]:
+    """The verdict on a run, with the differences or the words."""
+    if found.error is not None:
+        words = found.words
+        if was_refused(found):
+            return {"verdict": "refused", "words": words[:MESSAGE]}
+        when = f"after {found.steps} steps: " if found.steps else ""
+        if not found.steps and not unchanged(found.before, found.after):
+            when = "with other weights left: "
+        return {"verdict": "crashed", "words": (when + words)[:MESSAGE]}
+    apart = difference(expected, found)
+    row = {"losses": _rounded(apart.losses), "weights": _rounded(apart.weights)}
+    if max(apart.losses, apart.weights) <= tolerance:
+        return {"verdict": "equal", **row} | ({"words": remark} if remark else {})
+    return {"verdict": "different", **row, "words": f"{apart.name} {remark}".strip()}
+
+
+def chunked_loss(tried: Tried) -> dict[str, Any]:
+    from lightning_memfit.techniques.chunked_loss import ChunkedLoss
+
+    return judged(tried.plain, tried.run(ChunkedLoss(num_chunks=3)), TOLERANCE)
+
+
+def lora(tried: Tried) -> dict[str, Any]:
+    from lightning_memfit.techniques.lora import Lora
+
+    return _adapted(tried, [Lora(rank=4)])
+
+
+def quantized_4(tried: Tried) -> dict[str, Any]:
+    return _quantized(tried, 4)
+
+
+def quantized_8(tried: Tried) -> dict[str, Any]:
+    return _quantized(tried, 8)
+
+
+def _quantized(tried: Tried, bits: int) -> dict[str, Any]:
+    from lightning_memfit.techniques.lora import Lora
+    from lightning_memfit.techniques.quantized_weights import QuantizedWeights
+
+    return _adapted(tried, [QuantizedWeights(bits), Lora(rank=4)])
+
+
+def _adapted(tried: Tried, callbacks: list[pl.Callback]) -> dict[str, Any]:
+    watch = Adapters()
+    found = tried.run(*callbacks, watch, rate=ADAPTED_RATE)
+    if found.error is not None:
+        return judged(tried.plain, found, TOLERANCE)
+    module = tried.module(ADAPTED_RATE)
+    by_hand = ByHand(module, watch.found)
+    expected, _ = train(module, tried.data.loader())
+    if expected.error is not None:
+        return {"verdict": "crashed", "words": f"by hand: {expected.words}"[:MESSAGE]}
+    expected.before, expected.after = tried.plain.before, by_hand.merged()
+    remark = f"{len(watch.found)} layers" + (f", {watch.unused} never used" if watch.unused else "")
+    return judged(expected, found, TOLERANCE, remark)
+
+
+def checkpointing_full(tried: Tried) -> dict[str, Any]:
+    from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+
+    return judged(tried.plain, tried.run(ActivationCheckpointing()), 0.0)
+
+
+def checkpointing_budget(tried: Tried) -> dict[str, Any]:
+    from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+
+    callback = ActivationCheckpointing(budget=BUDGET)
+    row = judged(tried.plain, tried.run(callback), 0.0)
+    if row["verdict"] != "equal" or callback.resolved is None:
+        return row
+    plan = callback.resolved.plan
+    again: Any = ActivationCheckpointing(choices=plan.choices)
+    again.largest_group_only = True
+    measured = _peak(tried, again)
+    kept = f"peak {measured / callback.resolved.limit_bytes:.3f} of the budget"
+    if measured > callback.resolved.limit_bytes * 1.005:
+        return row | {"verdict": "different", "words": kept}
+    return row | {"words": f"{kept}, {sum(choice != 'none' for choice in plan.choices)} of {len(plan.choices)} blocks"}
+
+
+BUDGET = "60%"
+
+
+def _peak(tried: Tried, callback: Any) -> int:
+    from lightning_memfit.profile.build import measure_step
+
+    profile = measure_step(tried.module(), tried.data.batches[0], callbacks=(callback,))
+    return int(profile.events.live_bytes()[profile.events.phases[0][0] :].max())
+
+
+TECHNIQUES: dict[str, Callable[[Tried], dict[str, Any]]] = {
+    "ChunkedLoss": chunked_loss,
+    "Lora": lora,
+    "QuantizedWeights, 4 bits": quantized_4,
+    "QuantizedWeights, 8 bits": quantized_8,
+    "ActivationCheckpointing, full": checkpointing_full,
+    "ActivationCheckpointing, budget": checkpointing_budget,
+}
+"""Columns of the table."""
+
+
+def examine(name: str, techniques: Sequence[str] = tuple(TECHNIQUES)) -> dict[str, Any]:
+    """The row of one architecture.
+
+    Args:
+        name: One of `tiny.architectures`.
+        techniques: Columns to fill.
+    """
+    started = time.perf_counter()
+    try:
+        tried = Tried(name)
+    except tiny.NotBuilt as reason:
+        return {"model": name, "class": tiny.architectures()[name], "not_built": str(reason)[:MESSAGE]}
+    verdicts = {}
+    for technique in techniques:
+        try:
+            verdicts[technique] = TECHNIQUES[technique](tried)
+        except Exception as error:
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            verdicts[technique] = {"verdict": "crashed", "words": f"outside of the run: {words}"[:MESSAGE]}
+    return {
+        "model": name,
+        "class": type(tried.model).__name__,
+        "parameters": sum(parameter.numel() for parameter in tried.model.parameters()),
+        "verdicts": verdicts,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def _rounded(value: float) -> float | str:
+    return float(f"{value:.0e}") if math.isfinite(value) else "inf"
+
+
+class _Job:
+    """`examine` with columns, for another process."""
+
+    def __init__(self, techniques: Sequence[str]) -> None:
+        self.techniques = tuple(techniques)
+
+    def __call__(self, name: str) -> dict[str, Any]:
+        return examine(name, self.techniques)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="MODEL,...", help="model types, as in the table")
+    parser.add_argument("--techniques", nargs="+", default=list(TECHNIQUES), metavar="NAME")
+    parser.add_argument("--continue", dest="go_on", action="store_true", help="leave rows that are there as they are")
+    parser.add_argument("--processes", type=int, default=PROCESSES)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    chosen = parser.parse_args(arguments)
+    known = tiny.architectures()
+    names = chosen.only.split(",") if chosen.only else list(known)
+    techniques = [full for one in chosen.techniques for full in TECHNIQUES if full.startswith(one)]
+    for wanted, valid, what in ((names, known, "only"), (chosen.techniques, TECHNIQUES, "techniques")):
+        for name in wanted:
+            if not any(one == name or (what == "techniques" and one.startswith(name)) for one in valid):
+                near = get_close_matches(name, valid) or list(valid)[:5]
+                parser.error(f"--{what}: there is no {name!r}. Did you mean {', '.join(near)}?")
+    rows = {row["model"]: row for row in _read(chosen.output)}
+    if chosen.go_on:
+        names = [name for name in names if name not in rows]
+    for name, row in each(_Job(techniques), names, SECONDS, chosen.processes):
+        if isinstance(row, Exception):
+            failed = {"verdict": "crashed", "words": f"{type(row).__name__}: {row}"[:MESSAGE]}
+            row = {"model": name, "class": known[name], "verdicts": dict.fromkeys(techniques, failed)}
+        before = rows.get(name, {}).get("verdicts", {})
+        if "verdicts" in row:
+            merged = {**before, **row["verdicts"]}
+            row["verdicts"] = {column: merged[column] for column in TECHNIQUES if column in merged}
+        rows[name] = row
+        _show(row)
+        _write(chosen.output, [rows[name] for name in known if name in rows])
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return list(json.loads(path.read_text())["rows"]) if path.exists() else []
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    command = "python -m benchmarks.techniques_sweep.architectures"  # of all rows, whichever came last
+    kept = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    write(path, {"command": command, "steps": 3, "tolerance": TOLERANCE, "budget": BUDGET, "rows": kept})
+
+
+def _show(row: dict[str, Any]) -> None:
+    if "not_built" in row:
+        print(f"{row['model']:26} not built: {row['not_built'][:120]}", flush=True)
+        return
+    cells = " ".join(f"{one['verdict']:9}" for one in row["verdicts"].values())
+    print(f"{row['model']:26} {cells} {row.get('seconds', '')} s", flush=True)
+    for technique, one in row["verdicts"].items():
+        if one["verdict"] in ("crashed", "different"):
+            apart = f"{one.get('losses', '')} {one.get('weights', '')}"
+            print(f"    {technique}: {apart} {one.get('words', '')[:220]}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
