@@ -22,16 +22,16 @@ class Adapters(pl.Callback):
         for name, child in adapted(pl_module).items():
             pair = (child.lora_A["default"].weight, child.lora_B["default"].weight)
             a, b = (one.detach().clone() for one in pair)
-            bits = getattr(child.get_base_layer(), "bits", None)
-            self.found[name] = (a.float(), b.float(), float(child.scaling["default"]), bits)
+            bits = None if child.codes is None else child.codes.bits
+            self.found[name] = (a.float(), b.float(), float(child.lora_scale), bits)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         self.unused = sum(child.lora_B["default"].weight.grad is None for child in adapted(pl_module).values())
 
 
 def adapted(module: nn.Module) -> dict[str, Any]:
-    """Layers with an adapter of peft, by dotted name."""
-    return {name: child for name, child in module.named_modules() if hasattr(child, "lora_A")}
+    """Layers with an adapter, by dotted name."""
+    return {name: child for name, child in module.named_modules() if getattr(child, "lora_A", None) is not None}
 
 
 class ByHand:
