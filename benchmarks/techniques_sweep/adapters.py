@@ -1,11 +1,11 @@
 """Adapters and quantized weights as they ought to be, by hooks and plain arithmetic on a module of one's own."""
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 Found = dict[str, tuple[Tensor, Tensor, float, int | None]]
 """By a layer's name: inner and outer weight, scale, and bits of its own weight (None if it isn't quantized)."""
@@ -35,10 +35,12 @@ def adapted(module: nn.Module) -> dict[str, Any]:
 
 
 class ByHand:
-    """Adapters that hooks add to the outputs of a module's layers, whose own weights are frozen.
+    """Adapters that torch's parametrizations add to the weights of a module's layers, whose own weights are frozen.
+
+    Whatever the module does with a weight, it then does with the adapter, too.
 
     Args:
-        module: The module; parameters are added to it, as `adapters_by_hand`.
+        module: The module; parameters are added to it.
         found: What adapters there are.
     """
 
@@ -47,40 +49,39 @@ class ByHand:
         module.requires_grad_(False)
         layers = {name: module.get_submodule(name) for name in found}
         self.originals: dict[str, Tensor] = {}
-        self.pairs: dict[str, tuple[nn.Parameter, nn.Parameter, float]] = {}
+        self.added: dict[str, _Added] = {}
         for name, (a, b, scale, bits) in found.items():
             layer: Any = layers[name]
             self.originals[name] = layer.weight.detach().clone()
+            turned = type(layer).__name__ == "Conv1D"  # which keeps its weight as `(in, out)`
             if bits:
-                turned = _is_turned(layer)
                 weight = rounded(layer.weight.detach().t() if turned else layer.weight.detach(), bits)
                 layer.weight.data = weight.t().contiguous() if turned else weight
-            first, second = nn.Parameter(a.clone()), nn.Parameter(b.clone())
-            self.pairs[name] = (first, second, scale)
-            layer.register_forward_hook(_adding(first, second, scale))
-        module.adapters_by_hand = nn.ParameterList([one for pair in self.pairs.values() for one in pair[:2]])
+            self.added[name] = _Added(a.clone(), b.clone(), scale, turned)
+        for name, added in self.added.items():
+            parametrize.register_parametrization(layers[name], "weight", added, unsafe=True)
 
     def merged(self) -> dict[str, Tensor]:
         """All weights as they are when the adapters are added to the original ones."""
         states = self.module.state_dict().items()
-        state = {n: v.detach().clone() for n, v in states if not n.startswith("adapters_by_hand.")}
-        for name, (first, second, scale) in self.pairs.items():
-            change = scale * second.detach() @ first.detach()
-            turned = _is_turned(self.module.get_submodule(name))
-            state[f"{name}.weight"] = self.originals[name] + (change.t() if turned else change)
+        state = {n: v.detach().clone() for n, v in states if ".parametrizations." not in n}
+        for name, added in self.added.items():
+            with torch.no_grad():
+                state[f"{name}.weight"] = added(self.originals[name])
         return state
 
 
-def _is_turned(layer: nn.Module) -> bool:
-    """Whether a layer keeps its weight as `(in, out)`."""
-    return type(layer).__name__ == "Conv1D"
+class _Added(nn.Module):
+    """A weight with an adapter's product."""
 
+    def __init__(self, first: Tensor, second: Tensor, scale: float, turned: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(first), nn.Parameter(second)
+        self.scale, self.turned = scale, turned
 
-def _adding(first: Tensor, second: Tensor, scale: float) -> Callable[..., Tensor]:
-    def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return output + scale * (args[0] @ first.t() @ second.t())
-
-    return hook
+    def forward(self, weight: Tensor) -> Tensor:
+        change = self.scale * self.second @ self.first
+        return weight + (change.t() if self.turned else change)
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
