@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from lightning_memfit.adapters.checkpoint import merged_state_dict as merged_state_dict
     from lightning_memfit.bench.run_timeline import RunTimeline as RunTimeline
+    from lightning_memfit.checkpointing.state import InexactRecomputationError as InexactRecomputationError
     from lightning_memfit.data import PairData as PairData
     from lightning_memfit.data import RandomTokens as RandomTokens
     from lightning_memfit.data import StandardLibraryPairs as StandardLibraryPairs
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from lightning_memfit.techniques.gradient_release import GradientRelease as GradientRelease
     from lightning_memfit.techniques.host_master_weights import HostMasterWeights as HostMasterWeights
     from lightning_memfit.techniques.lora import Lora as Lora
+    from lightning_memfit.techniques.mixed_precision import HalfPrecision as HalfPrecision
     from lightning_memfit.techniques.optimizer import ReplaceOptimizer as ReplaceOptimizer
     from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit as Optimizer8bit
     from lightning_memfit.techniques.quantized_weights import QuantizedWeights as QuantizedWeights
@@ -69,7 +72,9 @@ _PUBLIC = {
     "FlopsMonitor": "lightning_memfit.measure.utilization",
     "FullyShardedStrategy": "lightning_memfit.strategies",
     "GradientRelease": "lightning_memfit.techniques.gradient_release",
+    "HalfPrecision": "lightning_memfit.techniques.mixed_precision",
     "HostMasterWeights": "lightning_memfit.techniques.host_master_weights",
+    "InexactRecomputationError": "lightning_memfit.checkpointing.state",
     "Lora": "lightning_memfit.techniques.lora",
     "MemFit": "lightning_memfit.fitting.auto",
     "MemoryBreakdown": "lightning_memfit.memory",
@@ -103,6 +108,7 @@ _PUBLIC = {
     "find_device": "lightning_memfit.device.catalogue",
     "format_bytes": "lightning_memfit.memory",
     "measure_step": "lightning_memfit.profile.build",
+    "merged_state_dict": "lightning_memfit.adapters.checkpoint",
     "parse_bytes": "lightning_memfit.memory",
     "profile_module": "lightning_memfit.profile.build",
 }

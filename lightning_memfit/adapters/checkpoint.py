@@ -88,13 +88,13 @@ def refuse_others(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
             detail = _missing_layers(theirs, ours) if key == "layers" else f"{theirs[key]} there, {ours[key]} here"
             raise ValueError(
                 f"`ckpt_path` has adapters of other {key} ({detail}). Resume with the same arguments, or merge the "
-                "checkpoint into the module (adapters.checkpoint.merged_state_dict) and train new adapters from there."
+                "checkpoint into the module (`lightning_memfit.merged_state_dict`) and train new adapters from there."
             )
     if theirs.get("bits", {}) != ours["bits"]:
         raise ValueError(
             f"`ckpt_path` has adapters trained beside weights in {_bits(theirs)}, here they are in {_bits(ours)}: "
             "the same adapters would compute something else. Resume with the same QuantizedWeights, or merge the "
-            "checkpoint into the module (adapters.checkpoint.merged_state_dict) and train new adapters from there."
+            "checkpoint into the module (`lightning_memfit.merged_state_dict`) and train new adapters from there."
         )
     if theirs["base"] != ours["base"]:
         raise ValueError(
@@ -128,8 +128,11 @@ def merged_state_dict(module: nn.Module, checkpoint: Mapping[str, Any]) -> tuple
         The state dictionary, and copies of the weights that the adapters change, in host memory.
 
     Raises:
-        ValueError: If the module has other weights than those that were frozen, or lacks a layer.
+        ValueError: If the checkpoint holds no adapters, or the module has other weights than those that were frozen, or
+            lacks a layer.
     """
+    if KEY not in checkpoint:
+        raise ValueError("`checkpoint` holds no adapters. Load its entry `state_dict` as it is.")
     record, entries = checkpoint[KEY], checkpoint["state_dict"]
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     names = [f"{name}.weight" for name in record["layers"]]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
-from lightning_memfit.memory.host import stands_for_host
+from lightning_memfit.memory.host import host_memory_of, stands_for_host
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import held_tensors
 
@@ -23,9 +23,13 @@ class _Sum:
     def add(self, tensor: torch.Tensor, category: Category) -> None:
         for part in held_tensors(tensor):
             storage = part.untyped_storage()
-            if part.device.type != "meta" and storage._cdata not in self._seen:
-                self._seen.add(storage._cdata)
-                self.sizes[self._tier(part, storage), category] += storage.nbytes()
+            if part.device.type != "meta":
+                self.add_storage(storage, self._tier(part, storage), category)
+
+    def add_storage(self, storage: torch.UntypedStorage, tier: Tier, category: Category) -> None:
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.sizes[tier, category] += storage.nbytes()
 
     def _tier(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Tier:
         if tensor.device.type == self._device.type:
@@ -37,7 +41,9 @@ def held_bytes(module: torch.nn.Module, optimizers: Iterable[Any], device: torch
     """Return the current bytes of parameters, buffers, gradients and optimizer states.
 
     Parameters that an optimizer steps but the module does not know, such as the float32 copies that DeepSpeed keeps,
-    count as optimizer states. Tensors that were swapped out to a disk count as 0 bytes.
+    count as optimizer states. Host memory that a technique keeps for parameters and buffers (`memory.host`), such as
+    float32 masters and their gradients, counts as what it is used for. Tensors that were swapped out to a disk count as
+    0 bytes.
 
     Args:
         module: The module; its own parameters and buffers are counted, or their local shards if it is sharded.
@@ -57,6 +63,8 @@ def held_bytes(module: torch.nn.Module, optimizers: Iterable[Any], device: torch
             total.add(parameter.grad, Category.GRADIENT)
     for optimizer in optimizers:
         _add_optimizer(total, optimizer)
+    for storage, category in host_memory_of((*module.parameters(), *module.buffers())):
+        total.add_storage(storage, Tier.HOST, category)
     return MemoryBreakdown(total.sizes)
 
 

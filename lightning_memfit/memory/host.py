@@ -8,14 +8,25 @@ mode, and a copy in "host memory" must not count there, not even while it is mad
 """
 
 import weakref
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from lightning_memfit.memory.breakdown import Category
 
-_storages: dict[int, Any] = {}
+
+@dataclass
+class _Mark:
+    """What is known of a storage in host memory; neither it nor what it serves is kept alive."""
+
+    storage: "weakref.ref[torch.UntypedStorage]"
+    category: Category
+    serves: "weakref.ref[torch.Tensor] | None"
+
+
+_storages: dict[int, _Mark] = {}
 
 
 def keep_on_host(tensor: torch.Tensor, category: Category, serves: torch.Tensor | None = None) -> None:
@@ -24,12 +35,16 @@ def keep_on_host(tensor: torch.Tensor, category: Category, serves: torch.Tensor 
     Args:
         tensor: A tensor on the CPU, or a fake one.
         category: What the bytes are used for.
-        serves: Tensor on the device that it belongs to, from which traces know its block.
+        serves: Tensor on the device that it belongs to, from which traces know its block and `host_memory_of` knows
+            whose it is.
     """
     storage = tensor.untyped_storage()
     key = storage._cdata
+    owner = None if serves is None else weakref.ref(serves)
     if key not in _storages:
-        _storages[key] = weakref.ref(storage, lambda _: _storages.pop(key, None))
+        _storages[key] = _Mark(weakref.ref(storage, lambda _: _storages.pop(key, None)), category, owner)
+    elif owner is not None:
+        _storages[key].category, _storages[key].serves = category, owner
     for mode in _get_current_dispatch_mode_stack():
         if hasattr(mode, "move_to_host"):
             mode.move_to_host(tensor, category, serves)
@@ -64,6 +79,19 @@ def reserve_pinned(size_bytes: int, category: Category, serves: torch.Tensor) ->
     for mode in _get_current_dispatch_mode_stack():
         if hasattr(mode, "note_pinned"):
             mode.note_pinned(size_bytes, category, serves)
+
+
+def host_memory_of(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.UntypedStorage, Category]]:
+    """Yield the storages in host memory that serve some tensors, and what their bytes are used for.
+
+    Args:
+        tensors: What was given to `keep_on_host` as `serves`.
+    """
+    wanted = {id(tensor) for tensor in tensors}
+    for mark in list(_storages.values()):
+        storage, served = mark.storage(), None if mark.serves is None else mark.serves()
+        if storage is not None and served is not None and id(served) in wanted:
+            yield storage, mark.category
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:

@@ -274,21 +274,35 @@ class MemoryModel:
         parameters = [replace(p, itemsize=2) for p in self.none.parameters if not p.shared_with]
         weights = sum(_rounded(p.numel * p.itemsize, self._rounding) for p in parameters)
         largest = max((p.numel * p.itemsize for p in trained(parameters)), default=0)
-        in_half = self._passes.steady_state.state_bytes  # they follow the weights' dtype in the trace
+        states = self._host_masters[Category.OPTIMIZER_STATE]
         buffers = self._passes.steady_state.buffer_bytes
-        on_device = SteadyState(weights, weights + 2 * largest, weights, 2 * in_half, weights, buffers)
+        on_device = SteadyState(weights, weights + 2 * largest, weights, states, weights, buffers)
         if self._cuda:
             return on_device
-        masters = 4 * sum(p.numel for p in trained(self.none.parameters))  # and gradients, on the same host
-        here = 2 * masters + on_device.state_bytes
+        here = self._host_masters  # and all of that on the same host
+        more = sum(here.values())
         return replace(
             on_device,
-            kept_bytes=on_device.kept_bytes + here,
-            backward_bytes=on_device.backward_bytes + here,
-            step_bytes=on_device.step_bytes + here,
-            parameter_bytes=on_device.parameter_bytes + masters,
-            gradient_bytes=masters,
+            kept_bytes=on_device.kept_bytes + more,
+            backward_bytes=on_device.backward_bytes + more,
+            step_bytes=on_device.step_bytes + more,
+            parameter_bytes=on_device.parameter_bytes + here[Category.PARAMETER],
+            buffer_bytes=on_device.buffer_bytes + here[Category.BUFFER],
+            gradient_bytes=here[Category.GRADIENT],
         )
+
+    @cached_property
+    def _host_masters(self) -> dict[Category, int]:
+        """Host memory of masters, their gradients and states, and of float32 values of what is not trained."""
+        masters = 4 * sum(p.numel for p in trained(self.none.parameters))
+        in_half = self._passes.steady_state.state_bytes  # they follow the weights' dtype in the trace
+        untrained = self._store.rounded_bytes()
+        return {
+            Category.PARAMETER: masters + untrained[Category.PARAMETER],
+            Category.BUFFER: untrained[Category.BUFFER],
+            Category.GRADIENT: masters,
+            Category.OPTIMIZER_STATE: 2 * in_half,
+        }
 
     @cached_property
     def _shift(self) -> int:
@@ -307,13 +321,11 @@ class MemoryModel:
             return self._placement.elsewhere
         if not self._cuda:
             return MemoryBreakdown()
-        states = {Category.OPTIMIZER_STATE: self._steady_state.state_bytes}
         if self._setting.masters_on_host:
-            count = sum(p.numel for p in trained(self.none.parameters))
-            masters = {Category.PARAMETER: 4 * count, Category.GRADIENT: 4 * count, **states}
-            staging = {Category.COMMUNICATION: 2 * count}
-            return MemoryBreakdown.on(Tier.HOST, masters) + MemoryBreakdown.on(Tier.PINNED_HOST, staging)
+            staging = {Category.COMMUNICATION: 2 * sum(p.numel for p in trained(self.none.parameters))}
+            return MemoryBreakdown.on(Tier.HOST, self._host_masters) + MemoryBreakdown.on(Tier.PINNED_HOST, staging)
         if self._setting.pages_states:
+            states = {Category.OPTIMIZER_STATE: self._steady_state.state_bytes}
             return MemoryBreakdown.on(Tier.HOST, states)
         return MemoryBreakdown()
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
+
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import Choice
+from lightning_memfit.memory import Category
 from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
@@ -101,6 +104,19 @@ class TraceStore:
             return SteadyState.of(self._stepping(pure, None), rounding)
         few, more = (SteadyState.of(self._stepping(pure, blocks), rounding) for blocks in (_FEW_BLOCKS, _MORE_BLOCKS))
         return few.extended(more, _FEW_BLOCKS, _MORE_BLOCKS, plain.num_blocks)
+
+    def rounded_bytes(self) -> dict[Category, int]:
+        """Bytes of what is not trained and a conversion to half precision would round, as the module holds it now.
+
+        What `configure_model` makes is not among it: a run in half precision makes it so.
+        """
+        wide = (torch.float32, torch.float64)
+        frozen = {parameter.name for parameter in self.plain().parameters if not parameter.trainable}
+        weights = [weight for name, weight in self.workload.module.named_parameters() if name in frozen]
+        return {
+            Category.PARAMETER: sum(weight.nbytes for weight in weights if weight.dtype in wide),
+            Category.BUFFER: sum(buffer.nbytes for buffer in self.workload.module.buffers() if buffer.dtype in wide),
+        }
 
     def _stepping(self, pure: Setting, num_blocks: int | None) -> ModelProfile:
         options = self._options(pure.precision, 1)

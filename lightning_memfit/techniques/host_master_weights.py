@@ -220,8 +220,11 @@ class HostMasterWeights(TechniqueCallback):
 
         def convert(inner: Callable[[Any], Any], module: Any) -> Any:
             _refuse_complex(module)
-            self._keep_values(module)
-            return inner(module)
+            buffers = self._keep_values(module)
+            converted = inner(module)
+            for child, name, value in buffers:
+                keep_on_host(value, Category.BUFFER, getattr(child, name))
+            return converted
 
         def load(inner: Callable[..., Any], checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
             self._loaded = checkpoint["state_dict"]
@@ -234,8 +237,12 @@ class HostMasterWeights(TechniqueCallback):
         self.on_restore(wrap_method(trainer.strategy, "load_model_state_dict", load))
         self.on_restore(wrap_method(trainer.strategy, "lightning_module_state_dict", save))
 
-    def _keep_values(self, module: nn.Module) -> None:
-        """Remember the values that the conversion to bfloat16 is about to round, without copying those on the host."""
+    def _keep_values(self, module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+        """Remember the values that the conversion to bfloat16 is about to round, without copying those on the host.
+
+        Returns:
+            Buffers, by module and name.
+        """
         for name, parameter in module.named_parameters():
             self._names[parameter] = name
             exact = self._exact_value(parameter, self._loaded.get(name))
@@ -248,10 +255,9 @@ class HostMasterWeights(TechniqueCallback):
             for name, buffer in child.named_buffers(recurse=False)
             if buffer.dtype in _WIDE
         ]
-        for _, _, buffer in buffers:
-            keep_on_host(buffer, Category.BUFFER)
         dtypes = [(child, child._dtype) for child in module.modules() if isinstance(child, _DeviceDtypeModuleMixin)]
         self.on_restore(lambda: self._widen(dict(self._values), buffers, dtypes))
+        return buffers
 
     def _exact_value(self, parameter: nn.Parameter, loaded: Tensor | None) -> Tensor | None:
         """The value before it is rounded, on the host; None if the parameter itself holds all there is."""

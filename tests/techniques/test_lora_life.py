@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as checkpointed
 
+import lightning_memfit
 from lightning_memfit.adapters.checkpoint import KEY, merged_state_dict
 from lightning_memfit.adapters.lora import frozen_layers
 from lightning_memfit.adapters.quantized import Codes
@@ -326,6 +327,11 @@ def test_the_order_of_callbacks_changes_no_bit(callbacks, options):
 
 
 # --- stages ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_holds_no_adapters_is_not_merged():
+    with pytest.raises(ValueError, match="holds no adapters"):
+        lightning_memfit.merged_state_dict(net(), {"state_dict": {}})
 
 
 @pytest.mark.parametrize("name", LORA)

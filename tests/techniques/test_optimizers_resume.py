@@ -110,7 +110,7 @@ def test_states_of_one_family_go_on(tmp_path, first, second):
     if {first, second} <= EXACT:
         torch.testing.assert_close(weights(resumed), weights(reference), rtol=0, atol=1e-6)
     else:
-        assert distance(resumed, reference, start) < 0.05  # 0.4 if the states were lost
+        assert distance(resumed, reference, start) < 0.05  # over 0.3 if the states were lost
     assert resumed.ran.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9 ** (2 * BATCHES_PER_EPOCH))
     assert resumed.opt is resumed.ran.optimizers[0]
 

@@ -43,6 +43,7 @@ def names_in_docs():
         code = "\n".join([*re.findall(r"^```\w*\n(.*?)^```", text, re.S | re.M), *re.findall(r"`([^`\n]+)`", text)])
         found |= {name for name in re.findall(r"\b[A-Z]\w*[A-Z]\w*", code) if name in own and not name.isupper()}
         found |= {name for name in re.findall(r"\b([A-Z]\w+)\(", code) if name in own}
+        found |= set(re.findall(r"\blightning_memfit\.(\w+)\(", code))
         for imported in re.findall(r"from lightning_memfit(?:\.[\w.]+)? import (\([^)]*\)|[^\n]+)", code):
             found |= set(re.findall(r"\w+", imported))
     return sorted(found)
@@ -55,7 +56,8 @@ def test_what_the_pages_name_can_be_imported(name):
 
 
 def test_the_pages_name_much_of_what_is_public():
-    assert {"Lora", "QuantizedWeights", "MicroBatching", "TF32", "estimate_step"} <= set(names_in_docs())
+    functions, errors = {"estimate_step", "merged_state_dict"}, {"InexactRecomputationError"}
+    assert {"Lora", "QuantizedWeights", "MicroBatching", "TF32", *functions, *errors} <= set(names_in_docs())
 
 
 def test_type_checkers_see_what_is_imported_on_first_use():
@@ -114,7 +116,11 @@ def test_type_checkers_know_every_argument(installed, tmp_path):
 
 # --- short names ------------------------------------------------------------------------------------------------------
 
-ARGUMENTS = {"MemoryLimit": {"limit": "1GiB"}, "ReplaceOptimizer": {"name": "adamw_8bit"}}
+ARGUMENTS = {
+    "HalfPrecision": {"precision": "bf16-mixed"},
+    "MemoryLimit": {"limit": "1GiB"},
+    "ReplaceOptimizer": {"name": "adamw_8bit"},
+}
 TINY = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 258}
 
 

@@ -14,7 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.measure.monitor import MemoryMonitor
-from lightning_memfit.memory import Category, MemoryBreakdown
+from lightning_memfit.memory import GIB, Category, MemoryBreakdown
+from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from tests.helpers.trainers import fit
 
 
@@ -49,6 +50,24 @@ def train(tmp_path, *callbacks, module=None, **options):
 
 
 WEIGHTS = 64 * 64 * 4
+
+
+def test_float32_masters_gradients_states_and_buffers_count_as_host_memory(tmp_path):
+    class Frozen(Language):
+        def __init__(self):
+            super().__init__()
+            self.frozen = torch.nn.Parameter(torch.ones(100), requires_grad=False)
+            self.register_buffer("scale", torch.ones(8))
+
+    monitor = MemoryMonitor(tracked_steps=0, every_n_steps=1)
+    trainer = train(tmp_path, HostMasterWeights(), monitor, module=Frozen(), precision="bf16-true")
+    figures = {
+        name: round(float(trainer.callback_metrics[f"memory/{name}_gib"]) * GIB) for name in ("parameter", "buffer")
+    }
+    assert figures == {"parameter": WEIGHTS // 2 + 200, "buffer": 16}
+    assert "memory/gradient_gib" not in trainer.callback_metrics
+    assert "memory/optimizer_state_gib" not in trainer.callback_metrics
+    assert monitor.report.host_bytes == 4 * WEIGHTS + 4 + 400 + 32
 
 
 def test_categories_are_exact_and_the_ledger_leaves(tmp_path):

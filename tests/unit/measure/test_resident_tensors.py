@@ -9,6 +9,7 @@ from torch import nn
 from lightning_memfit.measure.resident_tensors import held_bytes
 from lightning_memfit.memory import Category, Tier
 from lightning_memfit.memory.host import keep_on_host
+from lightning_memfit.optim.host_master import HostMaster
 
 CPU = torch.device("cpu")
 
@@ -45,6 +46,36 @@ def test_what_stands_for_host_memory_is_on_the_host() -> None:
     held = held_bytes(module, [optimizer], CPU)
     assert held.total(Tier.DEVICE) == 2 * 128
     assert held.by_category(Tier.HOST) == {Category.OPTIMIZER_STATE: 2 * 128 + 4}
+
+
+def test_masters_gradients_states_and_values_of_frozen_weights_are_on_the_host() -> None:
+    """Neither the module nor its optimizer has them between steps."""
+    module = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 2, bias=False))
+    module[1].weight.requires_grad_(False)
+    exact = {parameter: parameter.detach().clone() for parameter in module.parameters()}
+    optimizer = torch.optim.Adam([module.bfloat16()[0].weight])
+    masters = HostMaster(optimizer, exact)
+    del exact
+    before = held_bytes(module, [optimizer], CPU)
+    assert before.by_category(Tier.HOST) == {Category.PARAMETER: 128 + 32}
+    module(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    held = held_bytes(module, [optimizer], CPU)
+    assert held.by_category() == {Category.PARAMETER: 64 + 16}
+    expected = {Category.PARAMETER: 128 + 32, Category.GRADIENT: 128, Category.OPTIMIZER_STATE: 2 * 128 + 4}
+    assert held.by_category(Tier.HOST) == expected
+    assert held_bytes(nn.Linear(8, 4), [], CPU).total(Tier.HOST) == 0  # of another module
+    masters.remove()
+    del masters
+    held = held_bytes(module, [optimizer], CPU)
+    assert held.by_category(Tier.HOST) == {Category.OPTIMIZER_STATE: 2 * 128 + 4}
+
+
+def test_weights_that_wait_beside_quantized_ones_are_on_the_host() -> None:
+    module = nn.Linear(8, 4, bias=False)
+    waiting = torch.zeros(32)
+    keep_on_host(waiting, Category.PARAMETER, module.weight)
+    assert held_bytes(module, [], CPU).by_category(Tier.HOST) == {Category.PARAMETER: 128}
 
 
 def test_tensors_of_another_device_are_on_the_host() -> None:

@@ -138,6 +138,9 @@ class MadeTraceStore:
     def has_passes(self, setting: Setting, choice: str) -> bool:
         return ("passes", passes_of(setting), choice) in self.asked
 
+    def rounded_bytes(self) -> dict[Category, int]:
+        return {Category.PARAMETER: 0, Category.BUFFER: 0}
+
     def exactly(self, setting: Setting) -> ModelProfile:
         self.asked.append(("exactly", setting))
         return self.needs_more(self.passes(Setting(chosen=setting.chosen), "none"))
