@@ -12,11 +12,10 @@ Found = dict[str, tuple[Tensor, Tensor, float, int | None]]
 
 
 class Adapters(pl.Callback):
-    """Copies what adapters a run has, before its first step, and counts those that have no gradient in the last."""
+    """Copies what adapters a run has, before its first step."""
 
     def __init__(self) -> None:
         self.found: Found = {}
-        self.unused = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for name, child in adapted(pl_module).items():
@@ -24,6 +23,14 @@ class Adapters(pl.Callback):
             a, b = (one.detach().clone() for one in pair)
             bits = None if child.codes is None else child.codes.bits
             self.found[name] = (a.float(), b.float(), float(child.lora_scale), bits)
+
+
+class CountedAdapters(Adapters):
+    """Counts those without a gradient too. GradientRelease refuses a callback with such a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = 0
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         self.unused = sum(child.lora_B["default"].weight.grad is None for child in adapted(pl_module).values())

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.micro_batching.record import write
 from benchmarks.techniques_sweep import tiny
-from benchmarks.techniques_sweep.adapters import Adapters, ByHand
+from benchmarks.techniques_sweep.adapters import ByHand, CountedAdapters
 from benchmarks.techniques_sweep.isolated import each
 from benchmarks.techniques_sweep.runs import Trained, difference, train, unchanged, was_refused
 
@@ -197,7 +197,7 @@ def _quantized(tried: Tried, bits: int) -> dict[str, Any]:
 
 
 def _adapted(tried: Tried, callbacks: list[pl.Callback]) -> dict[str, Any]:
-    watch = Adapters()
+    watch = CountedAdapters()
     found = tried.run(*callbacks, watch, rate=ADAPTED_RATE)
     if found.error is not None:
         return judged(tried.plain, found, TOLERANCE)

@@ -19,6 +19,7 @@ import lightning_memfit
 STEPS = 3
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 _OURS = str(Path(lightning_memfit.__file__).parent)
+_CONVERTED = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
 """Error of a weight, relative to it, that rounding a few updates makes."""
 
@@ -34,6 +35,7 @@ class Trained:
         moved: The weights when an error ended the run.
         steps: Optimizer steps taken.
         error: What ended the run.
+        dtype: What Lightning itself converts weights to before anything else can be refused; None for nothing.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -41,6 +43,7 @@ class Trained:
     after: dict[str, Tensor] = field(default_factory=dict)
     steps: int = 0
     error: BaseException | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def words(self) -> str:
@@ -74,7 +77,7 @@ def train(
     """Train for a few steps on the CPU; an error is kept and not raised."""
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "transformers", "lightning_memfit"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    run = Trained(before=values(module))
+    run = Trained(before=values(module), dtype=_CONVERTED.get(options.get("precision", "")))
     trainer = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -112,8 +115,11 @@ def is_refusal(error: BaseException | None) -> bool:
 
 
 def was_refused(run: Trained) -> bool:
-    """Whether a run ended in words, before anything changed."""
-    return is_refusal(run.error) and run.steps == 0 and unchanged(run.before, run.after)
+    """Whether a run ended in words, before anything changed but what a plain run's precision converts."""
+    if run.steps or not is_refusal(run.error):
+        return False
+    converted = {n: v.to(run.dtype or v.dtype) if v.is_floating_point() else v for n, v in run.before.items()}
+    return any(unchanged(before, run.after) for before in (run.before, converted))
 
 
 def unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:

@@ -29,6 +29,7 @@ from lightning_memfit.checkpointing.state import (
     Look,
     Place,
     StatePlaces,
+    copied,
     first_difference,
 )
 
@@ -177,7 +178,7 @@ class _Call:
         tensors = [(("argument", i), leaf) for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
         self._needs_grad = {place[1]: leaf.requires_grad for place, leaf in tensors}
         self._inputs = [(place, leaf) for place, leaf in tensors if type(leaf) in TENSORS]
-        self._copies = {place: leaf.detach().clone() for place, leaf in self._inputs if place in knowledge.written}
+        self._copies = {place: copied(leaf) for place, leaf in self._inputs if place in knowledge.written}
         held = {place for place, _ in self._inputs} if self._is_looking else set(self._copies)
         self._numbers = [place[1] for place, _ in tensors if place not in held]
         # An alias of the others, without their count of writes, tells `checkpoint` the device.
@@ -237,7 +238,7 @@ class _Call:
         self._knowledge.written.add(place)
         with _disable_current_modes():  # a selective one would count the operator
             if place in self._before and place not in self._state.tensors:
-                self._copies[place] = tensor.detach().clone()
+                self._copies[place] = copied(tensor)
             else:
                 self._state.copy(tensor)
 

@@ -337,7 +337,7 @@ class BlockState:
     def copy(self, tensor: Tensor) -> None:
         """Copy a tensor's values, unless they are copied."""
         if id(tensor) not in self.copies:
-            self.copies[id(tensor)] = (tensor, tensor.detach().clone())
+            self.copies[id(tensor)] = (tensor, copied(tensor))
 
     def end_of_forward(
         self,
@@ -451,6 +451,12 @@ def _fill(container: Any, content: Any) -> None:
         container.clear()
         extend = container.update if isinstance(container, set) else container.extend
         extend(content)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A tensor's values now. Made without gradients, as whoever watches the step for reads is not to take it for one."""
+    with torch.no_grad():
+        return tensor.detach().clone()
 
 
 def _without_graph(tensor: Tensor) -> Tensor:

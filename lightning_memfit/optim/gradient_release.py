@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-_SINGLE_PARAMETER = ("torch.optim.", "bitsandbytes.optim.")
+_SINGLE_PARAMETER = ("torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam")
 _WHOLE_MODEL = ("LBFGS",)
 _KNOWN_ELSEWHERE = ("Lion", "Adafactor")
 
@@ -26,7 +26,7 @@ class GradientRelease:
 
     Args:
         optimizer: Must step each parameter independently of the others: any of torch (except LBFGS) and bitsandbytes,
-            and classes called Lion or Adafactor. `foreach` and `fused` work.
+            Adam and AdamW of torchao, and classes called Lion or Adafactor. `foreach` and `fused` work.
         clip_value: Clip each gradient element to this magnitude before the step.
 
     Raises:
@@ -134,6 +134,6 @@ def refuse_coupled(optimizer: Optimizer) -> None:
     if not known or cls.__name__ in _WHOLE_MODEL:
         raise ValueError(
             f"`{cls.__module__}.{cls.__name__}` is not known to step each parameter independently of the others, which "
-            "releasing gradients during backward needs. Use an optimizer of torch.optim (but LBFGS) or bitsandbytes, "
-            "Lion or Adafactor."
+            "releasing gradients during backward needs. Use an optimizer of torch.optim (but LBFGS), bitsandbytes or "
+            "torchao's Adam, Lion or Adafactor."
         )

@@ -13,7 +13,7 @@ from lightning_memfit.optim.rounding import Kahan, Rounding, Stochastic
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import ROUNDING_CPU_SECONDS, Cost, Work, num_trained
-from lightning_memfit.techniques.core.facts import Run, run_of
+from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -39,6 +39,8 @@ class StochasticRounding(TechniqueCallback):
         ValueError: If an argument has another value.
     """
 
+    rules_traces = True
+
     def __init__(
         self, rounding: Literal["stochastic", "kahan"] = "stochastic", chunk_elements: int = 1 << 24, seed: int = 0
     ) -> None:
@@ -59,10 +61,7 @@ class StochasticRounding(TechniqueCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what cannot work and wrap `configure_optimizers`."""
-        reason = unsupported(run_of(trainer, pl_module))
-        if reason is not None:
-            raise ValueError(f"StochasticRounding: {reason}")
+        """Wrap `configure_optimizers`."""
 
         def configure(inner: Callable[[], Any]) -> Any:
             return replace_optimizers(inner(), self._convert)

@@ -4,7 +4,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_memfit.optim import gradient_release
@@ -12,13 +11,7 @@ from lightning_memfit.profile.record import ModelProfile, trained
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, run_of
-from lightning_memfit.techniques.core.hooks import (
-    BEFORE_STEP,
-    BEFORE_ZERO_GRAD,
-    BETWEEN_STEPS,
-    who_overrides,
-    who_reads_gradients,
-)
+from lightning_memfit.techniques.core.hooks import BEFORE_STEP, BEFORE_ZERO_GRAD, BETWEEN_STEPS
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -32,16 +25,15 @@ class GradientRelease(TechniqueCallback):
     Schedulers, checkpoints, 8-bit, `foreach` and `fused` optimizers work unchanged.
     """
 
+    rules_traces = True
+
     def __init__(self) -> None:
         super().__init__()
         self._released: gradient_release.GradientRelease | None = None
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what cannot work, before anything is loaded."""
-        reason = unsupported(run_of(trainer, pl_module)) or _gradients_are_read(trainer, pl_module)
-        if reason is not None:
-            raise ValueError(f"GradientRelease: {reason}")
+        """Wrap the backward pass, and leave clipping by Lightning out."""
         self.on_restore(self._stop)
         # Gradients are clipped as they arrive; Lightning's own clipping would later find none, which torch refuses.
         self.on_restore(wrap_method(pl_module, "configure_gradient_clipping", _leave_out))
@@ -104,19 +96,6 @@ def _what_decides(trainer: pl.Trainer) -> tuple[Any, ...]:
     return trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
 
 
-def _gradients_are_read(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str | None:
-    if is_overridden("backward", pl_module):
-        return (
-            "the module's `backward` may run several backward passes, the first of which would step parameters. Remove "
-            "it, or leave GradientRelease out."
-        )
-    who = who_overrides(trainer, pl_module, *BEFORE_STEP, *BEFORE_ZERO_GRAD)
-    who = who or who_reads_gradients(trainer, pl_module, *BETWEEN_STEPS)
-    if who is None:
-        return None
-    return f"{who} runs when gradients are gone already. Remove it, or leave GradientRelease out."
-
-
 def _leave_out(inner: Any, *args: Any, **kwargs: Any) -> None:
     """Do nothing in place of a hook."""
 
@@ -145,12 +124,15 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
         return "loss scaling (16-mixed) needs all gradients to look for overflow. Use bf16-mixed."
     if len(facts.optimizers) > 1:
         return f"it releases gradients to one optimizer, and the module has {len(facts.optimizers)}. Leave it out."
-    overridden = sorted(facts.overridden)
-    if overridden:
+    if "backward" in facts.overridden:
         return (
-            f"the module's `{overridden[0]}` runs when gradients are gone already. Remove it, or leave GradientRelease "
-            "out."
+            "the module's `backward` may run several backward passes, the first of which would step parameters. Remove "
+            "it, or leave GradientRelease out."
         )
+    own = next((f"the module's `{hook}`" for hook in sorted(facts.overridden)), None)
+    who = own or facts.who_looks(*BEFORE_STEP, *BEFORE_ZERO_GRAD, *BETWEEN_STEPS)
+    if who is not None:
+        return f"{who} runs when gradients are gone already. Remove it, or leave GradientRelease out."
     return None
 
 

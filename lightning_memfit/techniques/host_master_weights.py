@@ -21,8 +21,8 @@ from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
-from lightning_memfit.techniques.core.facts import Run, run_of
-from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS, who_overrides, who_reads_gradients
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS, who_overrides
 from lightning_memfit.techniques.core.sharding import HOST_STEP_BYTES
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
@@ -62,6 +62,8 @@ class HostMasterWeights(TechniqueCallback):
     `test` and `predict`.
     """
 
+    rules_traces = True
+
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[Tensor, Tensor] = {}
@@ -92,16 +94,7 @@ class HostMasterWeights(TechniqueCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what cannot work, and wrap the methods that convert, configure, train, load and save."""
-        reason = unsupported(run_of(trainer, pl_module))
-        if reason is None:
-            who = who_reads_gradients(trainer, pl_module, *BETWEEN_STEPS)
-            reason = who and (
-                f"{who} looks for gradients when they are in float32 on the host, and not on the parameters. Read them "
-                "in `on_before_optimizer_step` or `on_before_zero_grad`."
-            )
-        if reason is not None:
-            raise ValueError(f"HostMasterWeights: {reason}")
+        """Wrap the methods that convert, configure, train, load and save."""
         self._keep_around_conversion(trainer, pl_module)
 
         def configure(inner: Callable[[], Any]) -> Any:
@@ -155,9 +148,10 @@ class HostMasterWeights(TechniqueCallback):
 
     def _show_where_gradients_are_read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show masters from the end of a backward pass to the end of the step, and while gradients are cleared."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         clears = is_overridden("optimizer_zero_grad", pl_module)
-        writes_when_cleared = clears or who_overrides(trainer, pl_module, *BEFORE_ZERO_GRAD) is not None
-        looks_after_backward = who_overrides(trainer, pl_module, "on_after_backward") is not None
+        writes_when_cleared = clears or who_overrides(pl_module, callbacks, *BEFORE_ZERO_GRAD) is not None
+        looks_after_backward = who_overrides(pl_module, callbacks, "on_after_backward") is not None
 
         def training_step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._host is None:
@@ -326,6 +320,12 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
     for name, reason in _CONFLICTS.items():
         if run.has(name):
             return f"{reason}. Leave {name} out."
+    who = facts.who_looks(*BETWEEN_STEPS)
+    if who is not None:
+        return (
+            f"{who} looks for gradients when they are in float32 on the host, and not on the parameters. Read them "
+            "in `on_before_optimizer_step` or `on_before_zero_grad`."
+        )
     return None
 
 

@@ -32,7 +32,7 @@ from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run, run_of
+from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.core.wrapping import wrap_method
 from lightning_memfit.techniques.quantized_weights import QuantizedWeights, callbacks_of, copied_before
@@ -62,6 +62,8 @@ class Lora(TechniqueCallback):
     Raises:
         ValueError: If a number is out of range.
     """
+
+    rules_traces = True
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class Lora(TechniqueCallback):
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, and wrap the methods that configure, save and load."""
-        reason = unsupported(run_of(trainer, pl_module)) or copied_before(self, trainer)
+        reason = copied_before(self, trainer)
         if reason is not None:
             raise ValueError(f"Lora: {reason}")
         self._forget()

@@ -16,7 +16,7 @@ from lightning_memfit.adapters.lora import adapted_layers, frozen_layers
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import keep_on_host, return_to_device
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.facts import Run, run_of
+from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import Options
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -38,6 +38,8 @@ class QuantizedWeights(TechniqueCallback):
         ValueError: If `bits` is neither 4 nor 8.
     """
 
+    rules_traces = True
+
     def __init__(self, bits: int = 4, target_modules: str | Sequence[str] = AUTO) -> None:
         super().__init__()
         if bits not in (4, 8):
@@ -51,7 +53,7 @@ class QuantizedWeights(TechniqueCallback):
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work and wrap `configure_model`, after which the model is complete."""
-        reason = unsupported(run_of(trainer, pl_module)) or copied_before(self, trainer) or _refused_beside(trainer)
+        reason = copied_before(self, trainer) or _refused_beside(trainer)
         if reason is not None:
             raise ValueError(f"QuantizedWeights: {reason}")
 

@@ -7,8 +7,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.facts import Run, run_of
-from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS, who_overrides, who_reads_gradients
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 
@@ -21,6 +21,8 @@ class ZeroGradAfterStep(TechniqueCallback):
     module or of other callbacks, and hooks between steps that read gradients, would find none and are refused.
     """
 
+    rules_traces = True
+
     def __init__(self) -> None:
         super().__init__()
         self._handles: list[Any] = []
@@ -28,14 +30,7 @@ class ZeroGradAfterStep(TechniqueCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what cannot work, before anything is loaded."""
-        reason = unsupported(run_of(trainer, pl_module))
-        if reason is None:
-            who = who_overrides(trainer, pl_module, *BEFORE_ZERO_GRAD)
-            who = who or who_reads_gradients(trainer, pl_module, *BETWEEN_STEPS)
-            reason = who and f"{who} runs when gradients are gone already. Remove it, or leave this out."
-        if reason is not None:
-            raise ValueError(f"ZeroGradAfterStep: {reason}")
+        """Change nothing yet: the optimizers are hooked when training starts."""
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -81,6 +76,9 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
             return f"{name} frees gradients earlier. Leave one of the two out."
     if "optimizer_zero_grad" in run.facts.overridden:
         return "the module's own `optimizer_zero_grad` decides when gradients go. Remove it, or leave this out."
+    who = run.facts.who_looks(*BEFORE_ZERO_GRAD, *BETWEEN_STEPS)
+    if who is not None:
+        return f"{who} runs when gradients are gone already. Remove it, or leave this out."
     return None
 
 

@@ -63,6 +63,13 @@ def test_adapters_are_trained_and_end_up_in_the_weights(make, callbacks):
         assert torch.equal(after, before) != is_linear, name
 
 
+def test_copies_for_a_recomputation_read_no_weight(callbacks):
+    """Frozen weights that are small are copied with a block's other state; that is no use of them beside the adapter."""
+    checkpointed = fit([*copy.deepcopy(callbacks), ActivationCheckpointing("every", every=1)], Llama, max_steps=3)
+    plain = fit(callbacks, Llama, max_steps=3)
+    torch.testing.assert_close(torch.stack(checkpointed.losses), torch.stack(plain.losses))
+
+
 def test_applied_and_removed_without_training_it_is_bitwise_what_it_was(callbacks):
     assert_same_weights(fit(callbacks, model, max_steps=0), fit([], model, max_steps=0))
 

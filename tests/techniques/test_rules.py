@@ -17,6 +17,7 @@ from lightning_memfit.techniques.core.facts import Facts, read_facts
 from lightning_memfit.techniques.core.registry import TECHNIQUES
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.technique import CallbackSpec, Technique
+from lightning_memfit.techniques.gradient_release import GradientRelease
 from tests.helpers.trainers import quiet_trainer
 from tests.techniques.runs import LanguageModel, loader
 
@@ -44,6 +45,21 @@ class Manual(Plain):
 class Hooked(Plain):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass
+
+
+class OwnBackward(Plain):
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class Clears(pl.Callback):
+    def on_before_zero_grad(self, *args: Any) -> None:
+        pass
+
+
+class ReadsLate(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        [parameter.grad for parameter in pl_module.parameters()]
 
 
 class Stream(IterableDataset):
@@ -74,8 +90,7 @@ class Situation:
     def facts(self) -> Facts:
         module = self.module()
         module.configure_model()
-        others = tuple(type(callback).__name__ for callback in self.others())
-        return read_facts(module, "cpu", loader=self.data(), callbacks=others, **self.trainer)
+        return read_facts(module, "cpu", loader=self.data(), callbacks=self.others(), **self.trainer)
 
 
 def by_norm() -> dict[str, Any]:
@@ -91,6 +106,9 @@ SITUATIONS = {
     "no blocks": Situation(Plain, rows),
     "manual optimization": Situation(Manual, rows),
     "hook": Situation(Hooked, rows),
+    "own backward": Situation(OwnBackward, rows),
+    "callback before clearing": Situation(Plain, rows, others=lambda: [Clears()]),
+    "callback that reads gradients late": Situation(Plain, rows, others=lambda: [ReadsLate()]),
     "own generator": Situation(Plain, lambda: rows(shuffle=True, generator=torch.Generator())),
     "stream": Situation(Plain, lambda: DataLoader(Stream(), batch_size=None)),
     "no loader of torch": Situation(Plain, lambda: [[torch.zeros(4, 8)]]),
@@ -172,8 +190,17 @@ def test_every_rule_of_a_record_is_the_one_of_its_callbacks() -> None:
         for spec in technique.callbacks:
             cls = spec.load()
             if issubclass(cls, ReversibleCallback):
-                assert cls.refusal(Setting().run(Facts(device="cpu")), spec.arguments) is None or True
-                assert hasattr(__import__(cls.__module__, fromlist=["unsupported"]), "unsupported"), cls
+                rule = __import__(cls.__module__, fromlist=["unsupported"]).unsupported
+                run = Setting().choose(technique.name).run(Facts(device="cpu"))
+                reason = rule(run, spec.arguments)
+                assert cls.refusal(run, spec.arguments) == reason, cls
+                assert reason is None or technique.missing() or technique.refusal(run, {}) is not None, cls
+
+
+def test_a_subclass_has_the_rule_of_its_base() -> None:
+    cls = type("Mine", (GradientRelease,), {"__module__": "torch"})
+    run = Setting().run(Facts("cpu", automatic_optimization=False))
+    assert "automatic optimization" in str(cls.refusal(run, {}))
 
 
 def test_no_technique_can_forget_its_rule() -> None:

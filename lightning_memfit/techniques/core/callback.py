@@ -28,6 +28,8 @@ class ReversibleCallback(pl.Callback):
 
     in_trace = False
     """Whether this is a copy in a trace. What is traced for another device has been checked for that one."""
+    rules_traces = False
+    """Whether the rule holds in a trace too: it reads nothing that a trace for another device lacks."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
@@ -43,7 +45,8 @@ class ReversibleCallback(pl.Callback):
             run: The run, with this callback in it.
             options: All arguments of the callback by name.
         """
-        rule = getattr(sys.modules[cls.__module__], "unsupported", None)
+        modules = [sys.modules[base.__module__] for base in cls.__mro__]  # that of a subclass need not have a rule
+        rule = next((module.unsupported for module in modules if hasattr(module, "unsupported")), None)
         found: str | None = None if rule is None else rule(run, options)
         return found
 
@@ -69,7 +72,7 @@ class ReversibleCallback(pl.Callback):
         """
         self.restore()
         if stage == "fit":
-            if not self.in_trace:
+            if self.rules_traces or not self.in_trace:
                 self._check(trainer, pl_module)
             self.apply(trainer, pl_module)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.memory.kind import CUDA, DeviceKind, compute_capability
+from lightning_memfit.techniques.core.hooks import gradient_hooks, is_ours
 
 Options = Mapping[str, Any]
 """Arguments by name."""
@@ -72,6 +73,8 @@ class Facts:
     automatic_optimization: bool = True
     overridden: frozenset[str] = frozenset()
     """Hooks of LightningModule that the module defines itself."""
+    gradient_hooks: tuple[tuple[str, str], ...] = ()
+    """Hooks of the module and of callbacks that look at gradients, by name, and whose they are."""
     optimizers: tuple[str, ...] = ()
     """Class names of the module's own optimizers; empty if they are not known."""
     num_blocks: int | None = None
@@ -96,6 +99,10 @@ class Facts:
     """Which of torch's own implementations of attention every Hugging Face model can switch to."""
     packages: frozenset[str] | None = None
     """Those of `ASKED_PACKAGES` that are installed."""
+
+    def who_looks(self, *hooks: str) -> str | None:
+        """Words for the first hook of these names that looks at gradients; None if there is none."""
+        return next((who for hook, who in self.gradient_hooks if hook in hooks), None)
 
     @property
     def device_kind(self) -> DeviceKind:
@@ -128,6 +135,7 @@ class Run:
 
 
 _HOOKS = (
+    "backward",
     "configure_gradient_clipping",
     "on_after_backward",
     "on_before_optimizer_step",
@@ -149,7 +157,7 @@ def read_facts(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
     loader: Any = None,
-    callbacks: tuple[str, ...] = (),
+    callbacks: Sequence[Any] = (),
 ) -> Facts:
     """Facts of a module; what needs the model stays unknown if `configure_model` has yet to build it.
 
@@ -161,7 +169,7 @@ def read_facts(
         gradient_clip_val: As the Trainer gets it.
         gradient_clip_algorithm: As the Trainer gets it; None clips by norm.
         loader: The training loader.
-        callbacks: Class names of the Trainer's callbacks that are no techniques.
+        callbacks: The Trainer's callbacks.
     """
     built = any(True for _ in module.parameters())
     groups = find_blocks(module) if built else []
@@ -171,6 +179,7 @@ def read_facts(
         capability=capability,
         automatic_optimization=getattr(module, "automatic_optimization", True),
         overridden=_overridden(module),
+        gradient_hooks=gradient_hooks(module, callbacks),
         optimizers=tuple(optimizer.split(" + ")) if optimizer else (),
         num_blocks=sum(len(group.modules) for group in groups) if built else None,
         sequential_blocks=_are_sequential(module, [group.container for group in groups]) if groups else None,
@@ -181,7 +190,7 @@ def read_facts(
         loader=type(loader).__name__ if loader is not None else "DataLoader",
         loaders=tuple(LoaderFacts.of(one) for one in flat_loaders(loader)),
         compiler=has_compiler(device),
-        callbacks=callbacks,
+        callbacks=tuple(type(callback).__name__ for callback in callbacks if not hasattr(callback, "refusal")),
         attention=_attention(module) if built else None,
         packages=frozenset(name for name in ASKED_PACKAGES if find_spec(name) is not None),
     )
@@ -191,7 +200,6 @@ def run_of(trainer: Any, module: Any) -> Run:
     """The run that a Trainer is about to begin with a module."""
     device = trainer.strategy.root_device
     techniques = [callback for callback in trainer.callbacks if hasattr(callback, "refusal")]
-    others = tuple(type(callback).__name__ for callback in trainer.callbacks if callback not in techniques)
     facts = read_facts(
         module,
         device.type,
@@ -199,7 +207,7 @@ def run_of(trainer: Any, module: Any) -> Run:
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         loader=_given_loader(trainer),
-        callbacks=others,
+        callbacks=trainer.callbacks,
     )
     return Run(
         facts,
@@ -264,13 +272,7 @@ def has_compiler(device: str) -> bool:
 def _overridden(module: nn.Module) -> frozenset[str]:
     if not isinstance(module, LightningModule):
         return frozenset()
-    return frozenset(name for name in _HOOKS if is_overridden(name, module) and not _is_wrapped_by_us(name, module))
-
-
-def _is_wrapped_by_us(name: str, module: nn.Module) -> bool:
-    """Whether a hook is only a technique's layer around Lightning's own (`core.wrapping`)."""
-    layered = hasattr(vars(module).get(name), "_memfit_layers")
-    return layered and getattr(type(module), name) is getattr(LightningModule, name)
+    return frozenset(name for name in _HOOKS if is_overridden(name, module) and not is_ours(name, module))
 
 
 def _are_sequential(module: nn.Module, containers: list[str]) -> bool:

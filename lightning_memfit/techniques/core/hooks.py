@@ -4,7 +4,7 @@ A technique that frees or moves gradients asks this before a run, so that nobody
 """
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -27,30 +27,40 @@ _PACKAGE = __name__.partition(".")[0]
 _MOST_FUNCTIONS = 200
 
 
-def who_overrides(trainer: pl.Trainer, pl_module: pl.LightningModule, *hooks: str) -> str | None:
+def who_overrides(module: Any, callbacks: Iterable[Any], *hooks: str) -> str | None:
     """Name the first of the hooks that the module or a callback overrides; None if none does.
 
     The package's own callbacks don't count, as they look at no gradient in these hooks.
     """
-    return next((who for who, _ in _overrides(trainer, pl_module, hooks)), None)
+    return next((who for _, who, _ in _overrides(module, callbacks, hooks)), None)
 
 
-def who_reads_gradients(trainer: pl.Trainer, pl_module: pl.LightningModule, *hooks: str) -> str | None:
-    """Name the first of the hooks that is overridden by code that reads an attribute `grad`; None if none does.
+def gradient_hooks(module: Any, callbacks: Iterable[Any]) -> tuple[tuple[str, str], ...]:
+    """Hooks that look at gradients, by name, with words that say whose they are.
 
-    The code of the hook is read, and that of the functions and methods it names; not what those call in torch.
+    Those before the step and before gradients are cleared are there for nothing else. Of those between steps the code
+    is read, and that of the functions and methods it names, for an attribute `grad`; not what those call in torch.
     """
-    return next((who for who, function in _overrides(trainer, pl_module, hooks) if _reads_gradients(function)), None)
+    callbacks = list(callbacks)
+    there = [(hook, who) for hook, who, _ in _overrides(module, callbacks, (*BEFORE_STEP, *BEFORE_ZERO_GRAD))]
+    between = _overrides(module, callbacks, BETWEEN_STEPS)
+    return (*there, *((hook, who) for hook, who, function in between if _reads_gradients(function)))
 
 
-def _overrides(trainer: pl.Trainer, pl_module: pl.LightningModule, hooks: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+def _overrides(module: Any, callbacks: Iterable[Any], hooks: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:
+    callbacks = list(callbacks)
     for hook in hooks:
-        if is_overridden(hook, pl_module):
-            yield f"the module's `{hook}`", getattr(pl_module, hook)
+        if isinstance(module, pl.LightningModule) and is_overridden(hook, module) and not is_ours(hook, module):
+            yield hook, f"the module's `{hook}`", getattr(module, hook)
         for callback in callbacks:
             if is_overridden(hook, callback, parent=pl.Callback) and not _is_own(callback, hook):
-                yield f"`{hook}` of the callback {type(callback).__name__}", getattr(callback, hook)
+                yield hook, f"`{hook}` of the callback {type(callback).__name__}", getattr(callback, hook)
+
+
+def is_ours(hook: str, module: Any) -> bool:
+    """Whether a module's hook is only a technique's layer around Lightning's own (`core.wrapping`)."""
+    layered = hasattr(vars(module).get(hook), "_memfit_layers")
+    return layered and getattr(type(module), hook) is getattr(pl.LightningModule, hook)
 
 
 def _is_own(callback: pl.Callback, hook: str) -> bool:

@@ -1,12 +1,10 @@
-from types import SimpleNamespace
-
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
 from lightning.pytorch.utilities import grad_norm
 
-from lightning_memfit.techniques.core.hooks import who_overrides, who_reads_gradients
+from lightning_memfit.techniques.core.hooks import gradient_hooks, who_overrides
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 
 
@@ -54,10 +52,6 @@ class Other(pl.Callback):
         norm(pl_module)
 
 
-def run(*callbacks):
-    return SimpleNamespace(callbacks=list(callbacks))
-
-
 @pytest.mark.parametrize(
     ("callback", "expected"),
     [
@@ -74,7 +68,7 @@ def run(*callbacks):
     ],
 )
 def test_hooks_that_read_gradients_are_known_by_their_code(callback, expected):
-    found = who_reads_gradients(run(callback), pl.LightningModule(), "on_train_batch_end")
+    found = dict(gradient_hooks(pl.LightningModule(), [callback])).get("on_train_batch_end")
     assert found == (f"`on_train_batch_end` of the callback {type(callback).__name__}" if expected else None)
 
 
@@ -88,6 +82,6 @@ def test_overridden_hooks():
             pass
 
     hooks = ("on_after_backward", "on_before_zero_grad")
-    assert who_overrides(run(HostMasterWeights()), pl.LightningModule(), *hooks) is None
-    assert who_overrides(run(), Looks(), *hooks) == "the module's `on_after_backward`"
-    assert who_overrides(run(Own()), pl.LightningModule(), *hooks) == "`on_before_zero_grad` of the callback Own"
+    assert who_overrides(pl.LightningModule(), [HostMasterWeights()], *hooks) is None
+    assert who_overrides(Looks(), [], *hooks) == "the module's `on_after_backward`"
+    assert who_overrides(pl.LightningModule(), [Own()], *hooks) == "`on_before_zero_grad` of the callback Own"
