@@ -135,8 +135,9 @@ class StatePlaces:
 
 
 def _parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """All parameters but those that DeepSpeed gathers and puts away again, which no code of the block writes then."""
     found = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
-    yield from found.values()
+    yield from (parameter for parameter in found.values() if not hasattr(parameter, "ds_id"))
 
 
 def _unwrapped(function: types.FunctionType) -> types.FunctionType:
@@ -478,6 +479,10 @@ _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_st
 _COPIES = ("_to_copy", "copy_", "clone", "detach", "alias", "lift_fresh", *_UNWRITTEN)
 
 
+_COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")
+"""Operators whose results are there only once somebody has waited for them."""
+
+
 class Look(TorchDispatchMode):
     """Watch the operators of a call: copy what is about to be written, and remember what each operator returned.
 
@@ -508,7 +513,8 @@ class Look(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._note_write(args[number] if number < len(args) else kwargs.get(argument.name))
         result = func(*args, **kwargs)
-        if schema is not None and not self.is_paused and not func.is_view and func._opname not in _COPIES:
+        is_left_out = func.is_view or func._opname in _COPIES or func.namespace in _COLLECTIVES
+        if schema is not None and not self.is_paused and not is_left_out:
             self.results.append((func.name(), _reading(func, result)))
         return result
 
