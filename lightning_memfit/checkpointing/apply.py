@@ -204,7 +204,7 @@ class _Call:
         state = self._state
         if self._is_looking:
             look = self._look = Look(self._copy, (*state.tensors.items(), *self._inputs))
-            if torch._guards.detect_fake_mode(()) is None:  # a trace has no values
+            if not self._places.is_gathered and torch._guards.detect_fake_mode(()) is None:  # a trace has no values
                 self._results = look.results
             with look:
                 result = self._function(*args, **kwargs)

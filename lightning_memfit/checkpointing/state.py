@@ -69,11 +69,16 @@ class StatePlaces:
 
     Args:
         modules: What is run together.
+
+    Attributes:
+        is_gathered: Whether ZeRO-3 gathers weights while they run, by operators that come or don't.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = list(dict.fromkeys(child for module in modules for child in module.modules()))
         self.parameters = [(("parameters", i), p) for i, p in enumerate(_parameters(self.modules))]
+        own = (p for module in self.modules for p in module._parameters.values() if p is not None)
+        self.is_gathered = any(map(_is_put_away, own))
         self.inside = set(map(id, self.modules))
         self.globals: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self.cells: list[types.CellType] = []
@@ -135,9 +140,14 @@ class StatePlaces:
 
 
 def _parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """All parameters but those that DeepSpeed gathers and puts away again, which no code of the block writes then."""
+    """All parameters but those that ZeRO-3 gathers and puts away again."""
     found = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
-    yield from (parameter for parameter in found.values() if not hasattr(parameter, "ds_id"))
+    yield from (parameter for parameter in found.values() if not _is_put_away(parameter))
+
+
+def _is_put_away(tensor: Tensor) -> bool:
+    """Whether DeepSpeed has the values of a tensor, and gives and takes them around its module's forward."""
+    return hasattr(tensor, "ds_id")
 
 
 def _unwrapped(function: types.FunctionType) -> types.FunctionType:
@@ -330,6 +340,8 @@ class BlockState:
                     self._add_tensor(parameter, (place, number, name), small=0)
 
     def _add_tensor(self, tensor: Tensor, place: Place, small: int = SMALL_BYTES) -> None:
+        if _is_put_away(tensor):
+            return
         self.tensors[place] = tensor
         is_small = tensor.layout is torch.strided and tensor.nbytes <= small
         if place in self._written or (is_small and tensor.grad_fn is None):
@@ -455,7 +467,7 @@ def _fill(container: Any, content: Any) -> None:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A tensor's values now. Made without gradients, as whoever watches the step for reads is not to take it for one."""
+    """A tensor's values now; made without gradients, as whoever watches a step for reads is not to take it for one."""
     with torch.no_grad():
         return tensor.detach().clone()
 

@@ -71,7 +71,7 @@ REFUSED = {
     ),
     "8 bits": (
         {**together(), "callbacks": [{"class_path": "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"}]},
-        "is sharded (DTensor, FSDP2), which bitsandbytes cannot step",
+        "bitsandbytes can't step what ModelParallelStrategy shards",
     ),
     "batches": ({**together(), "scenario": f"{OURS}.other_batches"}, "were given different batches in train. "),
 }
