@@ -235,8 +235,5 @@ def _checkpointing(choice: Choice) -> tuple[Any, ...]:
     if choice == "none":
         return ()
     if choice == "full":
-        callback = ActivationCheckpointing()
-    else:
-        callback = ActivationCheckpointing("selective", keep=("matmul", "attention"))
-    callback.largest_group_only = True
-    return (callback,)
+        return (ActivationCheckpointing(),)
+    return (ActivationCheckpointing("selective", keep=("matmul", "attention")),)
