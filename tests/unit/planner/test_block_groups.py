@@ -14,6 +14,8 @@ from lightning_memfit.techniques.core.setting import Setting
 from tests.helpers.modules import LanguageModel
 from tests.unit.checkpointing.models import t5
 
+pytestmark = pytest.mark.slow
+
 SIZE = 4
 MODES = {"none": None, "full": {}, "selective": {"mode": "selective", "keep": ["matmul", "attention"]}}
 
@@ -32,7 +34,8 @@ def search() -> Search:
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_plan_covers_encoder_and_decoder_as_a_run_does(search: Search, mode: str, released: bool) -> None:
-    setting = Setting(micro_batch_size=SIZE)
+    # Passes are traced with two micro-batches in a step, where gradients lie beside activations.
+    setting = Setting(micro_batch_size=SIZE, accumulate_grad_batches=1 if released else 2)
     if released:
         setting = setting.choose("gradient_release")
     if MODES[mode] is not None:
@@ -40,8 +43,7 @@ def test_a_plan_covers_encoder_and_decoder_as_a_run_does(search: Search, mode: s
     solution = search.solver.solve_uniform(setting)
     assert solution.setting == setting
     exact = predict_peak_bytes(search.store.exactly(setting), SIZE)
-    # Gradients of several blocks are released at once at times, which counts what each of them may take.
-    assert exact * 0.99 <= solution.peak_bytes <= exact * (1.15 if released else 1.01)
+    assert solution.peak_bytes == pytest.approx(exact, rel=0.01)
 
 
 def test_less_memory_takes_a_plan_that_can_be_traced(search: Search) -> None:
