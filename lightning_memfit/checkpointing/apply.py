@@ -161,6 +161,7 @@ class _Call:
     are copied before.
     """
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __init__(
         self,
         function: Callable[..., Any],

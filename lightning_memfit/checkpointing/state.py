@@ -233,6 +233,7 @@ class BlockState:
         tensors: All tensors that were found, by place.
     """
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __init__(
         self,
         places: StatePlaces,
@@ -352,6 +353,7 @@ class BlockState:
         if id(tensor) not in self.copies:
             self.copies[id(tensor)] = (tensor, copied(tensor))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_of_forward(
         self,
         block: str,
@@ -423,6 +425,7 @@ class BlockState:
             finally:
                 now._restore()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _restore(self) -> None:
         for owner, held, whole in self._dicts:
             if whole:

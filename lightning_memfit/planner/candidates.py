@@ -152,7 +152,7 @@ def _choices(workload: Workload, base: Setting) -> tuple[list[list[TechniqueChoi
         for technique in sorted(techniques(), key=lambda record: record.name):
             if technique.kind != kind:
                 continue
-            is_own = technique.trainer.get("precision") == own and not technique.callbacks
+            is_own = technique.trainer.get("precision") == own and not technique.changes_step
             permitted = technique.numerics <= workload.allow and technique.proposed
             if permitted or is_own:
                 found = _beside(base, technique, workload)

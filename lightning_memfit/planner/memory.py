@@ -58,7 +58,7 @@ class ForwardBackward:
         self._setting = setting
         self._figures: dict[tuple[Choice, int, ReleasedGradients], BlockFigures] = {}
         self._fragmentation: dict[tuple[Choice, int, bool], int] = {}
-        self._peaks: dict[tuple[int, ReleasedGradients], int] = {}
+        self._peaks: dict[tuple[Choice, int, ReleasedGradients], int] = {}
         self._inputs: dict[int, int] = {}
         self._lender: ForwardBackward | None = None
 
@@ -79,6 +79,11 @@ class ForwardBackward:
     def choices(self) -> tuple[Choice, ...]:
         """Checkpointing choices that all blocks may follow; only `none` if there are no blocks."""
         return CHOICES if self.none.num_blocks > 1 else CHOICES[:1]
+
+    @property
+    def has_other_blocks(self) -> bool:
+        """Whether there are blocks besides the largest group, which a run checkpoints and traces don't tell apart."""
+        return (self._store.workload.facts.num_blocks or 0) > self.none.num_blocks
 
     @property
     def is_traced(self) -> bool:
@@ -121,6 +126,8 @@ class ForwardBackward:
         """Whether `figures` are exact or a lower bound at a micro-batch; only borrowed blocks may be no bound."""
         if self._lender is None or len(self.choices) == 1:
             return True
+        if self.has_other_blocks:
+            return False
         try:
             own, plain = (passes.figures("none", size, released) for passes in (self, self._lender))
         except BudgetError:
@@ -134,11 +141,11 @@ class ForwardBackward:
         weight = RECOMPUTED_OPERATOR.get(choice, 1.0)
         return PassWork.of(self.none, size).recomputing(PassWork.of(self._profile(choice), size), weight)
 
-    def peak_bytes(self, size: int, released: ReleasedGradients = ()) -> int:
-        """Highest level of forward and backward without checkpointing; `released` as in `figures`."""
-        key = (size, released)
+    def peak_bytes(self, size: int, released: ReleasedGradients = (), choice: Choice = "none") -> int:
+        """Highest level of forward and backward; `released` as in `figures`."""
+        key = (choice, size, released)
         if key not in self._peaks:
-            events = self.none.events_at(size)
+            events = self._profile(choice).events_at(size)
             live = events.live_bytes(self.rounding)
             if released:
                 _, live = released_levels(events, self.rounding, released)
@@ -336,9 +343,14 @@ class MemoryModel:
         return self._passes.is_bounded_at(size, self._steady_state.released_gradients)
 
     def frontier(self, size: int) -> PlanFrontier | None:
-        """Every checkpointing plan worth having at a micro-batch; None if there are no blocks to choose among."""
+        """Every checkpointing plan worth having at a micro-batch; None if there are no blocks to choose among.
+
+        Blocks of several groups all follow one choice, which counts as that of a single block.
+        """
         if len(self._passes.choices) == 1:
             return None
+        if self._passes.has_other_blocks:
+            return PlanFrontier(CheckpointingProblem((self._uniform_options(size),), 0, self._step_bytes(size)))
         try:
             released = self._steady_state.released_gradients
             figures = {choice: self._passes.figures(choice, size, released) for choice in self._passes.choices}
@@ -357,6 +369,14 @@ class MemoryModel:
         outside = max(found.outside for found in figures.values()) + shift
         floor = max(outside, self._step_bytes(size))
         return PlanFrontier(CheckpointingProblem(blocks, max(0, head), floor))
+
+    def _uniform_options(self, size: int) -> tuple[BlockOption, ...]:
+        released = self._steady_state.released_gradients
+        peaks = {choice: self._passes.peak_bytes(size, released, choice) for choice in self._passes.choices}
+        return tuple(
+            BlockOption(choice, 0, max(0, peak + self._shift), self._recompute_seconds(choice, size))
+            for choice, peak in peaks.items()
+        )
 
     def peak_bytes(self, size: int) -> int:
         """Peak of live tensors without checkpointing."""

@@ -184,7 +184,7 @@ def passes_of(setting: Setting) -> Setting:
     precision = setting.of_kind("precision")
     if setting.sharding is not None and setting.sharding.weight_bytes(setting.precision) == 2:
         return pure.without("precision").choose(BF16_TRUE.name)
-    if precision is None or not precision.technique.callbacks:
+    if precision is None or not precision.technique.changes_step:
         return pure
     return pure.without("precision").choose(technique_for(precision.technique.trainer["precision"]).name)
 
@@ -235,8 +235,5 @@ def _checkpointing(choice: Choice) -> tuple[Any, ...]:
     if choice == "none":
         return ()
     if choice == "full":
-        callback = ActivationCheckpointing()
-    else:
-        callback = ActivationCheckpointing("selective", keep=("matmul", "attention"))
-    callback.largest_group_only = True
-    return (callback,)
+        return (ActivationCheckpointing(),)
+    return (ActivationCheckpointing("selective", keep=("matmul", "attention")),)

@@ -55,7 +55,6 @@ class ActivationCheckpointing(TechniqueCallback):
 
     Attributes:
         resolved: The plan made for the budget of the current or last run.
-        largest_group_only: Whether blocks of other, smaller groups are left alone.
 
     Raises:
         ValueError: If the arguments do not fit together.
@@ -78,7 +77,6 @@ class ActivationCheckpointing(TechniqueCallback):
             raise ValueError(f"`budget={budget!r}` chooses for each block by itself: leave mode and choices out.")
         self.budget = None if budget is None else check_budget(budget)
         self.resolved: ResolvedBudget | None = None
-        self.largest_group_only = False
         self.mode = mode
         self.every = every
         self.keep = tuple(keep)
@@ -137,8 +135,6 @@ class ActivationCheckpointing(TechniqueCallback):
     def _checkpoint(self, module: nn.Module) -> None:
         refuse_checkpointed(module)
         groups = select_blocks(module, self.blocks) if self.blocks is not None else find_blocks(module)
-        if self.largest_group_only and groups:
-            groups = [max(groups, key=lambda group: group.num_parameters)]
         if not groups:
             raise ValueError(
                 f"{type(module).__name__} has no ModuleList or Sequential with two or more blocks of one class. Name "
