@@ -454,7 +454,7 @@ def _fill(container: Any, content: Any) -> None:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A tensor's values now. Made without gradients, as whoever watches the step for reads is not to take it for one."""
+    """A tensor's values now, read without gradients: whoever watches what a step reads is not to take it for a use."""
     with torch.no_grad():
         return tensor.detach().clone()
 
