@@ -114,7 +114,7 @@ class Drawn:
         return read_facts(
             module,
             "cpu",
-            optimizer=type(module.configure_optimizers()).__name__,
+            optimizer=module.configure_optimizers(),
             loader=modules.loader(self.name),
             callbacks=self.others(),
             **self.trainer,

@@ -184,6 +184,26 @@ def exchange(
     return built
 
 
+def untranslatable(
+    source: str, group: Mapping[str, Any], name: str, options: Mapping[str, Any], drop: Collection[str]
+) -> str | None:
+    """Why a parameter group can't be given to another class of optimizer, in the words of `exchange`; None if it can.
+
+    Args:
+        source: Name of its own class in `optimizer_classes`.
+        group: Its hyper-parameters.
+        name: Name of the new class.
+        options: As for `exchange`.
+        drop: As for `exchange`.
+    """
+    cls = class_named(source)
+    try:
+        _translated(group, cls, class_named(name), name, options, drop, _defaults(cls.load()))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 _STEPPING: dict[str, Any] = {"torchao": outside_modes, "bitsandbytes": guarded}
 
 

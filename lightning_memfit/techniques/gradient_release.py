@@ -22,7 +22,7 @@ class GradientRelease(TechniqueCallback):
     Needs one backward pass per optimizer step, since a gradient is used up at once: accumulation, clipping by norm,
     loss scaling, several devices, manual optimization, and hooks and callbacks that look at gradients are refused.
     Clipping by value works, and so do parameters that are frozen, unfrozen or given to the optimizer during training.
-    Schedulers, checkpoints, 8-bit, `foreach` and `fused` optimizers work unchanged.
+    Schedulers, checkpoints, 8-bit, `foreach` and `fused` optimizers, and those of torchao, work unchanged.
     """
 
     rules_traces = True

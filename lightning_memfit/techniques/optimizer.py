@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.estimate.optimizers import optimizer_family
-from lightning_memfit.optim.exchange import exchange
+from lightning_memfit.optim.exchange import exchange, untranslatable
 from lightning_memfit.optim.optimizers import OPTIMIZERS, OptimizerRecord, class_named, class_of, optimizer_classes
 from lightning_memfit.optim.replace import replace_optimizers, schedulers_in
 from lightning_memfit.optim.states import Resume
@@ -125,6 +125,11 @@ def unsupported(run: Run, options: Options) -> str | None:
     other = next((name for name in run.facts.optimizers if name not in known), None)
     if other is not None:
         return f"what {other}'s hyper-parameters mean isn't known; only {', '.join(sorted(known))} can be exchanged."
+    for source, group in run.facts.groups:
+        given, drop = options.get("options") or {}, options.get("drop") or ()
+        reason = untranslatable(source, group, str(options["name"]), given, drop)
+        if reason is not None:
+            return reason
     if run.strategy.startswith("DeepSpeed"):
         return f"{run.strategy} chooses the optimizer's kernel itself. Set the optimizer in the module."
     return None
@@ -153,13 +158,25 @@ def technique_of(record: OptimizerRecord) -> Technique:
     given = {"options": dict(replacement.options), "drop": list(replacement.drop)}
     arguments = {"name": record.cls.name, **{name: value for name, value in given.items() if value}}
     spec = CallbackSpec(_CLASS_PATH, arguments)
+
+    def rule(run: Run, options: Options) -> str | None:
+        reason = unsupported(run, {**arguments, **options})
+        if reason is not None or "optimizer" in replacement.numerics:
+            return reason
+        families = {cls.class_name: cls.family for cls in optimizer_classes().values()}
+        other = next((name for name in run.facts.optimizers if families.get(name) != record.cls.family), None)
+        return other and (
+            f"{other} would become {record.cls.name}, which steps otherwise. Leave it out, or exchange the optimizer "
+            "on purpose with ReplaceOptimizer."
+        )
+
     return Technique(
         name=replacement.technique,
         kind="optimizer",
         summary=replacement.summary,
         numerics=replacement.numerics,
         callbacks=(spec, _EIGHT_BIT) if replacement.then_8bit else (spec,),
-        unsupported=lambda run, options: unsupported(run, {**arguments, **options}),
+        unsupported=rule,
         cost=cost,
         package="" if record.package == "torch" else record.package,
         page="optimizer",

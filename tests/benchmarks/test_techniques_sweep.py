@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from benchmarks.techniques_sweep import tiny
@@ -15,12 +16,13 @@ from benchmarks.techniques_sweep.architectures import main as run_architectures
 from benchmarks.techniques_sweep.combinations import Drawn
 from benchmarks.techniques_sweep.combinations import examine as combine
 from benchmarks.techniques_sweep.isolated import each
-from benchmarks.techniques_sweep.runs import Trained, difference, is_refusal
+from benchmarks.techniques_sweep.runs import Trained, difference, is_refusal, was_refused
 from lightning_memfit.techniques.core.technique import TOLERANCES, Numerics
 
 FAST = ("ChunkedLoss", "Lora", "QuantizedWeights, 8 bits", "ActivationCheckpointing, full")
 ARCHITECTURES = ("llama", "gpt2", "gemma2", "mpt", "mamba2", "qwen3_moe")
-SEEDS = range(20)
+SEEDS = (0, 3, 8, 15, 19, 20, 63, 158, 246)
+"""Quick ones, those among them that found mistakes."""
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -34,6 +36,25 @@ def test_equal_or_refused(name: str) -> None:
 def test_combination_is_equal_or_refused_in_the_same_words(seed: int) -> None:
     row = combine(seed)
     assert row["verdict"] in ("equal", "refused", "refused on the batch"), row
+
+
+@pytest.mark.slow
+def test_rounding_of_the_promised_run_itself_is_allowed() -> None:
+    """Seed 26 cuts batches of 8 into 3, 3 and 2: another order of additions, which three steps of AdamW magnify."""
+    row = combine(26)
+    assert row["verdict"] == "equal"
+    assert TOLERANCES["exact"] <= row["tolerance"] < 10 * TOLERANCES["exact"]
+
+
+def test_what_precision_converts_is_not_a_change() -> None:
+    weight = {"w": torch.tensor([1 / 3])}
+    half = {"w": weight["w"].bfloat16()}
+    run = Trained(before=weight, after=half, error=MisconfigurationException("no"))
+    assert not was_refused(run)
+    run.dtype = torch.bfloat16
+    assert was_refused(run)
+    run.after = {"w": half["w"] * 2}
+    assert not was_refused(run)
 
 
 def test_seeds_choose_the_same_again() -> None:
@@ -140,7 +161,7 @@ def _job(name: str) -> str:
 
 @pytest.mark.slow
 def test_processes_that_die_or_hang_are_rows() -> None:
-    found = dict(each(_job, ["fine", "dies", "raises", "hangs"], seconds=12, processes=2))
+    found = dict(each(_job, ["fine", "dies", "raises", "hangs"], seconds=8, processes=2))
     assert found["fine"] == "FINE"
     assert "exit code 3" in str(found["dies"])
     assert str(found["raises"]) == "ValueError: no"

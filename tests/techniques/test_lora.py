@@ -64,7 +64,7 @@ def test_adapters_are_trained_and_end_up_in_the_weights(make, callbacks):
 
 
 def test_copies_for_a_recomputation_read_no_weight(callbacks):
-    """Frozen weights that are small are copied with a block's other state; that is no use of them beside the adapter."""
+    """Small frozen weights are copied with a block's other state, which is no use of them beside the adapter."""
     checkpointed = fit([*copy.deepcopy(callbacks), ActivationCheckpointing("every", every=1)], Llama, max_steps=3)
     plain = fit(callbacks, Llama, max_steps=3)
     torch.testing.assert_close(torch.stack(checkpointed.losses), torch.stack(plain.losses))

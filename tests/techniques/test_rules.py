@@ -197,6 +197,31 @@ def test_every_rule_of_a_record_is_the_one_of_its_callbacks() -> None:
                 assert reason is None or technique.missing() or technique.refusal(run, {}) is not None, cls
 
 
+class Momentum(Plain):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+
+
+@pytest.mark.parametrize("name", ["fused_adamw", "adafactor", "lion"])
+def test_hyper_parameters_without_a_counterpart(name: str) -> None:
+    setting = Setting().choose(name)
+    if any(choice.technique.missing() for choice in setting.chosen):
+        pytest.skip("needs a package")
+    (said,) = setting.validate(read_facts(Momentum(), "cpu", optimizer=Momentum().configure_optimizers()))
+    assert "`momentum=0.9`" in said
+    with pytest.raises(ValueError, match="momentum") as caught:
+        quiet_trainer(*setting.callbacks(), max_steps=1).fit(Momentum(), rows())
+    assert str(caught.value) == said.partition(": ")[2]
+
+
+def test_another_optimizer_is_no_kernel_of_the_modules_own() -> None:
+    plain = torch.optim.SGD(Plain().parameters(), lr=1e-2)
+    (said,) = Setting().choose("fused_adamw").validate(read_facts(Plain(), "cpu", optimizer=plain))
+    assert "SGD would become torch.AdamW" in said
+    adam = torch.optim.AdamW(Plain().parameters())
+    assert Setting().choose("fused_adamw").validate(read_facts(Plain(), "cpu", optimizer=adam)) == []
+
+
 def test_a_subclass_has_the_rule_of_its_base() -> None:
     cls = type("Mine", (GradientRelease,), {"__module__": "torch"})
     run = Setting().run(Facts("cpu", automatic_optimization=False))

@@ -19,10 +19,12 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelPa
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.memory.kind import CUDA, DeviceKind, compute_capability
+from lightning_memfit.optim.optimizers import class_of
 from lightning_memfit.techniques.core.hooks import gradient_hooks, is_ours
 
 Options = Mapping[str, Any]
@@ -77,6 +79,8 @@ class Facts:
     """Hooks of the module and of callbacks that look at gradients, by name, and whose they are."""
     optimizers: tuple[str, ...] = ()
     """Class names of the module's own optimizers; empty if they are not known."""
+    groups: tuple[tuple[str, Options], ...] = field(default=(), hash=False)
+    """Name in `optim.optimizers` and hyper-parameters of each parameter group; empty if they are not known."""
     num_blocks: int | None = None
     """Number of repeated blocks found."""
     sequential_blocks: bool | None = None
@@ -153,7 +157,7 @@ def read_facts(
     module: nn.Module,
     device: str = CUDA,
     capability: tuple[int, int] | None = None,
-    optimizer: str = "",
+    optimizer: str | Optimizer = "",
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
     loader: Any = None,
@@ -165,13 +169,14 @@ def read_facts(
         module: The user's module, or the Hugging Face model itself. Not changed.
         device: Device type to train on.
         capability: CUDA compute capability.
-        optimizer: Class names of the module's own optimizers, joined by " + " as `ModelProfile.optimizer` has them.
+        optimizer: The module's own optimizer, or class names joined by " + " as `ModelProfile.optimizer` has them.
         gradient_clip_val: As the Trainer gets it.
         gradient_clip_algorithm: As the Trainer gets it; None clips by norm.
         loader: The training loader.
         callbacks: The Trainer's callbacks.
     """
     built = any(True for _ in module.parameters())
+    names = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else optimizer
     groups = find_blocks(module) if built else []
     algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm")
     return Facts(
@@ -180,7 +185,8 @@ def read_facts(
         automatic_optimization=getattr(module, "automatic_optimization", True),
         overridden=_overridden(module),
         gradient_hooks=gradient_hooks(module, callbacks),
-        optimizers=tuple(optimizer.split(" + ")) if optimizer else (),
+        optimizers=tuple(names.split(" + ")) if names else (),
+        groups=_groups(optimizer) if isinstance(optimizer, Optimizer) else (),
         num_blocks=sum(len(group.modules) for group in groups) if built else None,
         sequential_blocks=_are_sequential(module, [group.container for group in groups]) if groups else None,
         causal_lm=any(is_causal_lm(child) for child in module.modules()) if built else None,
@@ -219,6 +225,15 @@ def run_of(trainer: Any, module: Any) -> Run:
         callbacks=tuple(type(callback).__name__ for callback in trainer.callbacks),
         arguments={type(callback).__name__: arguments_of(callback) for callback in techniques},
     )
+
+
+def _groups(optimizer: Optimizer) -> tuple[tuple[str, Options], ...]:
+    try:
+        name = class_of(optimizer).name
+    except ValueError:  # a class whose hyper-parameters are of unknown meaning
+        return ()
+    groups = optimizer.param_groups
+    return tuple((name, {key: value for key, value in group.items() if key != "params"}) for group in groups)
 
 
 def _given_loader(trainer: Any) -> Any:
