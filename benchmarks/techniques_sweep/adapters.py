@@ -72,9 +72,11 @@ class ByHand:
         """All weights as they are when the adapters are added to the original ones."""
         states = self.module.state_dict().items()
         state = {n: v.detach().clone() for n, v in states if ".parametrizations." not in n}
-        for name, added in self.added.items():
-            with torch.no_grad():
-                state[f"{name}.weight"] = added(self.originals[name])
+        layers = {self.module.get_submodule(name): name for name in self.added}
+        for name, child in self.module.named_modules(remove_duplicate=False):  # shared layers have several names
+            if child in layers:
+                with torch.no_grad():
+                    state[f"{name}.weight"] = self.added[layers[child]](self.originals[layers[child]])
         return state
 
 
