@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
@@ -227,6 +228,36 @@ class _Anchored(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         raise RuntimeError("A gradient reached logits that ChunkedLoss never computed. Leave ChunkedLoss out.")
+
+
+_guards = 0
+
+
+def whole_in_functions() -> Callable[[], None]:
+    """Make lazy logits whole before any `torch.autograd.Function` gets them, until the function returned is called.
+
+    Its forward would see operators that leave them lazy, and its backward, which may do anything, would be left out.
+    `Function.apply` looks this method up in each call, so that an `apply` that someone has kept is guarded as well.
+    """
+    global _guards
+    if not _guards:
+        _SingleLevelFunction.apply = classmethod(_apply_to_whole)
+    _guards += 1
+
+    def undo() -> None:
+        global _guards
+        _guards -= 1
+        if not _guards:
+            del _SingleLevelFunction.apply
+
+    return undo
+
+
+def _apply_to_whole(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    apply = super(_SingleLevelFunction, cls).apply
+    if any(isinstance(leaf, LazyLogits) for leaf in (*args, *kwargs.values())):
+        return _on_whole(apply, f"{cls.__name__}.apply", args, kwargs)
+    return apply(*args, **kwargs)
 
 
 def gathered(parameter: Any) -> Any:
