@@ -1,7 +1,9 @@
 """`ChunkedLoss`: the loss of a Hugging Face language model, computed without ever holding all logits."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_memfit.adapters import layer
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
@@ -84,6 +87,17 @@ class ChunkedLoss(TechniqueCallback):
         for head in self._heads:
             head.check_served()
 
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Make logits whole that outlive the step; with manual optimization all may, so that reading them is an error.
+
+        A step that returns its logits, or stores them, may have them read when the weights are others.
+        """
+        for head in self._heads:
+            head.end_calls(keep=pl_module.automatic_optimization)
+
 
 def find_causal_models(module: nn.Module) -> list[Any]:
     """Hugging Face language models in a module.
@@ -127,6 +141,7 @@ class _ChunkedHead:
         self.num_chunks = num_chunks
         self.head: nn.Module = models[0].get_output_embeddings()
         self.calls: list[_Call] = []
+        self.made: list[weakref.ref[HeadCall]] = []
         self.num_lazy = 0
         self.num_losses = 0
         self.is_compared = False
@@ -182,8 +197,15 @@ class _ChunkedHead:
         if learns:
             self._check_head(linear)
         parameters = list(self.head.parameters())
+
+        def run(rows: Tensor) -> Tensor:
+            # Lora looks for reads of frozen weights outside their layer, whose own call is over by now.
+            with layer._reading() if isinstance(self.head, layer.FrozenLinear) else nullcontext():
+                logits: Tensor = inner(rows, *args, **kwargs)
+                return logits
+
         call = HeadCall(
-            lambda rows: inner(rows, *args, **kwargs),
+            run,
             hidden,
             linear,
             parameters,
@@ -192,7 +214,21 @@ class _ChunkedHead:
             self._on_loss,
         )
         self.num_lazy += learns
+        self.made = [made for made in self.made if made() is not None]
+        self.made.append(weakref.ref(call))
         return call.lazy()
+
+    def end_calls(self, keep: bool) -> None:
+        """Compute no logits of the head's calls up to here any more; first make those that are kept whole."""
+        calls = [call for call in (made() for made in self.made) if call is not None]
+        was_kept = [call.end(keep) for call in calls]
+        self.made.clear()
+        if any(was_kept) and not self.has_warned:
+            self.has_warned = True
+            rank_zero_warn(
+                f"ChunkedLoss: logits of {self.name} are kept beyond the step, so that they exist whole. Numbers are "
+                "right, but memory is not saved: keep, or return, what is computed of them."
+            )
 
     def _check_head(self, linear: nn.Linear | None) -> None:
         """Refuse a head whose output in chunks is not its output.
@@ -270,9 +306,10 @@ class _Forward:
     def __init__(self, head: nn.Module, own: Any) -> None:
         self.head = head
         self.own = own
-        self.layered: Any = head.forward
-        self._memfit_layers = self.layered._memfit_layers
-        self._memfit_uninstall = self.layered._memfit_uninstall
+        layered: Any = head.forward
+        self.layered = layered
+        self._memfit_layers = layered._memfit_layers
+        self._memfit_uninstall = layered._memfit_uninstall
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.layered(*args, **kwargs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -38,6 +38,10 @@ class LogitsNeeded(RuntimeError):
         )
         self.operator = operator
         self.changes = changes
+
+
+class LogitsChanged(RuntimeError):
+    """Logits can't be computed any more: what they are computed from has changed."""
 
 
 class HeadCall:
@@ -71,6 +75,7 @@ class HeadCall:
         self.on_loss = on_loss
         self.with_gradients = torch.is_grad_enabled()
         self.is_changed = False
+        self.is_over = False
         self.made: list[weakref.ref[LazyLogits]] = []
         self._head = head
         device = hidden.device.type
@@ -111,19 +116,34 @@ class HeadCall:
         whole.expects_gradient = learns
         return whole
 
-    def check_unchanged(self, others: Sequence[Tensor] = ()) -> None:
+    def end(self, keep: bool) -> bool:
+        """Compute nothing from now on, as weights change; say whether logits were made whole to be read later.
+
+        Versions don't tell: an optimizer may write to `parameter.data`.
+        """
+        alive = [lazy for lazy in (reference() for reference in self.made) if lazy is not None and lazy._whole is None]
+        for lazy in alive if keep and not self.is_over else ():
+            with suppress(LogitsChanged):  # which whoever reads them is told
+                lazy.whole()
+        self.is_over = True
+        return any(lazy._whole is not None for lazy in alive)
+
+    def check_unchanged(self) -> None:
         """Refuse to compute logits, or a loss, from tensors that are no longer what they were.
 
         Raises:
-            RuntimeError: If an input of the head was changed in place or freed.
+            LogitsChanged: If an input of the head was changed in place or freed, or an optimizer's step has begun.
         """
+        changed = self.is_over
         for tensor, version in self._versions:
             is_plain = type(tensor) in (Tensor, nn.Parameter)
-            if (is_plain and tensor.numel() and not tensor.untyped_storage().nbytes()) or _version(tensor) != version:
-                raise RuntimeError(
-                    "ChunkedLoss: logits are read after the head's input or weight was changed or freed. Read them "
-                    "before the optimizer's step, or leave ChunkedLoss out."
-                )
+            changed |= is_plain and bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
+            changed |= _version(tensor) != version
+        if changed:
+            raise LogitsChanged(
+                "ChunkedLoss: logits are read after the head's input or weight was changed or freed. Read them "
+                "before the optimizer's step, or leave ChunkedLoss out."
+            )
 
 
 class LazyLogits(Tensor):
@@ -241,14 +261,14 @@ def whole_in_functions() -> Callable[[], None]:
     """
     global _guards
     if not _guards:
-        _SingleLevelFunction.apply = classmethod(_apply_to_whole)
+        setattr(_SingleLevelFunction, "apply", classmethod(_apply_to_whole))  # noqa: B010
     _guards += 1
 
     def undo() -> None:
         global _guards
         _guards -= 1
         if not _guards:
-            del _SingleLevelFunction.apply
+            delattr(_SingleLevelFunction, "apply")
 
     return undo
 
@@ -520,6 +540,7 @@ def _cross_entropy(
         or logits.class_dim != min(1, logits.ndim - 1)
         or not 0.0 <= label_smoothing <= 1.0
         or logits.call.is_changed
+        or logits.call.is_over
         or (logits.requires_grad and not logits.is_attached)
     ):
         return None
