@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_memfit.adapters import layer
+from lightning_memfit.adapters.layer import FrozenLinear, _reading
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
@@ -200,7 +200,7 @@ class _ChunkedHead:
 
         def run(rows: Tensor) -> Tensor:
             # Lora looks for reads of frozen weights outside their layer, whose own call is over by now.
-            with layer._reading() if isinstance(self.head, layer.FrozenLinear) else nullcontext():
+            with _reading() if isinstance(self.head, FrozenLinear) else nullcontext():
                 logits: Tensor = inner(rows, *args, **kwargs)
                 return logits
 
