@@ -206,8 +206,8 @@ def _scaled(ctx: Any, factor: Tensor) -> list[Tensor | None]:
     if ctx.gradients is None:
         raise RuntimeError(
             "ChunkedLoss and `linear_cross_entropy` give the gradients of a loss once, and this is its second "
-            "backward pass. Compute the loss once more for it, take all gradients in one call of `torch.autograd.grad`, or "
-            "leave ChunkedLoss out."
+            "backward pass. Compute the loss again for it, take all gradients in one call of `torch.autograd.grad`, "
+            "or leave ChunkedLoss out."
         )
     gradients: list[Tensor | None] = ctx.gradients
     ctx.gradients = None
