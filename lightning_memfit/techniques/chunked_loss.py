@@ -1,7 +1,9 @@
 """`ChunkedLoss`: the loss of a Hugging Face language model, computed without ever holding all logits."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +14,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_memfit.adapters.layer import FrozenLinear, _reading
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, is_causal_lm
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.core.wrapping import wrap_method
-from lightning_memfit.techniques.lazy_logits import HeadCall
+from lightning_memfit.techniques.core.wrapping import own_attribute, wrap_method
+from lightning_memfit.techniques.lazy_logits import HeadCall, whole_in_functions
 
 
 class ChunkedLoss(TechniqueCallback):
@@ -47,15 +50,19 @@ class ChunkedLoss(TechniqueCallback):
         """Wrap `configure_model`, after which the model is complete.
 
         Raises:
-            MisconfigurationException: Under ZeRO-3, which gathers the head's weight only while the head itself runs.
+            MisconfigurationException: If it is listed twice, or under ZeRO-3, which gathers the head's weight only
+                while the head itself runs.
         """
+        if sum(isinstance(callback, ChunkedLoss) for callback in getattr(trainer, "callbacks", [])) > 1:
+            raise MisconfigurationException("ChunkedLoss is listed twice in the trainer's callbacks. Leave one out.")
         if getattr(trainer.strategy, "zero_stage_3", False):
             raise MisconfigurationException(f"ChunkedLoss: {_ZERO_3}")
 
         def configure(inner: Callable[[], Any]) -> None:
             inner()
             models = find_causal_models(pl_module)
-            for group in _by_head(models):
+            wrapped = {id(head.head) for head in self._heads}  # WeightAveraging calls `configure_model` once more
+            for group in _by_head([model for model in models if id(model.get_output_embeddings()) not in wrapped]):
                 self._heads.append(_ChunkedHead(group, self.num_chunks))
                 self.on_restore(self._heads[-1].restore)
             self.announce(f"loss of {', '.join(type(model).__name__ for model in models)} computed in chunks")
@@ -80,6 +87,17 @@ class ChunkedLoss(TechniqueCallback):
         for head in self._heads:
             head.check_served()
 
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Make logits whole that outlive the step; with manual optimization all may, so that reading them is an error.
+
+        A step that returns its logits, or stores them, may have them read when the weights are others.
+        """
+        for head in self._heads:
+            head.end_calls(keep=pl_module.automatic_optimization)
+
 
 def find_causal_models(module: nn.Module) -> list[Any]:
     """Hugging Face language models in a module.
@@ -89,11 +107,7 @@ def find_causal_models(module: nn.Module) -> list[Any]:
     """
     models = [child for child in module.modules() if is_causal_lm(child)]
     if not models:
-        raise ValueError(
-            f"{type(module).__name__} holds no Hugging Face causal language model or encoder-decoder (PreTrainedModel "
-            "with one linear output head). Leave ChunkedLoss out, or call `linear_cross_entropy` "
-            "yourself."
-        )
+        raise ValueError(f"{type(module).__name__} {_NO_MODEL}")
     return models
 
 
@@ -127,18 +141,23 @@ class _ChunkedHead:
         self.num_chunks = num_chunks
         self.head: nn.Module = models[0].get_output_embeddings()
         self.calls: list[_Call] = []
+        self.made: list[weakref.ref[HeadCall]] = []
         self.num_lazy = 0
         self.num_losses = 0
         self.is_compared = False
         self.has_warned = False
         self.last_reader = ""
-        self.is_plain = type(self.head) is nn.Linear and "forward" not in vars(self.head)
-        self._undo: list[Callable[[], object]] = [wrap_method(self.head, "forward", self._run_head)]
+        self.is_plain = type(self.head) is nn.Linear and own_attribute(self.head, "forward") is None
+        own = own_attribute(self.head, "forward")
+        self._undo: list[Callable[[], object]] = [
+            whole_in_functions(),
+            wrap_method(self.head, "forward", self._run_head),
+        ]
+        self.head.forward = _Forward(self.head, own)
         for model in models:
-            signature = inspect.signature(type(model).forward)
-            before = _Before(self, signature)
+            before = _Before(self, inspect.signature(type(model).forward))
             self._undo.append(model.register_forward_pre_hook(before, with_kwargs=True).remove)
-            self._undo.append(model.register_forward_hook(self._after, always_call=True).remove)
+            self._undo.append(model.register_forward_hook(_After(self), always_call=True).remove)
 
     def restore(self) -> None:
         """Undo all changes."""
@@ -147,7 +166,8 @@ class _ChunkedHead:
 
     # --- around the model -------------------------------------------------------------------------------------------
 
-    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def end_call(self, model: nn.Module, output: Any) -> None:
+        """Refuse a model that took another loss of its logits than one in chunks."""
         if not self.calls:
             return
         call = self.calls.pop()
@@ -177,8 +197,15 @@ class _ChunkedHead:
         if learns:
             self._check_head(linear)
         parameters = list(self.head.parameters())
+
+        def run(rows: Tensor) -> Tensor:
+            # Lora looks for reads of frozen weights outside their layer, whose own call is over by now.
+            with _reading() if isinstance(self.head, FrozenLinear) else nullcontext():
+                logits: Tensor = inner(rows, *args, **kwargs)
+                return logits
+
         call = HeadCall(
-            lambda rows: inner(rows, *args, **kwargs),
+            run,
             hidden,
             linear,
             parameters,
@@ -187,7 +214,21 @@ class _ChunkedHead:
             self._on_loss,
         )
         self.num_lazy += learns
+        self.made = [made for made in self.made if made() is not None]
+        self.made.append(weakref.ref(call))
         return call.lazy()
+
+    def end_calls(self, keep: bool) -> None:
+        """Compute no logits of the head's calls up to here any more; first make those that are kept whole."""
+        calls = [call for call in (made() for made in self.made) if call is not None]
+        was_kept = [call.end(keep) for call in calls]
+        self.made.clear()
+        if any(was_kept) and not self.has_warned:
+            self.has_warned = True
+            rank_zero_warn(
+                f"ChunkedLoss: logits of {self.name} are kept beyond the step, so that they exist whole. Numbers are "
+                "right, but memory is not saved: keep, or return, what is computed of them."
+            )
 
     def _check_head(self, linear: nn.Linear | None) -> None:
         """Refuse a head whose output in chunks is not its output.
@@ -259,8 +300,57 @@ class _ChunkedHead:
         return f"ChunkedLoss: {self.name} {reason}. {fix}"
 
 
+class _Forward:
+    """A wrapped head's `forward`. A copy of the head, by `deepcopy` or pickle, has the one that it had before."""
+
+    def __init__(self, head: nn.Module, own: Any) -> None:
+        self.head = head
+        self.own = own
+        layered: Any = head.forward
+        self.layered = layered
+        self._memfit_layers = layered._memfit_layers
+        self._memfit_uninstall = layered._memfit_uninstall
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layered(*args, **kwargs)
+
+    @override
+    def __reduce__(self) -> Any:
+        """A copied head has no attributes yet when this is called, so that `forward` is that of its class."""
+        return (getattr, (self.head, "forward")) if self.own is None else (_itself, (self.own,))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class _Idle:
+    """What the hooks on a model are in a copy of it: nothing."""
+
+    def __call__(self, *args: Any) -> None:
+        return None
+
+
+class _After:
+    """Notes that a model's call is over."""
+
+    def __init__(self, head: _ChunkedHead) -> None:
+        self.head = head
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.head.end_call(model, output)
+
+    @override
+    def __reduce__(self) -> Any:
+        return _Idle, ()
+
+
 class _Before:
     """Notes that a model is called, and whether with labels."""
+
+    @override
+    def __reduce__(self) -> Any:
+        return _Idle, ()
 
     def __init__(self, head: _ChunkedHead, signature: inspect.Signature) -> None:
         self.head = head
@@ -300,16 +390,19 @@ _ZERO_3 = (
     "or leave ChunkedLoss out."
 )
 
+_NO_MODEL = (
+    "holds no Hugging Face causal language model or encoder-decoder (PreTrainedModel) with one linear output head. A "
+    "head of several layers, as an `nn.Sequential`, isn't served. Leave ChunkedLoss out, or call "
+    "`linear_cross_entropy` yourself."
+)
+
 
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if the loss can be computed in chunks."""
     if run.zero_3:
         return _ZERO_3
     if run.facts.causal_lm is False:
-        return (
-            "the module holds no Hugging Face causal language model or encoder-decoder. Leave ChunkedLoss out, or call "
-            "`linear_cross_entropy` yourself."
-        )
+        return f"the module {_NO_MODEL}"
     return None
 
 

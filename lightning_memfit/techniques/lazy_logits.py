@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
@@ -37,6 +38,10 @@ class LogitsNeeded(RuntimeError):
         )
         self.operator = operator
         self.changes = changes
+
+
+class LogitsChanged(RuntimeError):
+    """Logits can't be computed any more: what they are computed from has changed."""
 
 
 class HeadCall:
@@ -70,6 +75,7 @@ class HeadCall:
         self.on_loss = on_loss
         self.with_gradients = torch.is_grad_enabled()
         self.is_changed = False
+        self.is_over = False
         self.made: list[weakref.ref[LazyLogits]] = []
         self._head = head
         device = hidden.device.type
@@ -110,19 +116,34 @@ class HeadCall:
         whole.expects_gradient = learns
         return whole
 
-    def check_unchanged(self, others: Sequence[Tensor] = ()) -> None:
+    def end(self, keep: bool) -> bool:
+        """Compute nothing from now on, as weights change; say whether logits were made whole to be read later.
+
+        Versions don't tell: an optimizer may write to `parameter.data`.
+        """
+        alive = [lazy for lazy in (reference() for reference in self.made) if lazy is not None and lazy._whole is None]
+        for lazy in alive if keep and not self.is_over else ():
+            with suppress(LogitsChanged):  # which whoever reads them is told
+                lazy.whole()
+        self.is_over = True
+        return any(lazy._whole is not None for lazy in alive)
+
+    def check_unchanged(self) -> None:
         """Refuse to compute logits, or a loss, from tensors that are no longer what they were.
 
         Raises:
-            RuntimeError: If an input of the head was changed in place or freed.
+            LogitsChanged: If an input of the head was changed in place or freed, or an optimizer's step has begun.
         """
+        changed = self.is_over
         for tensor, version in self._versions:
             is_plain = type(tensor) in (Tensor, nn.Parameter)
-            if (is_plain and tensor.numel() and not tensor.untyped_storage().nbytes()) or _version(tensor) != version:
-                raise RuntimeError(
-                    "ChunkedLoss: logits are read after the head's input or weight was changed or freed. Read them "
-                    "before the optimizer's step, or leave ChunkedLoss out."
-                )
+            changed |= is_plain and bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
+            changed |= _version(tensor) != version
+        if changed:
+            raise LogitsChanged(
+                "ChunkedLoss: logits are read after the head's input or weight was changed or freed. Read them "
+                "before the optimizer's step, or leave ChunkedLoss out."
+            )
 
 
 class LazyLogits(Tensor):
@@ -227,6 +248,36 @@ class _Anchored(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         raise RuntimeError("A gradient reached logits that ChunkedLoss never computed. Leave ChunkedLoss out.")
+
+
+_guards = 0
+
+
+def whole_in_functions() -> Callable[[], None]:
+    """Make lazy logits whole before any `torch.autograd.Function` gets them, until the function returned is called.
+
+    Its forward would see operators that leave them lazy, and its backward, which may do anything, would be left out.
+    `Function.apply` looks this method up in each call, so that an `apply` that someone has kept is guarded as well.
+    """
+    global _guards
+    if not _guards:
+        setattr(_SingleLevelFunction, "apply", classmethod(_apply_to_whole))  # noqa: B010
+    _guards += 1
+
+    def undo() -> None:
+        global _guards
+        _guards -= 1
+        if not _guards:
+            delattr(_SingleLevelFunction, "apply")
+
+    return undo
+
+
+def _apply_to_whole(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    apply = super(_SingleLevelFunction, cls).apply
+    if any(isinstance(leaf, LazyLogits) for leaf in (*args, *kwargs.values())):
+        return _on_whole(apply, f"{cls.__name__}.apply", args, kwargs)
+    return apply(*args, **kwargs)
 
 
 def gathered(parameter: Any) -> Any:
@@ -489,6 +540,7 @@ def _cross_entropy(
         or logits.class_dim != min(1, logits.ndim - 1)
         or not 0.0 <= label_smoothing <= 1.0
         or logits.call.is_changed
+        or logits.call.is_over
         or (logits.requires_grad and not logits.is_attached)
     ):
         return None

@@ -204,7 +204,11 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 def _scaled(ctx: Any, factor: Tensor) -> list[Tensor | None]:
     if ctx.gradients is None:
-        raise RuntimeError("The gradients of linear_cross_entropy were used up by the first backward pass.")
+        raise RuntimeError(
+            "ChunkedLoss and `linear_cross_entropy` give the gradients of a loss once, and this is its second "
+            "backward pass. Compute the loss again for it, take all gradients in one call of `torch.autograd.grad`, "
+            "or leave ChunkedLoss out."
+        )
     gradients: list[Tensor | None] = ctx.gradients
     ctx.gradients = None
     for gradient in gradients:

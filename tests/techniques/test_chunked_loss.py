@@ -1,4 +1,5 @@
 import copy
+import io
 
 import lightning.pytorch as pl
 import pytest
@@ -10,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_memfit import MicroBatching
-from lightning_memfit.adapters.quantized import QuantizedLinear
+from lightning_memfit import Lora, MicroBatching
+from lightning_memfit.adapters.layer import quantize
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.chunked_loss import ChunkedLoss, chunk_loss, find_causal_models
@@ -155,8 +156,8 @@ class Noisy(nn.Linear):
 HEADS = {
     "bias": head_of(lambda: nn.Linear(32, 64)),
     "frozen": frozen,
-    "4 bits": head_of(lambda: QuantizedLinear(nn.Linear(32, 64), 4)),
-    "8 bits": head_of(lambda: QuantizedLinear(nn.Linear(32, 64), 8)),
+    "4 bits": head_of(lambda: quantize(nn.Linear(32, 64), 4)),
+    "8 bits": head_of(lambda: quantize(nn.Linear(32, 64), 8)),
     "adapter": adapted(0.0),
     "weight norm": normed,
 }
@@ -307,6 +308,168 @@ def test_another_loss_is_refused_before_a_weight_changes():
     ):
         fit([ChunkedLoss()], lambda: module)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -0.1 * gradient
+
+
+def reversed_too(apply):
+    class Adversarial(OwnLoss):
+        def loss(self, logits, ids):
+            return super().loss(logits, ids) + 3 * super().loss(apply(logits), ids)
+
+    return Adversarial
+
+
+@pytest.mark.parametrize("apply", [lambda x: Reversed.apply(x), Reversed.apply, lambda x: checkpoint(
+    lambda y: y * 2, x, use_reentrant=True)])  # fmt: skip
+def test_backward_of_a_custom_function(apply):
+    plain = fit([], reversed_too(apply))
+    with pytest.warns(UserWarning, match=r"Function.apply|Reversed.apply"):
+        ours = fit([ChunkedLoss(3)], reversed_too(apply))
+    assert_close(ours.losses, plain.losses, rtol=1e-5)
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+
+
+class Reference(OwnLoss):
+    """Keeps a frozen copy of its model, made in the run."""
+
+    pickled = False
+
+    def on_train_start(self):
+        copied = copy.deepcopy(self.model)
+        if self.pickled:
+            file = io.BytesIO()
+            torch.save(self.model, file)
+            file.seek(0)
+            copied = torch.load(file, weights_only=False)
+        assert copied.lm_head.weight.data_ptr() != self.model.lm_head.weight.data_ptr()
+        object.__setattr__(self, "reference", copied.train())
+        self.norms = []
+
+    def loss(self, logits, ids):
+        own = self.reference(input_ids=ids, labels=ids)
+        assert type(own.logits) is torch.Tensor
+        self.norms.append(self.reference(IDS).logits.detach().norm())
+        return super().loss(logits, ids) + own.loss.detach()
+
+
+class PickledReference(Reference):
+    pickled = True
+
+
+@pytest.mark.parametrize("module", [Reference, PickledReference])
+def test_a_copy_of_the_model_has_its_own_head(module):
+    plain, ours = fit([], module), fit([ChunkedLoss(3)], module)
+    assert len({float(norm) for norm in ours.norms}) == 1
+    assert_close(ours.norms, plain.norms)
+    assert_close(ours.losses, plain.losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_averaged_weights_in_both_orders(first):
+    averaging = pytest.importorskip("lightning.pytorch.callbacks").EMAWeightAveraging
+    plain = fit([averaging()], OwnLoss)
+    callbacks = [ChunkedLoss(3), averaging()]
+    ours = fit(callbacks[first:] + callbacks[:first], OwnLoss)
+    assert_close(ours.losses, plain.losses, rtol=1e-5)
+
+
+class WritesData(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad.data, alpha=-0.1)
+
+
+class ReadLater(OwnLoss):
+    def training_step(self, batch, batch_idx):
+        logits = self.model(batch).logits
+        loss = self.loss(logits, batch)
+        self.losses.append(loss.detach())
+        return {"loss": loss, "logits": logits.detach()}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["logits"].double().mean())
+
+    def configure_optimizers(self):
+        return WritesData(self.parameters(), lr=0.1)
+
+
+class ReadLaterAdamW(ReadLater):
+    def configure_optimizers(self):
+        return OwnLoss.configure_optimizers(self)
+
+
+@pytest.mark.parametrize("module", [ReadLater, ReadLaterAdamW])
+def test_logits_read_after_the_step_are_those_before_it(module):
+    plain = fit([], module)
+    with pytest.warns(UserWarning, match="kept beyond the step"):
+        ours = fit([ChunkedLoss(3)], module)
+    assert_close(ours.losses, plain.losses, rtol=1e-5)
+
+
+def test_logits_read_after_a_manual_step_are_refused():
+    class Manual(ReadLater):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            logits = self.model(batch).logits
+            self.manual_backward(self.loss(logits, batch))
+            self.optimizers().step(lambda: None)
+            logits.sum()
+
+    with pytest.raises(RuntimeError, match="before the optimizer's step"):
+        fit([ChunkedLoss(3)], Manual)
+
+
+def test_a_second_backward_pass_is_refused_in_words():
+    class Twice(OwnLoss):
+        def loss(self, logits, ids):
+            loss = super().loss(logits, ids)
+            torch.autograd.grad(loss, self.model.transformer.wpe.weight, retain_graph=True)
+            return loss
+
+    with pytest.raises(RuntimeError, match="ChunkedLoss .* second backward"):
+        fit([ChunkedLoss(3)], Twice)
+
+
+def test_listed_twice():
+    with pytest.raises(MisconfigurationException, match="listed twice"):
+        fit([ChunkedLoss(), ChunkedLoss()], OwnLoss)
+
+
+def test_a_head_of_several_layers_is_refused_in_words():
+    class Deep(OwnLoss):
+        def configure_model(self):
+            super().configure_model()
+            self.model.lm_head = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 64))
+
+    with pytest.raises(ValueError, match="one linear output head"):
+        fit([ChunkedLoss()], Deep)
+
+
+def test_an_adapter_in_an_untied_head():
+    class Untied(OwnLoss):
+        def __init__(self):
+            super().__init__()
+            self.configure_model()
+            self.model.config.tie_word_embeddings = False
+            self.model.lm_head.weight = nn.Parameter(self.model.lm_head.weight.detach().clone())
+
+    def adapted_head():
+        return Lora(target_modules=["lm_head"])
+
+    plain, ours = fit([adapted_head()], Untied), fit([adapted_head(), ChunkedLoss(3)], Untied)
+    assert_close(ours.losses, plain.losses, rtol=1e-5)
 
 
 # --- batches in which no token counts ---------------------------------------------------------------------------------
