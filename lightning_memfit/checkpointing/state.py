@@ -455,7 +455,7 @@ def _fill(container: Any, content: Any) -> None:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A tensor's values now. Made without gradients, as whoever watches the step for reads is not to take it for one."""
+    """A tensor's values now. Made without gradients, as whoever watches a step for reads is not to take it for one."""
     with torch.no_grad():
         return tensor.detach().clone()
 
