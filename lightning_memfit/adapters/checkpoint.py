@@ -77,6 +77,23 @@ def sum_of_words(tensor: Tensor) -> int:
     return int(data[:whole].view(torch.int64).sum() + data[whole:].long().sum())
 
 
+def refuse_incomplete(record: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that lacks some of what was trained.
+
+    Raises:
+        ValueError: If an adapter, or a weight that was trained as a whole, is not among the entries.
+    """
+    own = [name for name, layer in record["layers"].items() if layer.get("shared_with") is None]
+    wanted = [f"{name}.lora_{part}.{NAME}.weight" for name in own for part in "AB"] + list(record.get("trained", ()))
+    missing = [name for name in wanted if name not in entries]
+    if missing:
+        raise ValueError(
+            f"`ckpt_path` lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "") + ", "
+            "which its run has trained: it was saved while they were frozen, or something has taken them out. Use a "
+            "checkpoint that has them; without them the module would compute something else."
+        )
+
+
 def refuse_others(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of adapters that are not those of this run.
 
@@ -134,6 +151,7 @@ def merged_state_dict(module: nn.Module, checkpoint: Mapping[str, Any]) -> tuple
     if KEY not in checkpoint:
         raise ValueError("`checkpoint` holds no adapters. Load its entry `state_dict` as it is.")
     record, entries = checkpoint[KEY], checkpoint["state_dict"]
+    refuse_incomplete(record, entries)
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     names = [f"{name}.weight" for name in record["layers"]]
     unknown = [name for name in names if name not in state]
@@ -229,6 +247,7 @@ def write_peft_folder(folder: Path, checkpoint: Mapping[str, Any], prefix: str, 
     from safetensors.torch import save_file
 
     record = checkpoint[KEY]
+    refuse_incomplete(record, checkpoint["state_dict"])
     config = LoraConfig(
         r=record["rank"],
         lora_alpha=record["alpha"],

@@ -49,6 +49,12 @@ class FrozenLinear(nn.Module):
     @override
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer to `(..., in)`."""
+        if not _watched:
+            return self._compute(input)
+        with _reading():
+            return self._compute(input)
+
+    def _compute(self, input: Tensor) -> Tensor:
         raw = self._parameters["weight"]
         if self.codes is not None:
             output = self.codes.product(input, self.bias)
@@ -157,10 +163,11 @@ def thaw(layer: FrozenLinear) -> None:
 
 def quantize(layer: nn.Module, bits: int) -> FrozenLinear:
     """Replace a layer's weight by codes, in place. The original waits in `waiting`."""
+    original = layer.raw if isinstance(layer, FrozenLinear) else layer._parameters["weight"]
+    assert original is not None
+    with torch.no_grad():  # before the layer changes, in case the weight can't be quantized
+        codes = Codes(original.t() if is_conv1d(layer) else original, bits)
     frozen = freeze(layer)
-    original = frozen.raw
-    with torch.no_grad():
-        codes = Codes(original.t() if is_conv1d(frozen) else original, bits)
     frozen._modules["codes"] = codes
     frozen._parameters["weight"] = None
     object.__setattr__(frozen, "waiting", original)  # unregistered: no part of the module while it waits
@@ -210,6 +217,16 @@ def drop_adapter(layer: FrozenLinear) -> None:
 
 
 _depth = 0
+_watched = 0
+
+
+def watch_layers(change: int) -> None:
+    """Make layers tell when they run, as often as this is called with 1 and until it is called with -1 as often.
+
+    Not by hooks: what replaces a layer's `forward`, as ChunkedLoss does with that of a head, runs it without them.
+    """
+    global _watched
+    _watched += change
 
 
 @contextmanager
@@ -223,7 +240,7 @@ def _reading() -> Iterator[None]:
 
 
 def is_reading() -> bool:
-    """Whether a `StandingWeight` is just being computed from the weights themselves."""
+    """Whether a layer that is watched, or a `StandingWeight`, is just computing with the weights themselves."""
     return _depth > 0
 
 

@@ -105,7 +105,9 @@ def _unfit(module: nn.Module, chosen: dict[str, nn.Module], shared: bool) -> dic
         if not isinstance(weight, nn.Parameter):
             reasons[name] = "its weight is computed from other parameters (weight_norm, spectral_norm)"
         elif "forward" in vars(layer):
-            reasons[name] = "its `forward` was replaced"
+            reasons[name] = "its `forward` was replaced before (if by a technique, list that one later)"
+        elif weight.numel() == 0:
+            reasons[name] = f"its weight of shape {tuple(weight.shape)} is empty"
         elif weight.ndim != 2 or not weight.is_floating_point():
             reasons[name] = f"its weight is {weight.ndim}-dimensional, of {weight.dtype}"
         else:

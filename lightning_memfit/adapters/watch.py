@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
-from lightning_memfit.adapters.layer import FrozenLinear, is_reading
+from lightning_memfit.adapters.layer import FrozenLinear, is_reading, watch_layers
 
 
 class Watch(TorchDispatchMode):
@@ -30,23 +30,26 @@ class Watch(TorchDispatchMode):
         self.without_gradient: set[str] = set()
         self._layers = layers
         self._names = {layer.raw.untyped_storage()._cdata: name for name, layer in layers.items()}
-        self._depth = 0
         self._handles: list[Any] = []
+        self._is_attached = False
 
     def attach(self) -> None:
         """Follow the layers' own forward passes until `detach`."""
+        watch_layers(1)
+        self._is_attached = True
         for name, layer in self._layers.items():
             self._handles.append(layer.register_forward_pre_hook(self._begin(name)))
-            self._handles.append(layer.register_forward_hook(self._end, always_call=True))
 
     def detach(self) -> None:
         """Leave the layers alone. Safe to call twice."""
+        if self._is_attached:
+            watch_layers(-1)
+            self._is_attached = False
         while self._handles:
             self._handles.pop().remove()
 
     def _begin(self, name: str) -> Callable[[nn.Module, Any], None]:
         def begin(layer: nn.Module, inputs: Any) -> None:
-            self._depth += 1
             if torch.is_grad_enabled():
                 self.without_gradient.discard(name)
             elif _in_reentrant_checkpoint():
@@ -54,12 +57,9 @@ class Watch(TorchDispatchMode):
 
         return begin
 
-    def _end(self, layer: nn.Module, inputs: Any, output: Any) -> None:
-        self._depth -= 1
-
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outside = not self._depth and not is_reading() and torch.is_grad_enabled()
+        outside = not is_reading() and torch.is_grad_enabled()
         # Backward reads frozen weights, too, and manual optimization runs it inside the step.
         if outside and not func.is_view and torch._C._current_graph_task_id() == -1:
             for leaf in tree_leaves((args, kwargs)):

@@ -1,11 +1,13 @@
 """`Lora`: train low-rank adapters next to frozen weights, in any module."""
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,12 +24,15 @@ from lightning_memfit.adapters.checkpoint import (
     keep_originals,
     merged_state_dict,
     originals_of,
+    refuse_incomplete,
     refuse_others,
     sum_of_words,
 )
-from lightning_memfit.adapters.layer import StandingWeight
+from lightning_memfit.adapters.layer import FrozenLinear, StandingWeight
 from lightning_memfit.adapters.linears import AUTO, linear_layers
 from lightning_memfit.adapters.watch import Watch
+from lightning_memfit.memory import Category
+from lightning_memfit.memory.host import copy_to_host
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
@@ -90,8 +95,16 @@ class Lora(TechniqueCallback):
     def _forget(self) -> None:
         self._record: dict[str, Any] | None = None
         self._learned: dict[str, Any] = {}
+        self._base: frozenset[str] = frozenset()
+        """Names of the parameters that adapters stand in for: frozen, and in no checkpoint unless they change."""
         self._frozen: dict[str, int] = {}
-        """Checksums of the frozen parameters when training began, by name."""
+        """Checksums of these when training began."""
+        self._followed: dict[str, nn.Parameter] = {}
+        """Those that nothing has unfrozen so far."""
+        self._originals: dict[str, Tensor] = {}
+        """Copies, in host memory, of those that something else has unfrozen, from before they changed."""
+        self._steps = 0
+        self._epoch = -1
         self._loaded: frozenset[str] = frozenset()
         self._before: Originals | None = None
         self._watch: Watch | None = None
@@ -116,7 +129,11 @@ class Lora(TechniqueCallback):
                 return inner(checkpoint, *args, **kwargs)
             self._learned = {}  # what is saved from now on is what is loaded here
             merged, originals = merged_state_dict(pl_module, checkpoint)
-            result = inner({**checkpoint, "state_dict": merged}, *args, **kwargs)
+            # In place: averaging of weights loads from the same dictionary, into a model that has no adapters by now.
+            checkpoint["state_dict"] = merged
+            for key in ("current_model_state", "averaging_state"):
+                checkpoint.pop(key, None)
+            result = inner(checkpoint, *args, **kwargs)
             keep_originals(pl_module, checkpoint[KEY], originals)
             return result
 
@@ -125,7 +142,7 @@ class Lora(TechniqueCallback):
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, and wrap the methods that configure, save and load."""
-        reason = copied_before(self, trainer)
+        reason = copied_before(self, trainer) or _refused_beside(trainer)
         if reason is not None:
             raise ValueError(f"Lora: {reason}")
         self._forget()
@@ -161,29 +178,69 @@ class Lora(TechniqueCallback):
             self._complete(pl_module, checkpoint)
             return inner(checkpoint, *args, **kwargs)
 
-        def first_step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            take_off()
-            return self._watched(pl_module, inner, *args, **kwargs)
+        def step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._steps += 1
+            is_first_of_epoch, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
+            # A penalty may begin after a warm-up. To look for it takes time, so not in every step.
+            if is_first_of_epoch or self._steps & (self._steps - 1) == 0:
+                return self._watch_step(pl_module, inner, *args, **kwargs)
+            return inner(*args, **kwargs)
 
         self.on_restore(wrap_method(pl_module, "configure_model", configure))
         self.on_restore(wrap_method(pl_module, "configure_optimizers", optimizers, innermost=True))
         self.on_restore(wrap_method(pl_module, "on_save_checkpoint", mark))
         self.on_restore(wrap_method(trainer.strategy, "lightning_module_state_dict", save))
         self.on_restore(wrap_method(trainer.strategy, "load_model_state_dict", load))
-        take_off = wrap_method(trainer.strategy, "training_step", first_step)
-        self.on_restore(take_off)
+        self.on_restore(wrap_method(trainer.strategy, "training_step", step))
         self.on_restore(self._stop_watching)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note what is frozen, now that precision and device are those of training."""
         if not lora.is_fake(pl_module):
-            frozen = {name: p for name, p in pl_module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-            self._frozen = {name: sum_of_words(p) for name, p in frozen.items() if name not in self._loaded}
+            own = pl_module.named_parameters(remove_duplicate=False)
+            self._followed = {name: parameter for name, parameter in own if name in self._base}
+            self._frozen = {n: sum_of_words(p) for n, p in self._followed.items() if n not in self._loaded}
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Notice weights that something has unfrozen."""
+        self._follow_unfrozen(trainer)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Notice them where the module calls `backward` itself."""
+        self._follow_unfrozen(trainer)
+
+    def _follow_unfrozen(self, trainer: pl.Trainer) -> None:
+        """Copy weights that something has unfrozen before they change, and refuse those that nothing would step.
+
+        Raises:
+            ValueError: If no optimizer has them.
+        """
+        unfrozen = {name: p for name, p in self._followed.items() if p.requires_grad}
+        if not unfrozen:
+            return
+        stepped = {
+            id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]
+        }
+        forgotten = [name for name, parameter in unfrozen.items() if id(parameter) not in stepped]
+        if forgotten:
+            raise ValueError(
+                f"Lora: {_some(forgotten)} got `requires_grad=True` in the run, but no optimizer has what Lora has "
+                "frozen: it would not be trained. Leave it frozen, name its module in `train`, or give it to an "
+                "optimizer as well, as `BaseFinetuning.unfreeze_and_add_param_group` does."
+            )
+        for name, parameter in unfrozen.items():
+            if name not in self._originals:
+                self._originals[name] = copy_to_host(parameter, Category.PARAMETER)
+            del self._followed[name]
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """After the first backward pass, refuse adapters that it can't reach.
+        """After the backward pass of a step that was watched, refuse adapters that it can't reach.
 
         Raises:
             ValueError: If a reentrant checkpoint kept gradients from them.
@@ -221,7 +278,7 @@ class Lora(TechniqueCallback):
     def _inject(self, module: nn.Module, precision: str) -> None:
         _refuse_unready(module)
         targets, left_out = linear_layers(module, self.target_modules)
-        wholly_trained = [module.get_submodule(name) for name in self.train]
+        wholly_trained = [_named(module, name) for name in self.train]
         if self.target_modules == AUTO:
             inside = {id(layer) for child in wholly_trained for layer in child.modules()}
             targets = {name: layer for name, layer in targets.items() if id(layer) not in inside}
@@ -233,6 +290,12 @@ class Lora(TechniqueCallback):
         lora.inject(module, targets.values(), self.rank, self.alpha, self.dropout, fake_dtype)
         for child in wholly_trained:
             child.requires_grad_(True)
+        adapters = {id(parameter) for parameter in lora.adapter_parameters(module)}
+        own = module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, p in own if not p.requires_grad and id(p) not in adapters}
+        layers = module.named_modules(remove_duplicate=False)
+        waiting = {f"{name}.weight" for name, layer in layers if isinstance(layer, FrozenLinear) and layer.codes}
+        self._base = frozenset(frozen | waiting)
         self.on_restore(lambda: _thaw(flags))
         self.on_restore(lambda: self._take_out(module))
         if not lora.is_fake(module):
@@ -253,7 +316,8 @@ class Lora(TechniqueCallback):
             # Weights that a callback trained besides are about to get the adapters added.
             merged = {f"{name}.weight" for name in lora.adapted_layers(module)} & entries.keys()
             self._learned = {"state_dict": {**entries, **{name: entries[name].clone() for name in merged}}, KEY: record}
-            originals = copy_originals(module) if self._was_saved and not self._others_trained(module) else None
+            if self._was_saved and not self._has_lost_originals(module):
+                originals = {**copy_originals(module), **self._originals}
         lora.remove(module)
         if record is not None and originals is not None:
             keep_originals(module, record, originals)
@@ -264,10 +328,11 @@ class Lora(TechniqueCallback):
             self._record["bits"] = bits_by_layer(module) or self._record["bits"]
         return self._record
 
-    def _watched(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the first training step, and refuse it if adapters don't reach where weights are used."""
+    def _watch_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a training step, and refuse it if adapters don't reach where weights are used."""
         if lora.is_fake(module) or _is_compiled(module):
             return step(*args, **kwargs)  # the tracer has its own modes; compiled code runs under none
+        self._stop_watching()  # the step before may have had no backward pass
         self._watch = watch = Watch(lora.frozen_layers(module))
         watch.attach()
         with watch:
@@ -290,20 +355,24 @@ class Lora(TechniqueCallback):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def _without_frozen(self, module: nn.Module, entries: dict[str, Any]) -> dict[str, Any]:
-        """Leave out the parameters that are frozen and what they were when training began."""
+        """Leave out the parameters that adapters stand in for and that are what they were when training began.
+
+        Adapters and what is trained as a whole are kept whether they are frozen at this moment or not.
+        """
         own = dict(module.named_parameters(remove_duplicate=False))
         return {name: value for name, value in entries.items() if not self._is_frozen(name, own.get(name))}
 
     def _is_frozen(self, name: str, parameter: nn.Parameter | None) -> bool:
-        if parameter is None or parameter.requires_grad or name in self._loaded:
+        if parameter is None or name not in self._base or parameter.requires_grad or name in self._loaded:
             return False
         # A callback may have trained it for a while and frozen it again.
         return name not in self._frozen or sum_of_words(parameter) == self._frozen[name]
 
-    def _others_trained(self, module: nn.Module) -> bool:
-        """Whether a callback has trained weights that were frozen when training began."""
+    def _has_lost_originals(self, module: nn.Module) -> bool:
+        """Whether frozen weights have changed of which there is no copy, as nothing has unfrozen them."""
         own = dict(module.named_parameters(remove_duplicate=False))
-        return bool(self._loaded) or any(sum_of_words(own[name]) != sums for name, sums in self._frozen.items())
+        unknown = self._frozen.keys() - self._originals.keys()
+        return any(sum_of_words(own[name]) != self._frozen[name] for name in unknown)
 
     def _complete(self, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Complete a checkpoint of adapters, in place, with the module's own frozen weights.
@@ -319,8 +388,9 @@ class Lora(TechniqueCallback):
         refuse_others(theirs, ours)
         own = module.state_dict()
         entries = checkpoint["state_dict"]
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        self._loaded = frozenset(n for n in entries if n in parameters and not parameters[n].requires_grad)
+        refuse_incomplete(theirs, entries)
+        self._loaded = self._base & entries.keys()
+        self._originals = {name: copy_to_host(own[name], Category.PARAMETER) for name in self._loaded & own.keys()}
         for key in ("state_dict", "current_model_state"):  # the second is where averaging of weights has the latest
             if key in checkpoint:
                 checkpoint[key] = {**own, **checkpoint[key]}
@@ -343,6 +413,28 @@ class Lora(TechniqueCallback):
             "`ckpt_path` was not written by a run with Lora. Adapters begin on its weights, with new optimizer states "
             "and counters."
         )
+
+
+def _named(module: nn.Module, name: str) -> nn.Module:
+    names = [full for full, _ in module.named_modules(remove_duplicate=False) if full]
+    if name not in names:
+        closest = ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:3])
+        raise ValueError(
+            f"Lora: `train` names {name!r}, which is no module of {type(module).__name__}. "
+            f"Closest: {closest or 'none'}."
+        )
+    return module.get_submodule(name)
+
+
+def _refused_beside(trainer: pl.Trainer) -> str | None:
+    """Reason and fix if another callback has copied the module without adapters, or replaces weights."""
+    for other in callbacks_of(trainer):
+        name = type(other).__name__
+        if isinstance(other, StochasticWeightAveraging):
+            return f"{name} copies the module before it has adapters. Use EMAWeightAveraging, listed last."
+        if isinstance(other, ModelPruning):
+            return f"{name} replaces the weights of layers, which are frozen below adapters. Leave one of them out."
+    return None
 
 
 def _some(names: Any) -> str:

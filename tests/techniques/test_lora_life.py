@@ -11,11 +11,14 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
     WeightAveraging,
 )
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as checkpointed
+from torch.utils.data import DataLoader
 
 import lightning_memfit
 from lightning_memfit.adapters.checkpoint import KEY, merged_state_dict
@@ -85,6 +88,7 @@ def fitted(callbacks, module=None, ckpt_path=None, **options):
 
 
 BATCH = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(9))
+BATCHES = DataLoader(BATCH, 2)
 
 
 class KeepOutput(pl.Callback):
@@ -561,3 +565,173 @@ def test_two_processes(tmp_path):
     fitted([*fresh("4bit"), Save()], devices=2, strategy=strategy)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# --- what is frozen and unfrozen in the run -------------------------------------------------------------------------
+
+
+class FreezeHead(pl.Callback):
+    """Freeze a layer, adapter and all, once it has been trained for an epoch."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch >= 1:
+            pl_module.head.requires_grad_(False)
+
+
+class FirstOutput(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        with torch.no_grad():
+            self.output = pl_module.eval()(BATCH)
+        pl_module.train()
+
+
+@pytest.mark.parametrize("name", LORA)
+@pytest.mark.parametrize("train", [(), ("head",)])
+def test_what_was_trained_is_saved_though_it_is_frozen_by_then(tmp_path, name, train):
+    def callbacks():
+        made = fresh(name)
+        made[-1].train = train
+        if name == "4bit":
+            made[0].target_modules = ["backbone.1"]
+        if train:
+            made[-1].target_modules = ["backbone.1"]
+        return [*made, FreezeHead()]
+
+    best, keep, first = ModelCheckpoint(tmp_path, save_last=True), KeepOutput(), FirstOutput()
+    module, run = fitted([*callbacks(), best, keep], max_epochs=3, enable_checkpointing=True)
+    fitted([*callbacks(), first], ckpt_path=tmp_path / "last.ckpt", max_epochs=4)
+    assert torch.equal(first.output, keep.output)
+    predicted = trainer(fresh(name)).predict(net(), BATCHES, ckpt_path=tmp_path / "last.ckpt")[0]
+    torch.testing.assert_close(predicted, module.eval()(BATCH), rtol=1e-5, atol=1e-5)
+    assert torch.equal(run.predict(module, BATCHES, ckpt_path=tmp_path / "last.ckpt")[0], predicted)
+
+
+@pytest.mark.parametrize("lost", ["head.lora_B.default.weight", "backbone.0.weight"])
+def test_a_checkpoint_that_lacks_what_was_trained_is_refused(tmp_path, lost):
+    def callbacks():
+        return [Lora(4, train=["backbone.0"])]
+
+    _, run = fitted(callbacks())
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    checkpoint = torch.load(tmp_path / "x.ckpt")
+    del checkpoint["state_dict"][lost]
+    torch.save(checkpoint, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=f"lacks {lost}"):
+        fitted(callbacks(), ckpt_path=tmp_path / "x.ckpt", max_epochs=2)
+    with pytest.raises(ValueError, match=f"lacks {lost}"):
+        trainer(callbacks()).predict(net(), BATCHES, ckpt_path=tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=f"lacks {lost}"):
+        merged_state_dict(net(), checkpoint)
+
+
+def adam_of_all(self):
+    return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Unfreeze(pl.Callback):
+    def __init__(self, hook):
+        setattr(self, hook, lambda trainer, module, *args: module.backbone.requires_grad_(True))
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"])
+def test_weights_unfrozen_that_no_optimizer_has_are_refused_before_a_step(hook):
+    module, plain = net(), net()
+    module.configure_optimizers = adam_of_all.__get__(module)
+    with pytest.raises(ValueError, match=r"backbone.0.weight.* no optimizer has"):
+        fitted([*fresh(), Unfreeze(hook)], module)
+    assert_same_weights(module, plain)
+    module.training_step = lambda batch, batch_idx: manual_step(module, batch)
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="no optimizer has"):
+        fitted([*fresh(), Unfreeze(hook)], module)
+    assert_same_weights(module, plain)
+
+
+def manual_step(module, batch):
+    loss = F.cross_entropy(module(batch).flatten(0, 1), batch.flatten())
+    loss.backward()  # not `manual_backward`
+    module.optimizers().step()
+
+
+def test_weights_unfrozen_before_the_optimizers_are_made_are_trained():
+    def configure(self):
+        self.backbone.requires_grad_(True)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    module, plain = net(), net()
+    module.configure_optimizers = configure.__get__(module)
+    fitted(fresh(), module)
+    assert not torch.equal(module.backbone[0].weight, plain.backbone[0].weight)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_the_trained_module_loads_checkpoints_from_before_weights_were_unfrozen(tmp_path, epoch):
+    """The truth is a new module, which has the weights that the run began from."""
+    every = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    tuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+    module, run = fitted([*fresh(), tuning, every], max_epochs=2, enable_checkpointing=True)
+    path = tmp_path / f"epoch={epoch}.ckpt"
+    expected = trainer(fresh()).predict(net(), BATCHES, ckpt_path=path)[0]
+    assert torch.equal(run.predict(module, BATCHES, ckpt_path=path)[0], expected)
+
+
+@pytest.mark.parametrize("start", [2, 7])
+def test_a_penalty_that_begins_later_is_refused(start):
+    """In the second of six steps of an epoch, and at the beginning of the next epoch."""
+
+    def penalized(self, x):
+        late = self.training and len(self.losses) >= start - 1
+        return self.head(self.backbone(x)) + (sum(p.sum() for p in self.parameters()) if late else 0)
+
+    module = net(forward=penalized)
+    with pytest.raises(ValueError, match="reads the frozen weight itself"):
+        fitted([Lora(4)], module, max_epochs=3)
+    assert len(module.losses) == start
+
+
+# --- callbacks that can't be served ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (StochasticWeightAveraging(1e-2), "copies the module before it has adapters"),
+        (ModelPruning("l1_unstructured", parameter_names=["weight"]), "replaces the weights of layers"),
+    ],
+)
+@pytest.mark.parametrize("first", [False, True])
+def test_callbacks_that_copy_or_replace_are_refused_at_setup(other, message, first):
+    module, plain = net(), net()
+    callbacks = [copy.deepcopy(other), *fresh()] if first else [*fresh(), copy.deepcopy(other)]
+    with pytest.raises(ValueError, match=message):
+        fitted(callbacks, module)
+    assert not module.losses
+    assert_same_weights(module, plain)
+
+
+@pytest.mark.parametrize("average", [EMAWeightAveraging(decay=0.5), WeightAveraging(use_buffers=True)])
+def test_the_trainer_that_averaged_evaluates_the_average(tmp_path, average):
+    best = ModelCheckpoint(tmp_path, monitor="val_loss")
+    module, run = fitted([*fresh(), average, best], max_epochs=2, enable_checkpointing=True)
+    expected = trainer(fresh()).predict(net(), BATCHES, ckpt_path=best.best_model_path)[0]
+    assert torch.equal(run.predict(module, BATCHES, ckpt_path="best")[0], expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_an_empty_layer_is_left_out(shape):
+    def build(self):
+        self.empty = nn.Linear(*shape)
+
+    for callbacks in ([QuantizedWeights(8), Lora(4)], [Lora(4)]):
+        module, _ = fitted(callbacks, net(build=build))
+        assert not frozen_layers(module)
+        with pytest.raises(ValueError, match="is empty"):
+            fitted([*callbacks[:-1], Lora(4, target_modules=["empty"])], net(build=build))
+
+
+def test_a_name_in_train_that_is_no_module_is_refused_with_the_closest():
+    module = net()
+    with pytest.raises(ValueError, match=r"`train` names 'haed'.*Closest: head"):
+        fitted([Lora(4, train=["haed"])], module)
+    assert not frozen_layers(module)
