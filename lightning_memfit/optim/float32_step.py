@@ -221,9 +221,10 @@ class Float32Step(Optimizer):
             )
         if own["rounding"] != self.rounding.name:
             raise ValueError(
-                f'`ckpt_path`: the optimizer states were written with StochasticRounding(rounding="{own["rounding"]}"), '
-                f'this run has rounding="{self.rounding.name}". Resume with the settings that the checkpoint was '
-                "written with, or start from the weights alone (load_from_checkpoint)."
+                "`ckpt_path`: the optimizer states were written with "
+                f'StochasticRounding(rounding="{own["rounding"]}"), this run has rounding="{self.rounding.name}". '
+                "Resume with the settings that the checkpoint was written with, or start from the weights alone "
+                "(load_from_checkpoint)."
             )
         refuse_shapes(self, state_dict)
         loaded = [{key: value for key, value in state_dict.items() if key != FLOAT32_STEP}]

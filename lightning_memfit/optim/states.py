@@ -210,7 +210,7 @@ def _shapes_for(key: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _loads_into(optimizer: Optimizer, state_dict: StateDict) -> list[tuple[str, Tensor, State]]:
-    """Every parameter for which there is a state, with its place; nothing if the groups don't match, which is refused."""
+    """Every parameter that has a state, with its place; nothing if groups don't match, which is refused elsewhere."""
     pairs = []
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups, strict=False)):
         if len(saved["params"]) != len(group["params"]):
@@ -254,8 +254,8 @@ def refuse_compensation(optimizer_name: str, state_dict: StateDict) -> None:
     """Raise a `ValueError` for states that hold a part of the weights, which only Kahan summation adds again."""
     if state_dict.get(FLOAT32_STEP, {}).get("rounding") == "kahan":
         raise ValueError(
-            f"`ckpt_path`: its optimizer states hold a part of the weights (Kahan compensation), which {optimizer_name} "
-            f'would lose. Resume with StochasticRounding(rounding="kahan"), or {_FROM_WEIGHTS}.'
+            "`ckpt_path`: its optimizer states hold a part of the weights (Kahan compensation), which "
+            f'{optimizer_name} would lose. Resume with StochasticRounding(rounding="kahan"), or {_FROM_WEIGHTS}.'
         )
 
 
@@ -451,7 +451,7 @@ class Resume(OwnHook):
             if saved.get("weight_decay") and decoupled != current["decoupled_weight_decay"]:
                 kinds = {True: "decoupled", False: "an L2 penalty"}
                 raise ValueError(
-                    f"`ckpt_path`: its `weight_decay={saved['weight_decay']}` with `decoupled_weight_decay={decoupled}` "
+                    f"`ckpt_path`: its `weight_decay={saved['weight_decay']}`, `decoupled_weight_decay={decoupled}` "
                     f"is {kinds[decoupled]}, but {kinds[not decoupled]} in {self.class_name}. Resume with torch.optim."
                     f"{'AdamW' if decoupled else 'Adam'}, or {_FROM_WEIGHTS}."
                 )

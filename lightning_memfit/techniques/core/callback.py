@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_memfit.optim.states import refuse_states
@@ -88,7 +89,7 @@ class ReversibleCallback(pl.Callback):
             return
 
         def load(inner: Callable[..., Any], checkpoint: Any) -> None:
-            names = {parameter: name for name, parameter in pl_module.named_parameters()}
+            names: dict[Tensor, str] = {parameter: name for name, parameter in pl_module.named_parameters()}
             for optimizer, states in zip(trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=False):
                 refuse_states(optimizer, states, names)
             inner(checkpoint)
