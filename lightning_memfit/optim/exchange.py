@@ -167,6 +167,8 @@ def exchange(
     for index, group in enumerate(groups):
         for parameter in group["params"]:
             _refuse_parameter(parameter, index, target)
+    # Groups that are added later get the module's hyper-parameters, as they would without the exchange.
+    later = _translated(optimizer.defaults, source, target, name, options, drop, defaults)
     settings = {key: value for key, value in options.items() if key in target.settings}
     asked = {key: value for key, value in options.items() if key in target.meanings}
     loaded: type[Any] = target.load()
@@ -177,8 +179,9 @@ def exchange(
     else:
         kind = _ResumeTorchao if target.package == "torchao" else Resume
         kind(target.family, name, technique, asked).attach(built, optimizer)
+    built.defaults.update(later)
     lost = (set(source.meanings) | {"decoupled_weight_decay"}) - set(built.param_groups[0])
-    built.register_step_pre_hook(_Watch(name, lost))
+    built.register_step_pre_hook(_Watch(name, lost, _steps_sparse(target, options)))
     if optimizer.state:
         built.load_state_dict(optimizer.state_dict())
     return built
@@ -207,14 +210,45 @@ def untranslatable(
 _STEPPING: dict[str, Any] = {"torchao": outside_modes, "bitsandbytes": guarded}
 
 
-class _Watch:
-    """Finds hyper-parameters of the old optimizer that someone sets in the groups of the new one."""
+def _steps_sparse(target: OptimizerClass, options: Mapping[str, Any]) -> bool:
+    """Whether the class takes sparse gradients, as only torch's SGD does, and not in one kernel."""
+    return target.name == "torch.SGD" and not options.get("fused")
 
-    def __init__(self, name: str, lost: set[str]) -> None:
+
+class _Watch:
+    """Refuses hyper-parameters of the old optimizer set in groups of the new one, and gradients it can't step."""
+
+    def __init__(self, name: str, lost: set[str], steps_sparse: bool) -> None:
         self._name = name
         self._lost = lost
+        self._steps_sparse = steps_sparse
 
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+    def __call__(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> Any:
+        self._refuse_lost(optimizer)
+        if self._steps_sparse:
+            return None
+        # The gradients that count are those after the closure, which runs in the step: check them at its end.
+        args, kwargs = list(args), dict(kwargs or {})
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._refuse_sparse(optimizer)
+            return None
+
+        def checked() -> Any:
+            loss = closure()
+            self._refuse_sparse(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            kwargs["closure"] = checked
+        else:
+            args[1] = checked
+        return tuple(args), kwargs
+
+    def _refuse_sparse(self, optimizer: Optimizer) -> None:
+        refuse_sparse(self._name, (parameter for group in optimizer.param_groups for parameter in group["params"]))
+
+    def _refuse_lost(self, optimizer: Optimizer) -> None:
         for index, group in enumerate(optimizer.param_groups):
             found = sorted(self._lost & group.keys())
             if found:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_memfit.optim.gradient_release import refuse_coupled
 from lightning_memfit.optim.rounding import Rounding, generator_for
-from lightning_memfit.optim.states import BLOCK_SIZE
+from lightning_memfit.optim.states import BLOCK_SIZE, FLOAT32_STEP, refuse_shapes
 from lightning_memfit.optim.steps import refuse_sparse, run_closure, step_below_hooks
 
 # --- pieces of weights ------------------------------------------------------------------------------------------------
@@ -121,9 +121,6 @@ class Piece:
 # --- the optimizer ----------------------------------------------------------------------------------------------------
 
 
-_KEY = "float32_step"
-
-
 class Float32Step(Optimizer):
     """Wraps an optimizer and steps its bfloat16 weights through float32 copies, a chunk at a time.
 
@@ -206,23 +203,31 @@ class Float32Step(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the wrapped optimizer and the position of the random bits."""
         own = {"rounding": self.rounding.name, "seed": self.seed, "num_steps": self.num_steps}
-        return {**self.wrapped.state_dict(), _KEY: own}
+        return {**self.wrapped.state_dict(), FLOAT32_STEP: own}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
 
         Raises:
-            ValueError: If the states were written without this class or with another rounding.
+            ValueError: If the states were written without this class, with another rounding or for other weights.
         """
-        own = state_dict.get(_KEY)
-        found = own["rounding"] if own else "none"
-        if own is None or found != self.rounding.name:
+        own = state_dict.get(FLOAT32_STEP)
+        if own is None:
             raise ValueError(
-                f"The optimizer states were written with rounding {found!r}, this run has {self.rounding.name!r}. "
-                "Resume with the settings the checkpoint was written with, or start from its weights only."
+                "`ckpt_path`: the checkpoint is of a run without StochasticRounding, this run has "
+                f'StochasticRounding(rounding="{self.rounding.name}"). Leave it out, or start from the weights alone '
+                "(load_from_checkpoint)."
             )
-        loaded = [{key: value for key, value in state_dict.items() if key != _KEY}]
+        if own["rounding"] != self.rounding.name:
+            raise ValueError(
+                "`ckpt_path`: the optimizer states were written with "
+                f'StochasticRounding(rounding="{own["rounding"]}"), this run has rounding="{self.rounding.name}". '
+                "Resume with the settings that the checkpoint was written with, or start from the weights alone "
+                "(load_from_checkpoint)."
+            )
+        refuse_shapes(self, state_dict)
+        loaded = [{key: value for key, value in state_dict.items() if key != FLOAT32_STEP}]
         # Last of the hooks, so that it sees what the others have made of the states.
         handle = self.wrapped.register_load_state_dict_pre_hook(lambda _, adapted: loaded.append(adapted))
         try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_memfit.optim.optimizers import KERNELS, optimizer_classes
+from lightning_memfit.optim.optimizers import KERNELS, class_of, optimizer_classes
 from lightning_memfit.optim.steps import OwnHook
 
 State: TypeAlias = dict[str, Any]
@@ -37,6 +37,8 @@ NUMBERED = ("state1", "state2")
 BLOCK_SIZE = 256  # elements that share one scale, fixed in bitsandbytes' kernels
 RECORD = "lightning_memfit"
 """Key of an optimizer's state dict under which it says what it was."""
+FLOAT32_STEP = "float32_step"
+"""Key under which `Float32Step` saves how it rounds."""
 _WRAPPED = "__bnb_optimizer_quant_state__"
 
 
@@ -167,13 +169,162 @@ def families_of(state_dict: StateDict) -> frozenset[str]:
     return frozenset(family for family in by_groups if found and found <= set(MOMENTS[family]))
 
 
+def _way(state_dict: StateDict) -> str:
+    """What to resume with in order to go on as the checkpoint was written."""
+    record = state_dict.get(RECORD)
+    return " and ".join(record["techniques"]) if record is not None else "the optimizer they are of"
+
+
 def _describe(state_dict: StateDict) -> str:
     record = state_dict.get(RECORD)
     if record is not None:
-        how = " and ".join(record["techniques"])
-        return f"of {record['class']}, written with {how}"
+        return f"of {record['class']}, written with {_way(state_dict)}"
     keys = sorted({str(key) for state in state_dict["state"].values() for key in flat(state)})
     return f"({', '.join(keys)})" if keys else f"with groups of {', '.join(map(str, state_dict['param_groups'][0]))}"
+
+
+# --- states that can't be stepped -------------------------------------------------------------------------------------
+
+_FROM_WEIGHTS = "start from the weights alone (load_from_checkpoint)"
+_LIKE_PARAMETER = {
+    *(name for names in MOMENTS.values() for name in names if name != "exp_avgs"),
+    *("variance", "compensation", "sum", "exp_inf", "square_avg", "acc_delta", "prev", "step_size", "ax"),
+}
+"""States of torch, bitsandbytes, torchao and transformers, and of `Float32Step`, that have their parameter's shape."""
+
+
+def _shapes_for(key: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Shapes that a state of this name can have for a parameter of that shape; none if it is of no known kind."""
+    if key in NUMBERED:
+        return [shape, (2, *shape)]  # AdEMAMix stacks two moments
+    if key in _LIKE_PARAMETER:
+        return [shape]
+    factors = {
+        "exp_avgs": (2, *shape),
+        "row_var": (*shape[:-1], 1),
+        "col_var": (*shape[:-2], 1, *shape[-1:]),
+        "exp_avg_sq_row": shape[:-1],
+        "exp_avg_sq_col": (*shape[:-2], *shape[-1:]),
+    }
+    return [factors[key]] if key in factors else []
+
+
+def _loads_into(optimizer: Optimizer, state_dict: StateDict) -> list[tuple[str, Tensor, State]]:
+    """Every parameter that has a state, with its place; nothing if groups don't match, which is refused elsewhere."""
+    pairs = []
+    for index, (saved, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups, strict=False)):
+        if len(saved["params"]) != len(group["params"]):
+            return []
+        for place, (number, parameter) in enumerate(zip(saved["params"], group["params"], strict=True)):
+            state = state_dict["state"].get(number)
+            if state:
+                names = group.get("param_names")
+                name = f" (`{names[place]}`)" if names else ""
+                pairs.append((f"parameter {place} of group {index}{name}", parameter, flat(state)))
+    return pairs
+
+
+def refuse_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Tensor, str] | None = None) -> None:
+    """Refuse states of other parameters, with which fused kernels would write beyond the end of a tensor.
+
+    Args:
+        optimizer: The optimizer that is to load the states.
+        state_dict: The states.
+        names: Names of parameters, for the message.
+
+    Raises:
+        ValueError: If a state doesn't have the shape that the parameter at its place needs.
+    """
+    for place, parameter, state in _loads_into(optimizer, state_dict):
+        shape = tuple(parameter.shape)
+        for key, value in state.items():
+            allowed = _shapes_for(key, shape)
+            found: Any = together(value) if allowed else None
+            if isinstance(found, Tensor) and tuple(found.shape) not in allowed:
+                name = (names or {}).get(parameter)
+                who = f"`{name}`, {place}," if name else place
+                raise ValueError(
+                    f"`ckpt_path`: its `{key}` for {who} has shape {tuple(found.shape)}, but that parameter has shape "
+                    f"{shape}. The checkpoint is of other parameters, or has them in another order. Give the optimizer "
+                    f"the parameters in the order of the checkpoint, or {_FROM_WEIGHTS}."
+                )
+
+
+def refuse_compensation(optimizer_name: str, state_dict: StateDict) -> None:
+    """Raise a `ValueError` for states that hold a part of the weights, which only Kahan summation adds again."""
+    if state_dict.get(FLOAT32_STEP, {}).get("rounding") == "kahan":
+        raise ValueError(
+            "`ckpt_path`: its optimizer states hold a part of the weights (Kahan compensation), which "
+            f'{optimizer_name} would lose. Resume with StochasticRounding(rounding="kahan"), or {_FROM_WEIGHTS}.'
+        )
+
+
+def refuse_states(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Tensor, str] | None = None) -> None:
+    """Refuse, before anything is loaded, states with which an optimizer of torch would fail in its first step.
+
+    Optimizers that have a `Resume` convert what they can themselves. Of classes that nobody has described nothing is
+    known, so that only Kahan compensation is refused for them.
+
+    Args:
+        optimizer: The optimizer of the run.
+        state_dict: What the checkpoint has for it.
+        names: Names of parameters, for the message.
+
+    Raises:
+        ValueError: If the states are of another class, form or shape.
+    """
+    wrapped = getattr(optimizer, "wrapped", None)
+    stepped = wrapped if isinstance(wrapped, Optimizer) else optimizer
+    if stepped is optimizer:
+        refuse_compensation(type(stepped).__name__, state_dict)
+    elif FLOAT32_STEP not in state_dict:
+        return  # `Float32Step` says so
+    of_torch = type(stepped).__module__.startswith("torch.optim")
+    if Resume.of(optimizer) is None:
+        if not of_torch:
+            return
+        _refuse_other_form(stepped, state_dict)
+    refuse_shapes(stepped, state_dict, names)
+
+
+_NEEDED = {
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "RMSprop": ("square_avg",),
+    "SGD": (),
+    "Adafactor": (),
+}
+"""States without which a step of torch's class fails, if there are any for the parameter."""
+
+
+def _refuse_other_form(optimizer: Optimizer, state_dict: StateDict) -> None:
+    """Refuse groups and states that a class of torch can't step; it takes more than it needs."""
+    name = type(optimizer).__name__
+    if name not in _NEEDED:
+        return
+    meanings = class_of(optimizer).meanings
+    # torch itself fills in switches that old checkpoints lack.
+    needed = {key for key in meanings if not isinstance(optimizer.defaults.get(key), bool)}
+    own = {*_NEEDED[name], "momentum_buffer", "max_exp_avg_sq", "grad_avg", "row_var", "col_var", "variance"}
+    fits = all(needed <= set(group) for group in state_dict["param_groups"]) and all(
+        set(_NEEDED[name]) <= set(state) and all(_is_plain_moment(value) for key, value in state.items() if key in own)
+        for state in (flat(state) for state in state_dict["state"].values() if state)
+    )
+    if fits:
+        return
+    record = state_dict.get(RECORD)
+    if record is not None and record["class"].rpartition(".")[2] in ("Adam", "AdamW", "RMSprop", "SGD"):
+        convert = f', with ReplaceOptimizer("{record["class"]}"), which converts them'
+    else:
+        convert = ""
+    raise ValueError(
+        f"`ckpt_path`: optimizer states {_describe(state_dict)}, are none that torch.{name} can step. Resume with "
+        f"{_way(state_dict)}{convert}, or {_FROM_WEIGHTS}."
+    )
+
+
+def _is_plain_moment(value: Any) -> bool:
+    return value is None or (isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()))
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
@@ -227,8 +378,10 @@ class Resume(OwnHook):
         """Return a state dict that this optimizer can load.
 
         Raises:
-            ValueError: If the states are of another family, or hyper-parameters have no counterpart.
+            ValueError: If the states are of another family or of other parameters, or hyper-parameters have no
+                counterpart.
         """
+        refuse_compensation(self.class_name, state_dict)
         self._refuse_other_family(state_dict)
         saved, current = state_dict["param_groups"], optimizer.param_groups
         if [len(group["params"]) for group in saved] != [len(group["params"]) for group in current]:
@@ -237,6 +390,7 @@ class Resume(OwnHook):
                 f"run's {type(optimizer).__name__} {[len(group['params']) for group in current]}. Return the groups "
                 "that the checkpoint was written with, or start from the weights alone (load_from_checkpoint)."
             )
+        refuse_shapes(optimizer, state_dict)
         numbers = chain.from_iterable(group["params"] for group in saved)
         parameters = chain.from_iterable(group["params"] for group in current)
         groups = [self._group(was, now, state_dict) for was, now in zip(saved, current, strict=True)]
@@ -270,10 +424,9 @@ class Resume(OwnHook):
             same = all(set(meanings) <= set(group) for group in state_dict["param_groups"])
         if same:
             return
-        way = " and ".join(record["techniques"]) if record is not None else "the optimizer they are of"
         raise ValueError(
             f"`ckpt_path`: optimizer states {_describe(state_dict)}, can't go on as those of {self.class_name}. "
-            f"Resume with {way}, or start from the weights alone (load_from_checkpoint)."
+            f"Resume with {_way(state_dict)}, or start from the weights alone (load_from_checkpoint)."
         )
 
     def _group(self, saved: Mapping[str, Any], current: Mapping[str, Any], state_dict: StateDict) -> dict[str, Any]:
@@ -290,9 +443,19 @@ class Resume(OwnHook):
                     f"`ckpt_path`: its `{key}={saved[key]!r}` has no counterpart in {self.class_name}. Resume with the "
                     "optimizer it is of, or start from the weights alone (load_from_checkpoint)."
                 )
-        decoupled = saved.get("decoupled_weight_decay", self.family == "Adam")
+        # Groups that old versions of torch saved don't say which they are; those of others are decoupled.
+        is_unknown = not record and "amsgrad" in saved
+        unsaid = current.get("decoupled_weight_decay", True) if is_unknown else True
+        decoupled = bool(saved.get("decoupled_weight_decay", unsaid))
         if self.family == "Adam" and "decoupled_weight_decay" in current:
-            values["decoupled_weight_decay"] = decoupled
+            if saved.get("weight_decay") and decoupled != current["decoupled_weight_decay"]:
+                kinds = {True: "decoupled", False: "an L2 penalty"}
+                raise ValueError(
+                    f"`ckpt_path`: its `weight_decay={saved['weight_decay']}`, `decoupled_weight_decay={decoupled}` "
+                    f"is {kinds[decoupled]}, but {kinds[not decoupled]} in {self.class_name}. Resume with torch.optim."
+                    f"{'AdamW' if decoupled else 'Adam'}, or {_FROM_WEIGHTS}."
+                )
+            values.pop("decoupled_weight_decay", None)  # that of this class, should somebody set a decay
         elif self.family == "Adam" and not decoupled and saved.get("weight_decay"):
             raise ValueError(
                 f"`ckpt_path`: its `weight_decay={saved['weight_decay']}` is an L2 penalty, but decoupled in "

@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.gradient_release import GradientRelease
+from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from lightning_memfit.techniques.optimizer import ReplaceOptimizer
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep
 from tests.helpers.trainers import quiet_trainer
 
 BATCHES_PER_EPOCH = 4
@@ -222,6 +224,167 @@ def test_another_decay_is_not_taken_for_ours(tmp_path):
         run([Optimizer8bit()], ckpt_path=path)
 
 
+L2 = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
+def test_an_l2_penalty_is_no_decoupled_decay(tmp_path, options):
+    """torch keeps the checkpoint's kind, whatever class the module and the callback name."""
+    kinds = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+    for first, second in (("Adam", "AdamW"), ("AdamW", "Adam")):
+        path = saved(tmp_path / f"{first}.ckpt", make=lambda p, cls=kinds[first]: cls(p, **L2))
+        module = Regression(lambda p, cls=kinds[second]: cls(p, **L2))
+        with pytest.raises(ValueError, match=f"weight_decay=0.1.*L2 penalty.*Resume with torch.optim.{first},"):
+            run([ReplaceOptimizer(f"torch.{second}", options)], ckpt_path=path, module=module)
+        assert module.losses == []
+
+
+def test_a_decay_of_zero_is_of_either_kind(tmp_path):
+    path = saved(tmp_path / "adam.ckpt", make=MAKE["Adam"])
+    make = {"make": lambda p: adamw(p, weight_decay=0.0)}
+    resumed = run([ReplaceOptimizer("torch.AdamW")], ckpt_path=path, **make)
+    torch.testing.assert_close(weights(resumed), weights(run(ckpt_path=path, **make)), rtol=0, atol=1e-6)
+    assert resumed.opt.param_groups[0]["decoupled_weight_decay"] is True
+
+
+HALF = {"precision": "bf16-true"}
+OURS = {
+    **{name: (INTO[name], {}) for name in INTO},
+    "adafactor": ([ReplaceOptimizer(**ADAFACTOR)], {}),
+    "release": ([GradientRelease()], {}),
+    "zero grad": ([ZeroGradAfterStep()], {}),
+    "host": ([HostMasterWeights()], HALF),
+    "stochastic": ([StochasticRounding()], HALF),
+    "kahan": ([StochasticRounding("kahan")], HALF),
+    "rounded 8-bit": ([Optimizer8bit(), StochasticRounding()], HALF),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+@pytest.mark.parametrize("name", OURS)
+def test_states_of_parameters_in_another_order_are_refused(tmp_path, name):
+    """torch's fused kernel would write beyond the end of the states."""
+    callbacks, trainer = copy.deepcopy(OURS[name])
+    own = "Rounding" in str(callbacks) or name == "adafactor"  # these go on from themselves only
+    path = saved(
+        tmp_path / "c.ckpt", callbacks if own else (), make=lambda p: adamw(list(p)[::-1]), **(trainer if own else {})
+    )
+    module = Regression()
+    with pytest.raises(ValueError, match=r"`net.0.weight`, parameter 0 of group 0, has shape.*\(96, 64\)"):
+        run(copy.deepcopy(OURS[name][0]), ckpt_path=path, module=module, **trainer)
+    assert module.losses == []
+
+
+FOREIGN = {
+    "8-bit": ([Optimizer8bit()], {}, "AdamW", r'written with Optimizer8bit\(\).*ReplaceOptimizer\("torch.AdamW"\)'),
+    "8-bit SGD": ([Optimizer8bit()], {}, "SGD", r'written with Optimizer8bit\(\).*ReplaceOptimizer\("torch.SGD"\)'),
+    "lion": ([ReplaceOptimizer(**LION)], {}, "AdamW", r"of bitsandbytes.Lion.*Resume with ReplaceOptimizer\('bits"),
+    "adafactor": ([ReplaceOptimizer(**ADAFACTOR)], {}, "AdamW", r"of torch.Adafactor.*Resume with ReplaceOptimizer"),
+    "kahan": ([StochasticRounding("kahan")], HALF, "AdamW", r'Kahan.*StochasticRounding\(rounding="kahan"\)'),
+    "8-bit kahan": ([Optimizer8bit(), StochasticRounding("kahan")], HALF, "AdamW", r'StochasticRounding\(rounding="k'),
+}
+TAKERS = {
+    "release": ([GradientRelease()], {}),
+    "zero grad": ([ZeroGradAfterStep()], {}),
+    "host": ([HostMasterWeights()], HALF),
+}
+
+
+def configured(name):
+    return {**MAKE, "AdamW": adamw}[name]
+
+
+@pytest.mark.parametrize("taker", ["release", "zero grad", "host"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_states_that_torch_cannot_step_are_refused_whatever_is_used(tmp_path, name, taker):
+    first, trainer, make, message = FOREIGN[name]
+    path = saved(tmp_path / "c.ckpt", copy.deepcopy(first), make=configured(make), **trainer)
+    module = Regression(configured(make))
+    callbacks, trainer = TAKERS[taker]
+    with pytest.raises(ValueError, match=message):
+        run(copy.deepcopy(callbacks), ckpt_path=path, module=module, **trainer)
+    assert module.losses == []
+
+
+@pytest.mark.parametrize("taker", ["release", "host"])
+@pytest.mark.parametrize("pair", [("SGD", "AdamW"), ("RMSprop", "AdamW"), ("AdamW", "SGD"), ("SGD", "RMSprop")])
+def test_another_class_of_torch_is_refused_whatever_is_used(tmp_path, pair, taker):
+    first, second = pair
+    path = saved(tmp_path / "c.ckpt", make=configured(first))
+    module = Regression(configured(second))
+    callbacks, trainer = TAKERS[taker]
+    with pytest.raises(ValueError, match=f"none that torch.{second} can step"):
+        run(copy.deepcopy(callbacks), ckpt_path=path, module=module, **trainer)
+    assert module.losses == []
+
+
+@pytest.mark.parametrize("name", ["torch", "8-bit"])
+def test_kahan_summation_is_named_where_it_is_missing(tmp_path, name):
+    path = saved(tmp_path / "c.ckpt", [StochasticRounding("kahan")], **HALF)
+    with pytest.raises(ValueError, match=r'Resume with StochasticRounding\(rounding="kahan"\)'):
+        run(used(name), ckpt_path=path)
+
+
+@pytest.mark.parametrize("second", ["stochastic", "kahan"])
+def test_8_bit_states_of_rounded_weights_need_the_8_bit_optimizer(tmp_path, second):
+    path = saved(tmp_path / "c.ckpt", [Optimizer8bit(), StochasticRounding(second)], **HALF)
+    with pytest.raises(ValueError, match=r"written with Optimizer8bit\(\), are none that torch.AdamW can step"):
+        run([StochasticRounding(second)], ckpt_path=path, **HALF)
+
+
+@pytest.mark.parametrize("name", ["release", "zero grad"])
+def test_what_torch_can_step_goes_on(tmp_path, name):
+    """Nothing is refused that torch can step: states of a user's own, and groups without new switches."""
+    callbacks = copy.deepcopy(OURS[name][0])
+    path = saved(tmp_path / "c.ckpt")
+    checkpoint = torch.load(path, weights_only=False)
+    states = checkpoint["optimizer_states"][0]
+    states["state"][0]["mine"] = torch.zeros(3)
+    for group in states["param_groups"]:
+        del group["maximize"], group["decoupled_weight_decay"]
+    torch.save(checkpoint, path)
+    resumed = run(callbacks, ckpt_path=path)
+    torch.testing.assert_close(weights(resumed), weights(run(ckpt_path=path)), rtol=0, atol=1e-6)
+
+
+class Grow(pl.Callback):
+    """Adds a group with nothing but parameters, for which the module's hyper-parameters hold."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            trainer.optimizers[0].add_param_group({"params": pl_module.net[0].parameters()})
+
+
+GROWING = {
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.5, betas=(0.8, 0.95)),
+    "SGD": lambda p: torch.optim.SGD(p, 1e-1, momentum=0.9, weight_decay=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.5, alpha=0.9),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_group_added_later_has_the_module_s_hyper_parameters(name):
+    def make(parameters):
+        return GROWING[name](list(parameters)[2:])
+
+    reference = run([Grow()], make=make, max_epochs=3)
+    replaced = run([Grow(), ReplaceOptimizer(f"torch.{name}")], make=make, max_epochs=3)
+    assert torch.equal(weights(replaced), weights(reference))
+
+
+def test_a_group_added_later_has_what_was_translated():
+    def make(parameters):
+        return GROWING["AdamW"](list(parameters)[2:])
+
+    for given in (ADAFACTOR, LION):
+        module = run([Grow(), ReplaceOptimizer(**given)], make=make, max_epochs=2)
+        first, second = (
+            {k: v for k, v in g.items() if k not in ("params", "lr", "initial_lr")} for g in module.opt.param_groups
+        )
+        assert second == first
+        assert module.opt.defaults["lr"] == 1e-2
+
+
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 @pytest.mark.parametrize("callback", ["8-bit", "fused", "adafactor"])
 def test_evaluation_takes_every_checkpoint(tmp_path, stage, callback):
@@ -371,7 +534,16 @@ def test_sparse_gradients_of_rounded_weights_are_refused():
         run([StochasticRounding()], module=module, precision="bf16-true")
 
 
-@pytest.mark.parametrize("callback", [Optimizer8bit(), ReplaceOptimizer(**LION)], ids=["8-bit", "lion"])
+SPARSE = {
+    "8-bit": Optimizer8bit(),
+    "lion": ReplaceOptimizer(**LION),
+    "torch": ReplaceOptimizer("torch.AdamW"),
+    "fused": ReplaceOptimizer("torch.AdamW", {"fused": True}),
+    "adafactor": ReplaceOptimizer(**ADAFACTOR),
+}
+
+
+@pytest.mark.parametrize("callback", SPARSE.values(), ids=SPARSE)
 def test_sparse_gradients_are_refused_before_a_weight_changes(callback):
     pl.seed_everything(0, verbose=False)
     module = Sparse(MAKE["SGD"] if isinstance(callback, Optimizer8bit) else adamw)
@@ -379,6 +551,18 @@ def test_sparse_gradients_are_refused_before_a_weight_changes(callback):
     with pytest.raises(ValueError, match=r"sparse gradient of a parameter of shape \(128, 64\).*sparse=False"):
         run([callback], module=module)
     assert torch.equal(weights(module), before)
+
+
+def test_sparse_gradients_of_sgd_go_on_as_torch_steps_them():
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    pl.seed_everything(0, verbose=False)
+    plain = Sparse(make)
+    replaced = copy.deepcopy(plain)
+    run(module=plain)
+    run([ReplaceOptimizer("torch.SGD")], module=replaced)
+    assert torch.equal(weights(replaced), weights(plain))
 
 
 def test_beside_other_callbacks(tmp_path):

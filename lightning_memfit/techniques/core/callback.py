@@ -11,10 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from typing_extensions import override
 
+from lightning_memfit.optim.states import refuse_states
 from lightning_memfit.techniques.core.facts import Options, Run, arguments_of, run_of
 from lightning_memfit.techniques.core.wrapping import wrap_method
 
@@ -75,6 +78,23 @@ class ReversibleCallback(pl.Callback):
             if self.rules_traces or not self.in_trace:
                 self._check(trainer, pl_module)
             self.apply(trainer, pl_module)
+            self._check_states(trainer, pl_module)
+
+    def _check_states(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let a checkpoint's optimizer states be checked before they are loaded, whichever technique wrote them.
+
+        Strategies that load states in a way of their own, as those that shard do, have states of other shapes.
+        """
+        if self.in_trace or type(trainer.strategy).load_optimizer_state_dict is not Strategy.load_optimizer_state_dict:
+            return
+
+        def load(inner: Callable[..., Any], checkpoint: Any) -> None:
+            names: dict[Tensor, str] = {parameter: name for name, parameter in pl_module.named_parameters()}
+            for optimizer, states in zip(trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=False):
+                refuse_states(optimizer, states, names)
+            inner(checkpoint)
+
+        self.on_restore(wrap_method(trainer.strategy, "load_optimizer_state_dict", load))
 
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the rule now, and once more when `configure_model` has built what isn't there yet."""
@@ -134,6 +154,7 @@ class TechniqueCallback(ReversibleCallback):
         finally:
             if applied:
                 self.apply(trainer, pl_module)
+                self._check_states(trainer, pl_module)
 
 
 def describe(counts: dict[Any, int]) -> str:
