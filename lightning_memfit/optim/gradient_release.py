@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_memfit.optim.steps import refuse_own_step
+
 _SINGLE_PARAMETER = ("torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam")
 _WHOLE_MODEL = ("LBFGS",)
 _KNOWN_ELSEWHERE = ("Lion", "Adafactor")
@@ -30,8 +32,8 @@ class GradientRelease:
         clip_value: Clip each gradient element to this magnitude before the step.
 
     Raises:
-        ValueError: If the optimizer is of another class or has hooks that would run once per parameter, or
-            `clip_value` is not positive.
+        ValueError: If the optimizer is of another class, has a `step` of its own on the object or hooks that would run
+            once per parameter, or `clip_value` is not positive.
     """
 
     def __init__(self, optimizer: Optimizer, clip_value: float | None = None) -> None:
@@ -42,6 +44,7 @@ class GradientRelease:
         self.clip_value = clip_value
         self.is_open = True
         """Whether a backward pass is a step. While it is not, one that reaches a parameter is refused."""
+        refuse_own_step(optimizer, "which would run once per parameter, without the gradients of the others")
         self._optimizer = optimizer
         self._handles: dict[torch.Tensor, Any] = {}
         self._groups: dict[torch.Tensor, int] = {}
@@ -61,6 +64,7 @@ class GradientRelease:
 
     def refresh(self) -> None:
         """Follow parameters that were unfrozen or given to the optimizer since the last call, and no others."""
+        refuse_own_step(self._optimizer, "which would run once per parameter, without the gradients of the others")
         groups = enumerate(self._optimizer.param_groups)
         self._groups = {parameter: index for index, group in groups for parameter in group["params"]}
         for parameter in [parameter for parameter in self._handles if parameter not in self._groups]:

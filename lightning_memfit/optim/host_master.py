@@ -25,8 +25,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import is_on_host, keep_on_host, reserve_pinned, return_to_device
 from lightning_memfit.memory.kind import DeviceKind
+from lightning_memfit.optim.steps import OutermostStep, refuse_own_step
 
 _HALF = (torch.bfloat16, torch.float16)
+_LIKE_WEIGHTS = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+    "exp_inf",
+    "ax",
+    "prev",
+    "step_size",
+    "sum",
+)
+"""Names that torch's optimizers give to states of their weights' shape."""
 
 
 class HostMaster:
@@ -71,6 +87,7 @@ class HostMaster:
         self._last_handle: Any = None
         self._is_shown = False
         self._is_stepping = False
+        self._step = OutermostStep()
         self._has_evaluated = False
         self._runs_in_closures = runs_in_closures
         for weight, value in (values or {}).items():
@@ -86,6 +103,11 @@ class HostMaster:
     def is_stepping(self) -> bool:
         """Whether the optimizer's step has begun and not ended."""
         return self._is_stepping
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether weights are their masters now, gradients included."""
+        return self._is_shown
 
     def master_of(self, weight: Tensor) -> Tensor | None:
         """The exact value of a weight, or None where none is kept."""
@@ -120,6 +142,7 @@ class HostMaster:
     def refresh(self) -> None:
         """Follow parameters that were unfrozen or given to the optimizer since the last call."""
         assert self._optimizer is not None
+        refuse_own_step(self._optimizer, _OWN_STEP)
         self._is_stepping = self._has_evaluated = False
         self.hide()  # in case the last step failed
         for group in self._optimizer.param_groups:
@@ -134,6 +157,8 @@ class HostMaster:
                 if self._transfer is None:
                     self._transfer = _Transfer(weight.device)
                 slot.follow(self._transfer)
+            elif slot.is_followed:
+                slot.follow_last()
         _take_fused_kernel(self._optimizer)
         if self._last_handle is not None:
             self._last_handle.remove()
@@ -168,6 +193,15 @@ class HostMaster:
         # An optimizer that evaluates its closure several times has moved the masters in between.
         self.hide(None if self._has_evaluated else False)
         self._has_evaluated = self._is_stepping
+
+    def stay_shown(self) -> None:
+        """Show masters, gradients included, until the model runs again or the optimizer has stepped.
+
+        Raises:
+            RuntimeError: As for `show`.
+        """
+        self.show(check=True)
+        self._has_evaluated = True  # whoever looks may also write
 
     def hide(self, written: bool | None = None) -> None:
         """Let weights be those on the device again.
@@ -218,6 +252,8 @@ class HostMaster:
     # --- the optimizer's hooks --------------------------------------------------------------------------------------
 
     def _begin(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._step.begin():
+            return None
         self.show(check=self._runs_in_closures)
         self._is_stepping, self._has_evaluated = True, False
         if not self._runs_in_closures:
@@ -234,13 +270,16 @@ class HostMaster:
 
     def _end(self, *_: Any) -> None:
         assert self._optimizer is not None
+        if not self._step.end():
+            return
         self._is_stepping = False
         for weight, state in self._optimizer.state.items():
             if weight in self._slots:
                 _keep_states(weight, state)
         self.hide()
 
-    def _open(self, *_: Any) -> None:
+    def _open(self, optimizer: Optimizer, states: dict[str, Any]) -> None:
+        _refuse_shapes(optimizer, states)
         self.show()
 
     def _close(self, *_: Any) -> None:
@@ -251,6 +290,7 @@ class HostMaster:
 
     def _detach(self) -> None:
         self._is_stepping = False
+        self._step = OutermostStep()
         if self._last_handle is not None:
             self._last_handle.remove()
             self._last_handle = None
@@ -333,6 +373,29 @@ class _Slot:
         self._handle = self.weight.register_post_accumulate_grad_hook(partial(transfer.to_host, self))
         if self.weight.grad is not None:
             transfer.to_host(self, self.weight)
+
+    def follow_last(self) -> None:
+        """Let hooks that others have registered since find the gradient, too."""
+        hooks = _hooks_of(self.weight)
+        if next(reversed(hooks)) != self._handle.id:
+            hooks[self._handle.id] = hooks.pop(self._handle.id)  # torch does not follow `move_to_end`
+
+    def refuse_other_hooks(self) -> None:
+        """Raise an error if hooks of others would find no gradient, or another than in a plain run."""
+        hooks = _hooks_of(self.weight)
+        if self._handle is None or len(hooks) == 1:
+            return
+        theirs = [hook for hook in hooks.values() if not _is_ours(hook)]
+        is_late = bool(theirs) and not _is_ours(next(reversed(hooks.values())))
+        if not is_late and (self.gradient is None or not theirs):
+            return
+        found = "no gradient" if is_late else "the gradient of the last backward pass instead of the sum of several"
+        fix = "in `on_train_batch_start` or earlier" if is_late else "as `register_hook`, which sees one pass at a time"
+        name = getattr(theirs[-1], "__qualname__", type(theirs[-1]).__name__)
+        raise RuntimeError(
+            f"`{name}` (`register_post_accumulate_grad_hook` of a weight of shape {tuple(self.weight.shape)}) would "
+            f"find {found}: gradients are accumulated on the host. Register it {fix}, or train without masters."
+        )
 
     def show(self) -> None:
         """Let the weight be its master."""
@@ -422,6 +485,7 @@ class _Transfer:
 
     def to_host(self, slot: _Slot, weight: Tensor) -> None:
         """Move a gradient from the device to the host."""
+        slot.refuse_other_hooks()
         gradient, weight.grad = weight.grad, None
         assert gradient is not None
         if gradient.layout is not torch.strided:
@@ -517,8 +581,39 @@ def _sum(tensor: Tensor) -> Tensor:
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------
 
+_OWN_STEP = "which would find weights and gradients in another form than a plain run has"
+_FACTORED = ("Adafactor", "LBFGS")  # whose states have other shapes than the weights
+
+
+def _refuse_shapes(optimizer: Optimizer, states: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if states are those of other weights, beyond whose end a fused kernel would read."""
+    if type(optimizer).__name__ in _FACTORED or not any(
+        cls is not Optimizer and cls.__module__.startswith("torch.optim.") for cls in type(optimizer).__mro__
+    ):
+        return
+    for group, saved in zip(optimizer.param_groups, states["param_groups"], strict=False):
+        for weight, index in zip(group["params"], saved["params"], strict=False):
+            for name, value in states["state"].get(index, {}).items():
+                if name in _LIKE_WEIGHTS and isinstance(value, Tensor) and value.shape != weight.shape:
+                    raise ValueError(
+                        f"The loaded optimizer state `{name}` of parameter {index} has the shape {tuple(value.shape)}, "
+                        f"and the parameter {tuple(weight.shape)}: it is the state of another. Give the optimizer its "
+                        "parameters in the order of the run that was saved, or resume from weights alone."
+                    )
+
+
+def _hooks_of(weight: Tensor) -> Any:
+    """Hooks that run when a gradient is complete, in their order (torch has no public way to list them)."""
+    return weight._post_accumulate_grad_hooks
+
+
+def _is_ours(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)
+    return (getattr(hook, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
+
 
 def _refuse(optimizer: Optimizer) -> None:
+    refuse_own_step(optimizer, _OWN_STEP)
     name = type(optimizer).__name__
     states = chain.from_iterable(state.values() for state in optimizer.state.values())
     if any(isinstance(value, Tensor) and value.dtype in _HALF for value in states):

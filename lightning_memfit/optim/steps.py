@@ -1,6 +1,8 @@
 """What optimizers that step others have in common: closures, hooks, and gradients that can't be stepped."""
 
+import inspect
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -46,3 +48,57 @@ def refuse_sparse(name: str, parameters: Iterable[Tensor]) -> None:
                 f"{name} can't step the sparse gradient of a parameter of shape {tuple(parameter.shape)}. Make its "
                 "embedding with `sparse=False`, or leave the optimizer as the module makes it."
             )
+
+
+class OutermostStep:
+    """Tell an optimizer's own step from those of its base classes, which it calls with `super().step()`.
+
+    Torch runs the hooks of a step in each class of which an instance was ever made, so that the hooks of one object may
+    run once or twice in a step, whatever else the process has done before.
+    """
+
+    def __init__(self) -> None:
+        self._frame: Any = None
+
+    def begin(self) -> bool:
+        """Return whether the step that runs the calling hook, registered before it, lies in no other."""
+        step = frame = _caller()
+        while frame is not None and self._frame is not None:
+            if frame is self._frame:
+                return False
+            frame = frame.f_back
+        self._frame = step  # one that is no longer running has failed
+        return True
+
+    def end(self) -> bool:
+        """Return whether the step that runs the calling hook, registered after it, is that one."""
+        if _caller() is not self._frame:
+            return False
+        self._frame = None
+        return True
+
+
+def _caller() -> FrameType | None:
+    """The frame that runs the hook that asks: past this function, the method it calls, and the hook itself."""
+    frame = inspect.currentframe()
+    for _ in range(3):
+        frame = None if frame is None else frame.f_back
+    return frame
+
+
+def refuse_own_step(optimizer: Optimizer, why: str) -> None:
+    """Raise a `ValueError` if someone has put a `step` on the object; the layer of torch's schedulers is none.
+
+    Args:
+        optimizer: The optimizer.
+        why: What would go wrong, to end the first sentence.
+    """
+    step: Any = vars(optimizer).get("step")
+    if step is None:
+        return
+    if hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step:
+        return
+    raise ValueError(
+        f"This {type(optimizer).__name__} has a `step` that was put on the object, {why}. Leave it out "
+        "(`register_step_pre_hook` and `register_step_post_hook` may do), or leave the technique out."
+    )

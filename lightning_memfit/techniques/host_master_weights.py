@@ -7,7 +7,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -19,9 +24,10 @@ from lightning_memfit.memory.host import keep_on_host, return_to_device
 from lightning_memfit.optim.host_master import HostMaster, with_changes
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.callback import Refusal, TechniqueCallback
 from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
 from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.gradient_reads import refuse_late_reads
 from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS, who_overrides
 from lightning_memfit.techniques.core.sharding import HOST_STEP_BYTES
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
@@ -88,6 +94,7 @@ class HostMasterWeights(TechniqueCallback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Apply the technique to a run that trains; other runs only give the module its float32 values back."""
+        _refuse_finders(trainer)
         super().setup(trainer, pl_module, stage)
         if stage != "fit" and trainer.precision == "bf16-true":
             self._keep_around_conversion(trainer, pl_module)
@@ -142,9 +149,17 @@ class HostMasterWeights(TechniqueCallback):
                 return inner(*args, **kwargs)
             finally:
                 if self._host is not None:
-                    self._host.hide(False)
+                    self._host.run_model()
 
         self.on_restore(wrap_method(loop, "run", run))
+        if not self.in_trace:
+            message = "HostMasterWeights: gradients are in float32 on the host, and not on the parameters. Read them in"
+            message += " `on_before_optimizer_step` or `on_before_zero_grad`."
+            for undo in refuse_late_reads(trainer, pl_module, self._has_no_gradients, message):
+                self.on_restore(undo)
+
+    def _has_no_gradients(self) -> bool:
+        return self._host is not None and not self._host.is_shown
 
     def _show_where_gradients_are_read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show masters from the end of a backward pass to the end of the step, and while gradients are cleared."""
@@ -152,6 +167,16 @@ class HostMasterWeights(TechniqueCallback):
         clears = is_overridden("optimizer_zero_grad", pl_module)
         writes_when_cleared = clears or who_overrides(pl_module, callbacks, *BEFORE_ZERO_GRAD) is not None
         looks_after_backward = who_overrides(pl_module, callbacks, "on_after_backward") is not None
+
+        in_own_step = False
+
+        def optimizer_step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal in_own_step
+            in_own_step = True
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                in_own_step = False
 
         def training_step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._host is None:
@@ -168,6 +193,9 @@ class HostMasterWeights(TechniqueCallback):
 
         def after_backward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             host = self._host
+            if host is not None and in_own_step and not host.is_stepping:  # a closure that the module itself runs
+                host.stay_shown()
+                return inner(*args, **kwargs)
             if host is None or not (host.is_stepping or looks_after_backward):
                 return inner(*args, **kwargs)
             host.show(check=True)
@@ -176,6 +204,8 @@ class HostMasterWeights(TechniqueCallback):
                 host.hide(looks_after_backward)
             return result
 
+        if is_overridden("optimizer_step", pl_module):
+            self.on_restore(wrap_method(pl_module, "optimizer_step", optimizer_step))
         self.on_restore(wrap_method(trainer.strategy, "training_step", training_step))
         self.on_restore(wrap_method(trainer.strategy, "backward", backward))
         self.on_restore(wrap_method(trainer.precision_plugin, "post_backward", after_backward))
@@ -292,6 +322,17 @@ class HostMasterWeights(TechniqueCallback):
 
     def _forget(self) -> None:
         self._values, self._names, self._loaded, self._host = {}, {}, {}, None
+
+
+def _refuse_finders(trainer: pl.Trainer) -> None:
+    """Refuse searches that save and load a checkpoint around a run, which rounds the weights that they give back."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (LearningRateFinder, BatchSizeFinder)):
+            raise Refusal(
+                f"HostMasterWeights: {type(callback).__name__} (`Tuner.lr_find`, `Tuner.scale_batch_size`) "
+                "trains on trial and then loads a checkpoint into bfloat16 weights, so that their float32 values are "
+                "lost. Search with a Trainer without HostMasterWeights, then train with what was found."
+            )
 
 
 def _refuse_complex(module: nn.Module) -> None:

@@ -1,15 +1,19 @@
 """`ZeroGradAfterStep`: free gradients right after the update, not after the next forward pass."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memfit.optim.steps import OutermostStep
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.gradient_reads import refuse_late_reads
 from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class ZeroGradAfterStep(TechniqueCallback):
@@ -27,6 +31,9 @@ class ZeroGradAfterStep(TechniqueCallback):
         super().__init__()
         self._handles: list[Any] = []
         self._has_freed = False
+        self._is_absent = False
+        self._step = OutermostStep()
+        self._stepped: list[Optimizer] | None = None
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -36,6 +43,14 @@ class ZeroGradAfterStep(TechniqueCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say what will be saved, now that the number of backward passes per step is known."""
         self.on_restore(self._take_off)
+        self._is_absent = False
+        self.on_restore(wrap_method(trainer.strategy, "optimizer_step", self._run_step))
+        self.on_restore(wrap_method(trainer.strategy, "backward", self._run_backward))
+        if not self.in_trace:
+            message = "ZeroGradAfterStep: gradients are gone after the step, where a plain run has them. Read them in"
+            message += " `on_before_optimizer_step`, or leave ZeroGradAfterStep out."
+            for undo in refuse_late_reads(trainer, pl_module, lambda: self._is_absent, message):
+                self.on_restore(undo)
         if trainer.accumulate_grad_batches == 1:
             self.announce("gradients are freed right after each step")
         else:
@@ -48,9 +63,38 @@ class ZeroGradAfterStep(TechniqueCallback):
         """Hook the optimizers as they are now, after all other hooks of their steps."""
         self._take_off()
         self._has_freed = False
-        self._handles = [optimizer.register_step_post_hook(self._free) for optimizer in trainer.optimizers]
+        self._step = OutermostStep()
+        for optimizer in trainer.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._begin))
+            self._handles.append(optimizer.register_step_post_hook(self._end))
 
-    def _free(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _run_step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Free gradients when all layers around the optimizer's step have ended, which may read them."""
+        self._stepped = stepped = []
+        try:
+            result = inner(*args, **kwargs)
+        finally:
+            self._stepped = None
+        for optimizer in dict.fromkeys(stepped):
+            self._free(optimizer)
+        return result
+
+    def _run_backward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._is_absent = False
+        return inner(*args, **kwargs)
+
+    def _begin(self, *_: object) -> None:
+        self._step.begin()
+
+    def _end(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if not self._step.end():
+            return
+        if self._stepped is None:  # a step that goes past Lightning's
+            self._free(optimizer)
+        else:
+            self._stepped.append(optimizer)
+
+    def _free(self, optimizer: Optimizer) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self._has_freed and all(parameter.grad is None for parameter in parameters):
             raise RuntimeError(
@@ -59,6 +103,7 @@ class ZeroGradAfterStep(TechniqueCallback):
             )
         self._has_freed = any(parameter.grad is not None for parameter in parameters)
         optimizer.zero_grad(set_to_none=True)
+        self._is_absent = True
 
     def _take_off(self) -> None:
         while self._handles:

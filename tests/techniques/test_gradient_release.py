@@ -21,7 +21,9 @@ def scheduled(module, **kwargs):
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-gradient_of = attrgetter("grad")  # what a callback's own code may not say
+def gradient_of(parameter):
+    with torch._C.DisableTorchFunction():  # a callback's own code may not read it
+        return attrgetter("grad")(parameter)
 
 
 class NoGradients(pl.Callback):
@@ -239,3 +241,20 @@ def test_hooks_around_the_step_are_refused():
 def test_lbfgs_is_refused_before_training():
     with pytest.raises(ValueError, match="LBFGS"):
         fit([GradientRelease()], lambda: LanguageModel(lambda m: torch.optim.LBFGS(m.parameters())))
+
+
+class OwnStep(LanguageModel):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        step = optimizer.step
+        optimizer.step = lambda closure=None: step(closure)
+        return optimizer
+
+
+def test_a_step_on_the_object_is_refused_before_a_weight_changes():
+    module = OwnStep()
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match="AdamW has a `step` that was put on the object"):
+        fit([GradientRelease()], lambda: module)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     EMAWeightAveraging,
+    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -24,6 +25,7 @@ from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRound
 from lightning_memfit.techniques.gradient_release import GradientRelease
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep
 from tests.helpers.trainers import quiet_trainer
 from tests.techniques.runs import LanguageModel, assert_same_weights, fit, trainer
 
@@ -54,7 +56,9 @@ class Bf16Forward(LanguageModel):
         return loss
 
 
-gradient_of = attrgetter("grad")  # what a callback's own code may not say
+def gradient_of(parameter):
+    with torch._C.DisableTorchFunction():  # a callback's own code may not read it
+        return attrgetter("grad")(parameter)
 
 
 class NoGradients(pl.Callback):
@@ -645,3 +649,161 @@ def test_callbacks_that_look_for_gradients_between_steps_are_refused():
     module = Small(sgd)
     with pytest.raises(ValueError, match=r"`on_train_batch_end` of the callback Late .* `on_before_zero_grad`"):
         quiet_trainer(HostMasterWeights(), Late(), precision="bf16-true").fit(module, data())
+
+
+@pytest.mark.parametrize("how", ["clips", "edits", "perturbs"])
+def test_own_optimizer_step_between_closure_and_step(how):
+    def own(cls):
+        class Own(cls):
+            def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+                optimizer_closure()
+                self.norms.append(norm_of(self))
+                if how == "clips":
+                    nn.utils.clip_grad_norm_(self.parameters(), 0.02)
+                for p in self.parameters():
+                    if how == "edits":
+                        p.grad.clamp_(-1e-3, 1e-3)
+                    elif how == "perturbs":
+                        p.data.add_(p.grad, alpha=0.1)
+                if how == "perturbs":
+                    optimizer_closure()
+                optimizer.step()
+
+        return Own
+
+    plain, ours = both(own)
+    assert min(plain.norms) > 0
+    assert_same_run(plain, ours)
+
+
+def with_own_step(module):
+    optimizer = sgd(module)
+    step = optimizer.step
+    optimizer.step = lambda closure=None: step(closure)
+    return optimizer
+
+
+def test_a_step_on_the_object_is_refused_before_a_weight_changes():
+    module = Small(with_own_step)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match="SGD has a `step` that was put on the object"):
+        quiet_trainer(HostMasterWeights(), precision="bf16-true").fit(module, data())
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+class CallsSuper(torch.optim.SGD):
+    def step(self, closure=None):
+        loss = super().step(closure)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=-0.05)
+        return loss
+
+
+def test_optimizers_that_call_the_step_of_their_base_class():
+    sgd(make_net())  # from now on, torch runs hooks in the base class's step, too
+    plain, ours = both(configure=lambda module: CallsSuper(module.parameters(), 0.1))
+    assert_same_run(plain, ours)
+
+
+def look_late(moment, at):
+    """A module, or a callback beside it, that reads gradients by other code than the hook's own."""
+
+    class Looks(Small):
+        pass
+
+    def look(self, *args):
+        module = self if isinstance(self, pl.LightningModule) else args[1]
+        module.norms.append(
+            float(nn.utils.get_total_norm([g for p in module.parameters() if (g := at(p)) is not None]))
+        )
+        return args[0] if moment == "on_before_batch_transfer" else None
+
+    if moment == "callback":
+        return Looks(sgd), [type("Late", (pl.Callback,), {"on_train_batch_end": look})()]
+    if moment == "training_step":
+        Looks.training_step = lambda self, batch, i: look(self) or Small.training_step(self, batch, i)
+    elif moment == "scheduler":
+
+        def configure(module):
+            optimizer = sgd(module)
+            schedule = lr_scheduler.LambdaLR(optimizer, lambda _: look(module) or 1.0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        return Looks(configure), []
+    else:
+        setattr(Looks, moment, look)
+    return Looks(sgd), []
+
+
+MOMENTS = ["callback", "training_step", "scheduler", "on_before_batch_transfer", "on_train_epoch_end"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "technique", [HostMasterWeights, GradientRelease, ZeroGradAfterStep], ids=lambda technique: technique.__name__
+)
+def test_late_reads_of_gradients_are_noticed(technique, moment):
+    module, callbacks = look_late(moment, attrgetter("grad"))
+    precision = "bf16-true" if technique is HostMasterWeights else "32-true"
+    where = "lr_scheduler_step" if moment == "scheduler" else "on_train_batch_end" if moment == "callback" else moment
+    with pytest.raises(RuntimeError, match=rf"{technique.__name__}: gradients are .*`{where}`.* read the `.grad`"):
+        quiet_trainer(technique(), *callbacks, precision=precision, max_epochs=2).fit(module, data())
+    hooks = {"on_train_batch_end", "on_train_epoch_end", "lr_scheduler_step", "on_before_batch_transfer"}
+    assert not hooks & set(vars(module))
+
+
+@pytest.mark.parametrize("finder", [LearningRateFinder(num_training_steps=5)])
+def test_searches_that_would_round_the_weights_are_refused(finder):
+    with pytest.raises(ValueError, match=rf"{type(finder).__name__}.* float32 values are lost"):
+        quiet_trainer(HostMasterWeights(), finder, precision="bf16-true").fit(Small(sgd), data())
+
+
+class HooksParameters(pl.Callback):
+    """Halves gradients as soon as they are complete."""
+
+    def __init__(self, moment):
+        setattr(self, moment, self.register)
+        self.done = False
+
+    def register(self, trainer, pl_module, *args, **kwargs):
+        def halve(p):
+            p.grad.mul_(0.5)
+
+        for p in () if self.done else pl_module.parameters():
+            p.register_post_accumulate_grad_hook(halve)
+        self.done = True
+
+
+@pytest.mark.parametrize("moment", ["setup", "on_fit_start", "on_train_start"])
+def test_hooks_of_complete_gradients(moment):
+    assert_same_run(*both(callbacks=lambda: [HooksParameters(moment)]))
+
+
+def test_hooks_of_complete_gradients_and_accumulation_are_refused():
+    module = Small(sgd)
+    before = copy.deepcopy(module.state_dict())
+    fitter = quiet_trainer(
+        HostMasterWeights(), HooksParameters("on_fit_start"), precision="bf16-true", accumulate_grad_batches=2
+    )
+    with pytest.raises(RuntimeError, match="the gradient of the last backward pass instead of the sum of several"):
+        fitter.fit(module, data())
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_states_of_parameters_in_another_order_are_refused(tmp_path):
+    def adam(module):
+        return torch.optim.AdamW([*module.parameters()][::-1], 1e-2)
+
+    saved = quiet_trainer(max_epochs=1)
+    saved.fit(Small(adam), data())
+    saved.save_checkpoint(tmp_path / "reversed.ckpt")
+    ours = quiet_trainer(HostMasterWeights(), precision="bf16-true", max_epochs=2)
+    with pytest.raises(ValueError, match=r"`exp_avg` of parameter 0 has the shape \(4,\), and the parameter \(16, 8\)"):
+        ours.fit(
+            Small(lambda module: torch.optim.AdamW(module.parameters(), 1e-2)),
+            data(),
+            ckpt_path=tmp_path / "reversed.ckpt",
+        )

@@ -8,7 +8,10 @@ from lightning_memfit.fitting.step.callback import MicroBatching
 from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep
 from tests.techniques.runs import LanguageModel, assert_same_weights, fit
 
-gradient_of = attrgetter("grad")  # what a callback's own code may not say
+
+def gradient_of(parameter):
+    with torch._C.DisableTorchFunction():  # a callback's own code may not read it
+        return attrgetter("grad")(parameter)
 
 
 class Seen(pl.Callback):
@@ -111,3 +114,48 @@ class OwnZeroGrad(LanguageModel):
 def test_refuses_a_module_that_decides_itself():
     with pytest.raises(ValueError, match="ZeroGradAfterStep: the module's own `optimizer_zero_grad`"):
         fit([ZeroGradAfterStep()], OwnZeroGrad)
+
+
+class ReadsLate(torch.optim.AdamW):
+    """Reads gradients after the step of its base class, of which torch runs the hooks, too."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=-0.05)
+        return loss
+
+
+@pytest.mark.parametrize("past_lightning", [False, True])
+@pytest.mark.parametrize("on_object", [False, True])
+def test_gradients_stay_until_the_outermost_step_has_ended(on_object, past_lightning):
+    if on_object and past_lightning:
+        pytest.skip("no hook of torch runs after such a step")
+
+    class Module(LanguageModel):
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)  # its class runs hooks from now on
+            if not on_object:
+                return ReadsLate(self.parameters(), lr=1e-2)
+            step = optimizer.step
+
+            def own(closure=None):
+                loss = step(closure)
+                with torch.no_grad():
+                    for p in self.parameters():
+                        p.add_(p.grad, alpha=-0.05)
+                return loss
+
+            optimizer.step = own
+            return optimizer
+
+    class Past(Module):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            optimizer.optimizer.step(optimizer_closure)
+
+    module = Past if past_lightning else Module
+    seen = Seen()
+    ours = fit([ZeroGradAfterStep(), seen], module)
+    assert not any(seen.after)
+    assert_same_weights(ours, fit([], module))
