@@ -70,7 +70,8 @@ class ZeroGradAfterStep(TechniqueCallback):
 
     def _run_step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Free gradients when all layers around the optimizer's step have ended, which may read them."""
-        self._stepped = stepped = []
+        stepped: list[Any] = []
+        self._stepped = stepped
         try:
             result = inner(*args, **kwargs)
         finally:

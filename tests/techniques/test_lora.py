@@ -64,7 +64,7 @@ def test_adapters_are_trained_and_end_up_in_the_weights(make, callbacks):
 
 
 def test_copies_for_a_recomputation_read_no_weight(callbacks):
-    """Small frozen weights are copied with a block's other state, which is no use of them beside the adapter."""
+    """Small frozen weights are copied with a block's other state; that is no use of them beside the adapter."""
     checkpointed = fit([*copy.deepcopy(callbacks), ActivationCheckpointing("every", every=1)], Llama, max_steps=3)
     plain = fit(callbacks, Llama, max_steps=3)
     torch.testing.assert_close(torch.stack(checkpointed.losses), torch.stack(plain.losses))
@@ -199,3 +199,27 @@ def test_setup_without_fit_changes_nothing():
     module, run = model(), trainer([Lora()])
     Lora().setup(run, module, "validate")
     assert not adapted_layers(module)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_adapters_in_an_untied_head_beside_chunked_losses(bits):
+    """The truth is the same run with the loss in one piece."""
+
+    def run(*others):
+        quantized = [] if bits is None else [QuantizedWeights(bits, target_modules=["q_proj"])]
+        return fit([*quantized, Lora(4, target_modules=["lm_head", "q_proj"]), *others], module=Untied)
+
+    plain, chunked = run(), run(ChunkedLoss())
+    torch.testing.assert_close(torch.stack(chunked.losses), torch.stack(plain.losses))
+    torch.testing.assert_close(chunked.model.lm_head.weight, plain.model.lm_head.weight, rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="if by a technique, list that one later"):
+        fit([ChunkedLoss(), Lora(4, target_modules=["lm_head"])], module=Untied)
+
+
+class Untied(LanguageModel):
+    """A model whose head has a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = llama()
+        assert self.model.lm_head.weight is not self.model.get_input_embeddings().weight

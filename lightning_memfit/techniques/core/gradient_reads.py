@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_memfit.techniques.core.wrapping import own_attribute, wrap_method
 
-_READ = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_READ: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SERVED = frozenset(
     {
         "on_after_backward",
