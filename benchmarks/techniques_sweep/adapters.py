@@ -18,11 +18,12 @@ class Adapters(pl.Callback):
         self.found: Found = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        copies: dict[int, Tensor] = {}  # layers that share a weight share their adapter
         for name, child in adapted(pl_module).items():
             pair = (child.lora_A["default"].weight, child.lora_B["default"].weight)
-            a, b = (one.detach().clone() for one in pair)
+            a, b = (copies.setdefault(id(one), one.detach().clone().float()) for one in pair)
             bits = None if child.codes is None else child.codes.bits
-            self.found[name] = (a.float(), b.float(), float(child.lora_scale), bits)
+            self.found[name] = (a, b, float(child.lora_scale), bits)
 
 
 class CountedAdapters(Adapters):
@@ -57,6 +58,12 @@ class ByHand:
         layers = {name: module.get_submodule(name) for name in found}
         self.originals: dict[str, Tensor] = {}
         self.added: dict[str, _Added] = {}
+        own: dict[int, nn.Parameter] = {}
+        places = {name: value.data_ptr() for name, value in module.state_dict().items()}
+        self.aliases = {
+            name: [alias for alias, place in places.items() if place == layer.weight.data_ptr()]
+            for name, layer in layers.items()
+        }
         for name, (a, b, scale, bits) in found.items():
             layer: Any = layers[name]
             self.originals[name] = layer.weight.detach().clone()
@@ -64,7 +71,8 @@ class ByHand:
             if bits:
                 weight = rounded(layer.weight.detach().t() if turned else layer.weight.detach(), bits)
                 layer.weight.data = weight.t().contiguous() if turned else weight
-            self.added[name] = _Added(a.clone(), b.clone(), scale, turned)
+            first, second = (own.setdefault(id(one), nn.Parameter(one.clone())) for one in (a, b))
+            self.added[name] = _Added(first, second, scale, turned)
         for name, added in self.added.items():
             parametrize.register_parametrization(layers[name], "weight", added, unsafe=True)
 
@@ -72,20 +80,19 @@ class ByHand:
         """All weights as they are when the adapters are added to the original ones."""
         states = self.module.state_dict().items()
         state = {n: v.detach().clone() for n, v in states if ".parametrizations." not in n}
-        layers = {self.module.get_submodule(name): name for name in self.added}
-        for name, child in self.module.named_modules(remove_duplicate=False):  # shared layers have several names
-            if child in layers:
+        for name, added in self.added.items():
+            for alias in self.aliases[name]:
                 with torch.no_grad():
-                    state[f"{name}.weight"] = self.added[layers[child]](self.originals[layers[child]])
+                    state[alias] = added(self.originals[name])
         return state
 
 
 class _Added(nn.Module):
     """A weight with an adapter's product."""
 
-    def __init__(self, first: Tensor, second: Tensor, scale: float, turned: bool) -> None:
+    def __init__(self, first: nn.Parameter, second: nn.Parameter, scale: float, turned: bool) -> None:
         super().__init__()
-        self.first, self.second = nn.Parameter(first), nn.Parameter(second)
+        self.first, self.second = first, second
         self.scale, self.turned = scale, turned
 
     def forward(self, weight: Tensor) -> Tensor:
