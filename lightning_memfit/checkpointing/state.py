@@ -182,12 +182,12 @@ def _may_change(value: Any) -> bool:
 
 def _holds_something(value: Any) -> bool:
     kinds = (Tensor, np.ndarray, tuple, frozenset, *_CONTAINERS)
-    return isinstance(value, kinds) or _is_source(value) or _attributes(value) is not None
+    return isinstance(value, kinds) or is_random_source(value) or _attributes(value) is not None
 
 
 def _attributes(value: Any, of_library: bool = False) -> dict[str, Any] | None:
     """The attributes of a plain object that a user wrote; None for everything else."""
-    if isinstance(value, (*_OPAQUE, Tensor, nn.Module)) or _is_source(value):
+    if isinstance(value, (*_OPAQUE, Tensor, nn.Module)) or is_random_source(value):
         return None
     if not of_library and _is_library(type(value).__module__) and not isinstance(value, _PLAIN):
         return None
@@ -195,25 +195,43 @@ def _attributes(value: Any, of_library: bool = False) -> dict[str, Any] | None:
     return attributes if isinstance(attributes, dict) else None
 
 
-def _is_source(value: Any) -> bool:
+# --- contents that are put back ---------------------------------------------------------------------------------------
+
+
+def is_random_source(value: Any) -> bool:
+    """Whether a value is a generator of random numbers of torch, NumPy or Python."""
     return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
 
 
-def _source_state(source: Any) -> Any:
-    if isinstance(source, torch.Generator):
-        return source.get_state()
-    if isinstance(source, np.random.Generator):
-        return source.bit_generator.state
-    return source.get_state() if isinstance(source, np.random.RandomState) else source.getstate()
+def random_source_state(value: Any) -> Any:
+    """Return the state of a generator of random numbers."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return value.get_state() if isinstance(value, np.random.RandomState) else value.getstate()
 
 
-def _set_source_state(source: Any, state: Any) -> None:
-    if isinstance(source, (torch.Generator, np.random.RandomState)):
-        source.set_state(state)
-    elif isinstance(source, np.random.Generator):
-        source.bit_generator.state = state
+def set_random_source_state(value: Any, state: Any) -> None:
+    """Set a generator of random numbers back."""
+    if isinstance(value, (torch.Generator, np.random.RandomState)):
+        value.set_state(state)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
     else:
-        source.setstate(state)
+        value.setstate(state)
+
+
+def restore_dict(target: dict[Any, Any], values: dict[Any, Any], keep: frozenset[str] = frozenset()) -> None:
+    """Make a dict hold exactly some values, without touching those that it holds already."""
+    for key in [key for key in target if key not in values and key not in keep]:
+        del target[key]
+    for key, value in values.items():
+        if key not in target or target[key] is not value:
+            target[key] = value
+
+
+# --- comparing values -----------------------------------------------------------------------------------------------
 
 
 # --- the state --------------------------------------------------------------------------------------------------------
@@ -301,9 +319,9 @@ class BlockState:
             self._add_container(value, place, depth, of_library)
         elif isinstance(value, nn.Module):
             self._add_hidden_module(value, place)
-        elif _is_source(value):
+        elif is_random_source(value):
             self._seen.add(id(value))
-            self._sources.append((value, _source_state(value)))
+            self._sources.append((value, random_source_state(value)))
         elif isinstance(value, np.ndarray):
             self._seen.add(id(value))
             self._contents.append((value, value.copy()))
@@ -428,12 +446,8 @@ class BlockState:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _restore(self) -> None:
         for owner, held, whole in self._dicts:
-            if whole:
-                for key in [k for k in owner if k not in held and k not in _INTERNALS and k[:3] != "ds_"]:
-                    del owner[key]
-            for key, value in held.items():
-                if key not in owner or owner[key] is not value:
-                    owner[key] = value
+            kept = (key for key in owner if not whole or key in _INTERNALS or key[:3] == "ds_")
+            restore_dict(owner, held, keep=frozenset(kept))
         for cell, value in self._cells:
             if _content(cell) is not value:
                 cell.cell_contents = value
@@ -443,7 +457,7 @@ class BlockState:
         for container, content in self._contents:
             _fill(container, content)
         for source, state in self._sources:
-            _set_source_state(source, state)
+            set_random_source_state(source, state)
         for parameter, requires_grad in self._parameters:
             if parameter.requires_grad is not requires_grad:
                 parameter.requires_grad_(requires_grad)

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_memfit.checkpointing.state import restore_dict
 from lightning_memfit.fitting.recovery.host_states import HostCopy
 from lightning_memfit.fitting.recovery.step_state import (
     MODULE_INTERNALS,
     Saved,
     StepState,
     content_of,
-    restore_dict,
     with_content,
 )
 

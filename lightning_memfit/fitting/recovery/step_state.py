@@ -7,7 +7,6 @@ before, so that the usual module, on which nothing changes, costs next to nothin
 
 import argparse
 import math
-import random
 import sys
 import types
 from collections import deque
@@ -23,6 +22,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
+from lightning_memfit.checkpointing.state import (
+    is_random_source,
+    random_source_state,
+    restore_dict,
+    set_random_source_state,
+)
 from lightning_memfit.fitting.recovery.host_states import HostCopy
 
 MAX_ITEMS = 1000
@@ -168,30 +173,6 @@ def _inside(value: Any) -> dict[str, Any] | None:
 # --- copies of values -----------------------------------------------------------------------------------------------
 
 
-def is_random_source(value: Any) -> bool:
-    """Whether a value is a generator of random numbers of torch, NumPy or Python."""
-    return isinstance(value, (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random))
-
-
-def random_source_state(value: Any) -> Any:
-    """Return the state of a generator of random numbers."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, numpy.random.Generator):
-        return value.bit_generator.state
-    return value.get_state() if isinstance(value, numpy.random.RandomState) else value.getstate()
-
-
-def set_random_source_state(value: Any, state: Any) -> None:
-    """Set a generator of random numbers back."""
-    if isinstance(value, (torch.Generator, numpy.random.RandomState)):
-        value.set_state(state)
-    elif isinstance(value, numpy.random.Generator):
-        value.bit_generator.state = state
-    else:
-        value.setstate(state)
-
-
 @dataclass(frozen=True)
 class _RandomContent:
     state: Any
@@ -250,18 +231,6 @@ def with_content(value: Any, content: Any) -> Any:
     else:
         value[...] = content
     return value
-
-
-def restore_dict(target: dict[Any, Any], values: dict[Any, Any], keep: frozenset[str] = frozenset()) -> None:
-    """Make a dict hold exactly some values, without touching those that it holds already."""
-    for key in [key for key in target if key not in values and key not in keep]:
-        del target[key]
-    for key, value in values.items():
-        if key not in target or target[key] is not value:
-            target[key] = value
-
-
-# --- comparing values -----------------------------------------------------------------------------------------------
 
 
 def reading_of(value: Any, depth: int = 0) -> Any:

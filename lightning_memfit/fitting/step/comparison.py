@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
+from lightning_memfit.checkpointing.state import is_random_source
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.fitting.recovery.rollback import MetricStates, TrainingSnapshot
 from lightning_memfit.fitting.recovery.step_state import (
@@ -29,7 +30,6 @@ from lightning_memfit.fitting.recovery.step_state import (
     alike,
     copies_of,
     find_slots,
-    is_random_source,
     reading_of,
     sampled_weights,
 )
