@@ -51,7 +51,7 @@ class FrozenLinear(nn.Module):
         """Apply the layer to `(..., in)`."""
         if not _watched:
             return self._compute(input)
-        with _reading():
+        with reading():
             return self._compute(input)
 
     def _compute(self, input: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class FrozenLinear(nn.Module):
 
     def effective_weight(self) -> Tensor:
         """The weight in the layer's own layout, differentiable with respect to the adapter."""
-        with torch.autocast(self.like.device.type, enabled=False), _reading():
+        with torch.autocast(self.like.device.type, enabled=False), reading():
             weight: Tensor = self.raw if self.codes is None else self.codes.dequantize(self.like.dtype)
             if self.codes is not None and is_conv1d(self):
                 weight = weight.t()
@@ -230,7 +230,8 @@ def watch_layers(change: int) -> None:
 
 
 @contextmanager
-def _reading() -> Iterator[None]:
+def reading() -> Iterator[None]:
+    """Within this context frozen weights are read for their layer, which is no use of them beside it."""
     global _depth
     _depth += 1
     try:

@@ -1,7 +1,6 @@
 """`FlopsMonitor`: FLOP/s of a run's model, and their share of the device's peak (MFU)."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from typing_extensions import override
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.measure.throughput import Throughput, count_samples, count_tokens
 from lightning_memfit.memory.kind import DeviceKind
+from lightning_memfit.memory.wrapping import wrap_method
 
 _FORWARD_AND_BACKWARD = 3  # the backward multiplies by the weights and by the inputs, which is twice the forward
 
@@ -46,7 +46,7 @@ class FlopsMonitor(Callback):
         self.peak_flops = peak_flops
         self.every_n_steps = every_n_steps
         self._peak = peak_flops
-        self._before: Callable[..., Any] | None = None
+        self._unwrap: Callable[[], None] | None = None
         self._reset(torch.device("cpu"))
 
     def _reset(self, device: torch.device) -> None:
@@ -78,10 +78,8 @@ class FlopsMonitor(Callback):
         self._reset(trainer.strategy.root_device)
         self._global_step = trainer.global_step
         self._peak = self.peak_flops or _peak_of(trainer)
-        self._restore(trainer)
-        self._before = vars(trainer.strategy).get("training_step")
-        strategy: Any = trainer.strategy
-        strategy.training_step = partial(self._counted, strategy.training_step)
+        self._restore()
+        self._unwrap = wrap_method(trainer.strategy, "training_step", self._counted)
 
     def _counted(self, training_step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if self._forward is not None:
@@ -117,7 +115,7 @@ class FlopsMonitor(Callback):
         samples, tokens = count_samples(batch), count_tokens(batch)
         self._flops_per_sample = _FORWARD_AND_BACKWARD * self._forward / samples if samples else 0.0
         self._flops_per_token = _FORWARD_AND_BACKWARD * self._forward / tokens if tokens else None
-        self._restore(trainer)
+        self._restore()
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._throughput.synchronize()
@@ -142,23 +140,18 @@ class FlopsMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the last figures; give the strategy its method back."""
         self._throughput.synchronize()
-        self._restore(trainer)
+        self._restore()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give the strategy its method back."""
-        self._restore(trainer)
+        self._restore()
 
-    def _restore(self, trainer: Trainer) -> None:
-        """Give the strategy its method back; if somebody has wrapped ours since, it stays and passes every call on."""
-        strategy: Any = trainer.strategy
-        ours = vars(strategy).get("training_step")
-        if not isinstance(ours, partial) or getattr(ours.func, "__self__", None) is not self:
-            return
-        if self._before is None:
-            del strategy.training_step
-        else:
-            strategy.training_step = self._before
+    def _restore(self) -> None:
+        """Give the strategy its method back."""
+        if self._unwrap is not None:
+            self._unwrap()
+            self._unwrap = None
 
 
 def _peak_of(trainer: Trainer) -> float | None:

@@ -3,7 +3,6 @@
 `hide_idle_hooks` keeps callbacks that use one from costing time in every batch.
 """
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from lightning.pytorch import Callback
 from lightning_memfit.memory.breakdown import Category
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import StorageLedger
+from lightning_memfit.memory.wrapping import wrap_method
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -35,58 +35,29 @@ class TrainerAttachment:
     def __init__(self, ledger: StorageLedger, strategy: "Strategy") -> None:
         self.ledger = ledger
         self._strategy = strategy
-        self._originals: dict[str, tuple[Any, Any]] = {}
-        self._attached = True
         self._inside = False
-        for name in _DEVICE_WORK:
-            self._replace(name, self._activated)
-        self._replace("batch_to_device", self._counting_batches)
+        self._undo = [wrap_method(strategy, name, self._activated) for name in _DEVICE_WORK]
+        self._undo.append(wrap_method(strategy, "batch_to_device", self._counting_batches))
 
     def detach(self) -> None:
-        """Give the strategy its own methods back. If somebody has wrapped ours since, ours stays and does nothing."""
-        self._attached = False
-        for name, (ours, before) in self._originals.items():
-            if self._strategy.__dict__.get(name) is not ours:
-                continue
-            if before is None:
-                delattr(self._strategy, name)
-            else:
-                setattr(self._strategy, name, before)
-        self._originals.clear()
+        """Take the ledger off the strategy's methods."""
+        while self._undo:
+            self._undo.pop()()
 
-    def _replace(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        before = self._strategy.__dict__.get(name)
-        ours = wrap(getattr(self._strategy, name))
-        setattr(self._strategy, name, ours)
-        self._originals[name] = (ours, before)
-
-    def _activated(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def with_ledger(*args: Any, **kwargs: Any) -> Any:
-            if (
-                self._inside or not self._attached
-            ):  # `optimizer_step` runs `training_step` and `backward` in its closure
+    def _activated(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside:  # `optimizer_step` runs `training_step` and `backward` in its closure
+            return method(*args, **kwargs)
+        self._inside = True
+        try:
+            with self.ledger:
                 return method(*args, **kwargs)
-            self._inside = True
-            try:
-                with self.ledger:
-                    return method(*args, **kwargs)
-            finally:
-                self._inside = False
+        finally:
+            self._inside = False
 
-        return with_ledger
-
-    def _counting_batches(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _counting_batches(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from lightning_utilities.core.apply_func import apply_to_collection
 
-        activated = self._activated(method)
-
-        @functools.wraps(method)
-        def batch_to_device(*args: Any, **kwargs: Any) -> Any:
-            batch = activated(*args, **kwargs)
-            return apply_to_collection(batch, torch.Tensor, self._on_device) if self._attached else batch
-
-        return batch_to_device
+        return apply_to_collection(self._activated(method, *args, **kwargs), torch.Tensor, self._on_device)
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if DeviceKind.of(self._strategy.root_device).is_host and not self.ledger.is_tracked(tensor):

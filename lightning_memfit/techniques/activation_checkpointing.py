@@ -22,6 +22,7 @@ from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks, selec
 from lightning_memfit.checkpointing.knapsack import CheckpointingPlan
 from lightning_memfit.checkpointing.policies import Choice, Keep, Mode, check_mode, choices_for
 from lightning_memfit.memory import Category, format_bytes, parse_bytes
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.profile.events import CATEGORIES
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.checkpointing_budget import ResolvedBudget, resolve_budget
@@ -29,7 +30,6 @@ from lightning_memfit.techniques.core.callback import TechniqueCallback, describ
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class ActivationCheckpointing(TechniqueCallback):

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run, attention_configs, outermost_pretrained
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.core.wrapping import wrap_method
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
 _BACKENDS = {

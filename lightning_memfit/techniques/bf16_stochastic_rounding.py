@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.rounding import Kahan, Rounding, Stochastic
@@ -15,7 +16,6 @@ from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import ROUNDING_CPU_SECONDS, Cost, Work, num_trained
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.core.wrapping import wrap_method
 
 _ROUNDINGS: dict[str, type[Rounding]] = {"stochastic": Stochastic, "kahan": Kahan}
 

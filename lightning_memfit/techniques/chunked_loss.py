@@ -14,13 +14,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_memfit.adapters.layer import FrozenLinear, _reading
+from lightning_memfit.adapters.layer import FrozenLinear, reading
+from lightning_memfit.memory.wrapping import own_attribute, wrap_method
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, is_causal_lm
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.core.wrapping import own_attribute, wrap_method
 from lightning_memfit.techniques.lazy_logits import HeadCall, whole_in_functions
 
 
@@ -148,12 +148,10 @@ class _ChunkedHead:
         self.has_warned = False
         self.last_reader = ""
         self.is_plain = type(self.head) is nn.Linear and own_attribute(self.head, "forward") is None
-        own = own_attribute(self.head, "forward")
         self._undo: list[Callable[[], object]] = [
             whole_in_functions(),
             wrap_method(self.head, "forward", self._run_head),
         ]
-        self.head.forward = _Forward(self.head, own)
         for model in models:
             before = _Before(self, inspect.signature(type(model).forward))
             self._undo.append(model.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -191,8 +189,8 @@ class _ChunkedHead:
         if not isinstance(hidden, Tensor) or hidden.ndim == 0 or hasattr(hidden, "full_tensor") or not hidden.numel():
             return inner(hidden, *args, **kwargs)
         linear = self.head if self.is_plain and isinstance(self.head, nn.Linear) else None
-        if linear is None or type(linear.weight.data) is not Tensor:
-            linear = linear if linear is not None and _is_known(linear.weight) else None
+        if linear is not None and type(linear.weight.data) is not Tensor and not _is_known(linear.weight):
+            linear = None
         learns = torch.is_grad_enabled() and self.head.training
         if learns:
             self._check_head(linear)
@@ -200,7 +198,7 @@ class _ChunkedHead:
 
         def run(rows: Tensor) -> Tensor:
             # Lora looks for reads of frozen weights outside their layer, whose own call is over by now.
-            with _reading() if isinstance(self.head, FrozenLinear) else nullcontext():
+            with reading() if isinstance(self.head, FrozenLinear) else nullcontext():
                 logits: Tensor = inner(rows, *args, **kwargs)
                 return logits
 
@@ -298,30 +296,6 @@ class _ChunkedHead:
 
     def _refusal(self, reason: str, fix: str = "Leave ChunkedLoss out for this model.") -> str:
         return f"ChunkedLoss: {self.name} {reason}. {fix}"
-
-
-class _Forward:
-    """A wrapped head's `forward`. A copy of the head, by `deepcopy` or pickle, has the one that it had before."""
-
-    def __init__(self, head: nn.Module, own: Any) -> None:
-        self.head = head
-        self.own = own
-        layered: Any = head.forward
-        self.layered = layered
-        self._memfit_layers = layered._memfit_layers
-        self._memfit_uninstall = layered._memfit_uninstall
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.layered(*args, **kwargs)
-
-    @override
-    def __reduce__(self) -> Any:
-        """A copied head has no attributes yet when this is called, so that `forward` is that of its class."""
-        return (getattr, (self.head, "forward")) if self.own is None else (_itself, (self.own,))
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 class _Idle:

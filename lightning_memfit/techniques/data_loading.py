@@ -8,11 +8,11 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memfit.memory.kind import DeviceKind
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.techniques.core.callback import Refusal, ReversibleCallback
 from lightning_memfit.techniques.core.facts import LoaderFacts, Run, flat_loaders
 from lightning_memfit.techniques.core.first_batch import training_data_source
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.core.wrapping import wrap_method
 
 _PREFETCHED = 2
 """Batches that a worker prepares ahead; torch's default."""

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from typing_extensions import override
 
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim import gradient_release
 from lightning_memfit.profile.record import ModelProfile, trained
 from lightning_memfit.techniques.core.callback import TechniqueCallback
@@ -14,7 +15,6 @@ from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.gradient_reads import refuse_late_reads
 from lightning_memfit.techniques.core.hooks import BEFORE_STEP, BEFORE_ZERO_GRAD, BETWEEN_STEPS
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class GradientRelease(TechniqueCallback):

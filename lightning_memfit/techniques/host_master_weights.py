@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import keep_on_host, return_to_device
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.host_master import HostMaster, with_changes
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
@@ -31,7 +32,6 @@ from lightning_memfit.techniques.core.gradient_reads import refuse_late_reads
 from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS, who_overrides
 from lightning_memfit.techniques.core.sharding import HOST_STEP_BYTES
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.core.wrapping import wrap_method
 
 _CONFLICTS = {
     "GradientRelease": "both take gradients away during backward",

@@ -33,13 +33,13 @@ from lightning_memfit.adapters.linears import AUTO, linear_layers
 from lightning_memfit.adapters.watch import Watch
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import copy_to_host
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.facts import Run, is_compiled
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.core.wrapping import wrap_method
 from lightning_memfit.techniques.quantized_weights import QuantizedWeights, callbacks_of, copied_before
 
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -330,7 +330,7 @@ class Lora(TechniqueCallback):
 
     def _watch_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step, and refuse it if adapters don't reach where weights are used."""
-        if lora.is_fake(module) or _is_compiled(module):
+        if lora.is_fake(module) or is_compiled(module):
             return step(*args, **kwargs)  # the tracer has its own modes; compiled code runs under none
         self._stop_watching()  # the step before may have had no backward pass
         self._watch = watch = Watch(lora.frozen_layers(module))
@@ -464,12 +464,6 @@ def _refuse_quantized(names: Sequence[str], children: Sequence[nn.Module]) -> No
                 f"Lora: `train` names {name}, whose weights QuantizedWeights has quantized: they can't be trained. "
                 "Leave it out of `train`, or give QuantizedWeights `target_modules` without it."
             )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return any(
-        child._compiled_call_impl is not None or type(child).__name__ == "OptimizedModule" for child in module.modules()
-    )
 
 
 def _trainable_only(optimizer: Optimizer, seen: list[Optimizer]) -> Optimizer:

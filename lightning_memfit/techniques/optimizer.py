@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.estimate.optimizers import optimizer_family
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.exchange import exchange, untranslatable
 from lightning_memfit.optim.optimizers import OPTIMIZERS, OptimizerRecord, class_named, class_of, optimizer_classes
 from lightning_memfit.optim.replace import replace_optimizers, schedulers_in
@@ -29,7 +30,6 @@ from lightning_memfit.techniques.core.cost import (
 )
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class ReplaceOptimizer(TechniqueCallback):

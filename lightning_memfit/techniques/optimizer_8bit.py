@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.estimate.optimizers import optimizer_family
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.eight_bit import convertible, embedding_parameters, to_bitsandbytes
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.states import Resume
@@ -19,7 +20,6 @@ from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work, other_states, state_bytes
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class Optimizer8bit(TechniqueCallback):

@@ -15,10 +15,10 @@ from lightning_memfit.adapters.linears import AUTO, linear_layers
 from lightning_memfit.adapters.lora import adapted_layers, frozen_layers
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import keep_on_host, return_to_device
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import Options
-from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class QuantizedWeights(TechniqueCallback):

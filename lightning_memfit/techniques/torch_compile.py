@@ -13,12 +13,12 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import ReversibleCallback, describe
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class TorchCompile(ReversibleCallback):

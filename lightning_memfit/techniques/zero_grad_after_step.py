@@ -7,13 +7,13 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.steps import OutermostStep
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.gradient_reads import refuse_late_reads
 from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class ZeroGradAfterStep(TechniqueCallback):

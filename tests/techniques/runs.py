@@ -11,6 +11,17 @@ from tests.helpers.trainers import quiet_trainer
 from tests.unit.checkpointing.models import gpt2
 
 
+class StepsOn:
+    """Before a class of torch: reads gradients after the step of that class, of which torch runs the hooks, too."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=-0.05)
+        return loss
+
+
 class LanguageModel(pl.LightningModule):
     """Tiny GPT-2 with dropout that remembers its losses; `configure` makes what `configure_optimizers` returns."""
 

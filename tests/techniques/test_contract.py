@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from lightning_memfit.memory.wrapping import Layered
 from lightning_memfit.techniques.core.registry import TECHNIQUES, find_technique
 from lightning_memfit.techniques.core.setting import Setting
 from tests.techniques.cases import CASES, CPU, Case, all_cases, can_run, module
@@ -98,7 +99,7 @@ def assert_nothing_is_left(run, reference) -> None:
 def wrapped(run: pl.Trainer) -> list[str]:
     """Names of the Trainer's parts' methods that still have a layer around them."""
     owners = (run.strategy, run.precision_plugin, run.fit_loop._data_source)
-    return [name for owner in owners for name, value in vars(owner).items() if hasattr(value, "_memfit_layers")]
+    return [name for owner in owners for name, value in vars(owner).items() if isinstance(value, Layered)]
 
 
 class Crash(pl.Callback):

@@ -27,7 +27,7 @@ from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep
 from tests.helpers.trainers import quiet_trainer
-from tests.techniques.runs import LanguageModel, assert_same_weights, fit, trainer
+from tests.techniques.runs import LanguageModel, StepsOn, assert_same_weights, fit, trainer
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
@@ -692,13 +692,8 @@ def test_a_step_on_the_object_is_refused_before_a_weight_changes():
         assert torch.equal(value, before[name])
 
 
-class CallsSuper(torch.optim.SGD):
-    def step(self, closure=None):
-        loss = super().step(closure)
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                p.add_(p.grad, alpha=-0.05)
-        return loss
+class CallsSuper(StepsOn, torch.optim.SGD):
+    pass
 
 
 def test_optimizers_that_call_the_step_of_their_base_class():

@@ -6,7 +6,7 @@ import torch
 
 from lightning_memfit.fitting.step.callback import MicroBatching
 from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep
-from tests.techniques.runs import LanguageModel, assert_same_weights, fit
+from tests.techniques.runs import LanguageModel, StepsOn, assert_same_weights, fit
 
 
 def gradient_of(parameter):
@@ -116,15 +116,8 @@ def test_refuses_a_module_that_decides_itself():
         fit([ZeroGradAfterStep()], OwnZeroGrad)
 
 
-class ReadsLate(torch.optim.AdamW):
-    """Reads gradients after the step of its base class, of which torch runs the hooks, too."""
-
-    def step(self, closure=None):
-        loss = super().step(closure)
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                p.add_(p.grad, alpha=-0.05)
-        return loss
+class ReadsLate(StepsOn, torch.optim.AdamW):
+    pass
 
 
 @pytest.mark.parametrize("past_lightning", [False, True])

@@ -22,7 +22,7 @@ from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
-from lightning_memfit.techniques.core.wrapping import own_attribute
+from lightning_memfit.memory.wrapping import own_attribute
 
 _STEPS_BETWEEN_CHECKS = 16
 _MAX_RETRIES = 3

@@ -21,7 +21,7 @@ from lightning_memfit.fitting.recovery.rollback import MetricStates, RandomState
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge
 from lightning_memfit.fitting.step.split import BatchSplitter, sizes_of
-from lightning_memfit.techniques.core.wrapping import wrap_method
+from lightning_memfit.memory.wrapping import wrap_method
 
 _STEPS = ("validation_step", "test_step", "predict_step")
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # TF32 rounds to the latter

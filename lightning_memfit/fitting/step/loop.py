@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.retry import WITH_SEVERAL_DEVICES, retry
-from lightning_memfit.techniques.core.wrapping import wrap_method
+from lightning_memfit.memory.wrapping import wrap_method
 
 LIGHTNING_VERSION = "2.6"
 REMEDY_FOR_HOOKS = "Let hooks and clipping use less memory, or leave more of it free: `MicroBatching(limit_bytes=...)`."
@@ -273,7 +273,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         return self._overrides(_BACKWARD_HOOKS) and not self._skip_backward
 
     def after_backward(self, run_again: Callable[[], object], is_repeated: bool = False) -> None:
-        """Call `on_after_backward`, when the gradients of the whole batch are complete, if anybody defines it.
+        """Call `on_after_backward`, when the gradients of the whole batch are complete.
 
         Args:
             run_again: Goes back to the start of the effective batch and runs forward and backward again, if memory

@@ -17,9 +17,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.states import refuse_states
 from lightning_memfit.techniques.core.facts import Options, Run, arguments_of, run_of
-from lightning_memfit.techniques.core.wrapping import wrap_method
 
 
 class Refusal(MisconfigurationException, ValueError):

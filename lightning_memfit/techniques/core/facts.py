@@ -299,6 +299,13 @@ def is_pretrained(module: nn.Module) -> bool:
     return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module or a part of it is compiled."""
+    return any(
+        child._compiled_call_impl is not None or type(child).__name__ == "OptimizedModule" for child in module.modules()
+    )
+
+
 def is_causal_lm(module: Any) -> bool:
     """Whether a module is a Hugging Face model with one output head, as causal and encoder-decoder LMs have.
 

@@ -1,6 +1,5 @@
 """Notice, at run time, code that reads gradients while a technique has taken them away."""
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -10,11 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_memfit.techniques.core.wrapping import own_attribute, wrap_method
+from lightning_memfit.memory.wrapping import own_attribute, wrap_method
+from lightning_memfit.techniques.core.facts import is_compiled
+from lightning_memfit.techniques.core.hooks import is_of_package
 
 _READ: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SERVED = frozenset(
@@ -102,7 +102,8 @@ def refuse_late_reads(
         left = iter(range(_WATCHED_STEPS))
 
         def layer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            watched = not _is_compiled(module) and next(left, None) is not None
+            # What is compiled would be compiled once more in a function mode.
+            watched = not is_compiled(module) and next(left, None) is not None
             with RefuseReads(find(), is_absent, where, message) if watched else nullcontext():
                 return inner(*args, **kwargs)
 
@@ -129,20 +130,4 @@ def _hooks_of(cls: type) -> list[str]:
 def _is_theirs(callback: pl.Callback, name: str) -> bool:
     if own_attribute(callback, name) is not None:
         return True
-    owner = next(cls for cls in type(callback).__mro__ if name in vars(cls))
-    return owner is not pl.Callback and owner.__module__.partition(".")[0] != __name__.partition(".")[0]
-
-
-@functools.cache
-def _compiled_class() -> type[nn.Module]:
-    from torch._dynamo import OptimizedModule
-
-    return OptimizedModule
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether parts of a module are compiled, and would be compiled once more in a function mode."""
-    return any(
-        isinstance(child, _compiled_class()) or getattr(child, "_compiled_call_impl", None) is not None
-        for child in module.modules()
-    )
+    return getattr(type(callback), name) is not getattr(pl.Callback, name) and not is_of_package(callback, name)

@@ -11,6 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_memfit.memory.wrapping import Layered
+
 BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
 BEFORE_ZERO_GRAD = ("on_before_zero_grad",)
 BETWEEN_STEPS = (
@@ -58,15 +60,20 @@ def _overrides(module: Any, callbacks: Iterable[Any], hooks: tuple[str, ...]) ->
 
 
 def is_ours(hook: str, module: Any) -> bool:
-    """Whether a module's hook is only a technique's layer around Lightning's own (`core.wrapping`)."""
-    layered = hasattr(vars(module).get(hook), "_memfit_layers")
-    return layered and getattr(type(module), hook) is getattr(pl.LightningModule, hook)
+    """Whether a module's hook is only a technique's layer around Lightning's own (`memory.wrapping`)."""
+    is_layered = isinstance(vars(module).get(hook), Layered)
+    return is_layered and getattr(type(module), hook) is getattr(pl.LightningModule, hook)
 
 
 def _is_own(callback: pl.Callback, hook: str) -> bool:
     """Whether the package itself defines a callback's hook."""
     if hook in vars(callback):
-        return hasattr(vars(callback)[hook], "_memfit_layers")
+        return isinstance(vars(callback)[hook], Layered)
+    return is_of_package(callback, hook)
+
+
+def is_of_package(callback: pl.Callback, hook: str) -> bool:
+    """Whether the class that gives a callback a hook is one of the package's."""
     owner = next(cls for cls in type(callback).__mro__ if hook in vars(cls))
     return owner.__module__.partition(".")[0] == _PACKAGE
 

@@ -1,11 +1,15 @@
+import copy
 import gc
+import pickle
 import sys
 from types import MethodType
 
+import pytest
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
-from lightning_memfit.techniques.core.wrapping import own_attribute, wrap_method
+from lightning_memfit.memory.wrapping import Layered, own_attribute, wrap_method
 
 
 class Counter:
@@ -102,3 +106,25 @@ def test_lightning_calls_a_hook_that_only_we_wrapped():
     assert is_overridden("configure_model", module)
     undo()
     assert not is_overridden("configure_model", module)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+@pytest.mark.parametrize("name", ["forward", "extra_repr"])
+def test_copies_have_the_method_without_layers(copied, name):
+    module = nn.Linear(2, 3)
+    wrap_method(module, name, plus("layer"))
+    other = copied(module)
+    assert getattr(other, name).__self__ is other
+    assert isinstance(vars(module)[name], Layered)
+
+
+def test_copies_keep_a_method_that_was_put_on_the_object():
+    module = nn.Linear(2, 3)
+    module.extra_repr = repr_of_its_own
+    wrap_method(module, "extra_repr", plus("layer "))
+    assert module.extra_repr() == "layer own"
+    assert copy.deepcopy(module).extra_repr() == "own"
+
+
+def repr_of_its_own():
+    return "own"
