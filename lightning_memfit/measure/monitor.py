@@ -206,12 +206,13 @@ class MemoryMonitor(Callback):
         if not stepped:
             return
         self._num_steps += 1
-        warmed_up = self._num_steps == max(1, self.tracked_steps)
+        warmed_up = self._num_steps == (self.tracked_steps or 1)
+        if not warmed_up and self._num_steps % self._every:
+            return
         ledger = self._ledger or (self._attachment.ledger if self._attachment is not None else None)
         if warmed_up:
             self._stop_following()
-        if warmed_up or self._num_steps % self._every == 0:
-            self._sample(trainer, ledger)
+        self._sample(trainer, ledger)
         if warmed_up:
             self._throughput.start()
 

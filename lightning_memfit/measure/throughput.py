@@ -20,7 +20,8 @@ def count_tokens(batch: Any) -> int | None:
 def count_samples(batch: Any) -> int | None:
     """First dimension of the first tensor in a batch; None if it holds no tensor."""
     if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else 1
+        shape = batch.shape
+        return shape[0] if shape else 1
     if isinstance(batch, Mapping):
         batch = batch.values()
     elif not isinstance(batch, (list, tuple)):
@@ -63,9 +64,11 @@ class Throughput:
         self._last = time.perf_counter()
         self._steps += stepped
         if self._tokens is not None:
-            self._tokens = _sum(self._tokens, count_tokens(batch))
+            count = count_tokens(batch)
+            self._tokens = None if count is None else self._tokens + count
         if self._samples is not None:
-            self._samples = _sum(self._samples, count_samples(batch))
+            count = count_samples(batch)
+            self._samples = None if count is None else self._samples + count
 
     def synchronize(self) -> None:
         """Wait for the device and read the clock."""
@@ -107,7 +110,3 @@ class Throughput:
 
     def _rate(self, count: int | None) -> float | None:
         return count / self._elapsed if count and self._steps else None
-
-
-def _sum(total: int, count: int | None) -> int | None:
-    return None if count is None else total + count

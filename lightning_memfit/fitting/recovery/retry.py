@@ -164,10 +164,24 @@ class TrainerGuard:
         repeats: int = NUM_REPEATS,
     ) -> T:
         hook = self._module._current_fx_name
-        try:  # at first without what only a second call needs, as this runs in every step
+        try:
             return action()
         except Exception as error:
             failure = error
+        return self._again(failure, hook, action, place, remedy, undo, obstacle, repeats)
+
+    def _again(
+        self,
+        failure: Exception,
+        hook: str | None,
+        action: Callable[[], T],
+        place: str | Callable[[], str],
+        remedy: str,
+        undo: Callable[[], None] | None = None,
+        obstacle: Callable[[], str | None] = lambda: None,
+        repeats: int = NUM_REPEATS,
+    ) -> T:
+        """Go on after a first call that has failed while Lightning ran a hook of this name."""
 
         def undo_all() -> None:
             self._module._current_fx_name = hook  # Lightning doesn't reset it when a hook raises
@@ -192,7 +206,14 @@ class TrainerGuard:
                 random.restore()
 
             undo, obstacle = undo_transfer, contents.obstacle
-        return self._retry(
+        hook = self._module._current_fx_name
+        try:  # without what only a second call needs, as this runs in every step
+            return transfer(batch, *args, **kwargs)
+        except Exception as error:
+            failure = error
+        return self._again(
+            failure,
+            hook,
             partial(transfer, batch, *args, **kwargs),
             "the transfer of a batch to the device (`transfer_batch_to_device`, `on_after_batch_transfer`)",
             "The whole batch of the loader waits on the device: give the loader a smaller `batch_size` and the Trainer "

@@ -144,6 +144,7 @@ class EffectiveStep:
         self._is_open = False
         # Alone and not accumulating, the weight of a batch that isn't split cancels out.
         self._weighs_whole = not self._is_alone or loop.trainer.accumulate_grad_batches > 1
+        self._whole = LocalBatch(0, 0.0)
         self._past: list[_Past] = []
         self._window_total = 0.0
         self._batch_total = 0.0
@@ -179,13 +180,15 @@ class EffectiveStep:
         self._num_steps += 1
         if self._is_cached and not self._num_steps % _STEPS_BETWEEN_CHECKS:
             self._watch_allocator()
-        num_samples = self._splitter.count(request.batch)
+        batch = request.arguments["batch"]
+        num_samples = self._splitter.count(batch)
         size = self._size_for(request, num_samples)
         local_batch = self._weigh(request, num_samples, size)
         start = self._rollback.save()
-        if self._weigh_in(request, local_batch, self._needs_check(local_batch, size)):
+        needs_check = num_samples > size and self._needs_check(local_batch, size)
+        if self._weigh_in(request, local_batch, needs_check):
             local_batch, start = self._check_on(request, local_batch, start, size)
-        request.kept = self._guard.keep(request.batch)  # there, so that it dies with the batch
+        request.kept = self._guard.keep(batch)  # there, so that it dies with the batch
         self._num_checks = 0
         self._looks = self._check is not None and self._rollback.state.is_looking
         result = self._run_to_success(request, local_batch, start, size)
@@ -258,7 +261,9 @@ class EffectiveStep:
             if weighed.weight or self._weighs_whole:
                 return weighed
         # Nothing to weigh by, or nothing to weigh: a batch whose labels are all masked is a step like any other.
-        return LocalBatch(num_samples, float(num_samples))
+        if self._whole.num_samples != num_samples:
+            self._whole = LocalBatch(num_samples, float(max(num_samples, 1)))
+        return self._whole
 
     def _needs_check(self, local_batch: LocalBatch, size: int, is_open: bool = False) -> bool:
         """Whether this rank has to check that micro-batches give what the batch gives.
@@ -336,11 +341,13 @@ class EffectiveStep:
     def _run_micro_batches(
         self, request: StepRequest, local_batch: LocalBatch, size: int, start: RollbackPoint, announce: bool = True
     ) -> ClosureResult:
+        if local_batch.num_samples <= size:
+            return self._run_whole(request, local_batch, announce)
         loop, outputs = self._loop, self._outputs
         sizes = sizes_of(local_batch.num_samples, size)
         batches = self._splitter.split(request.arguments["batch"], sizes)
         weights = local_batch.weights_of(batches, sizes)
-        rules = _NO_RULES if self._check is None or len(sizes) == 1 else self._check.state_rules
+        rules = _NO_RULES if self._check is None else self._check.state_rules
         states = MicroBatchStates(rules, start.state) if rules.names else None
         skips: set[bool] = set()
         last_counted = len(weights) - 1
@@ -363,7 +370,7 @@ class EffectiveStep:
                 outputs.add(output, weight, sizes[index])
                 if states is not None:
                     states.add(sizes[index], weight)
-                if not index and self._looks and len(sizes) > 1:
+                if not index and self._looks:
                     self._stop_if(bool(self._rollback.state.written() - rules.names - self._written_once.keys()))
                 del part, output  # before the next forward
         finally:
@@ -373,8 +380,27 @@ class EffectiveStep:
             self._check.refute_restored(disputed)
             raise _Open
         result = outputs.merged(self._divisor(local_batch.weight) / loop.trainer.accumulate_grad_batches)
-        if len(sizes) > 1:
-            self._stop_if(bool(self._rules.unsettled) and self._check is not None and self._check.is_worth_more)
+        self._stop_if(bool(self._rules.unsettled) and self._check is not None and self._check.is_worth_more)
+        return result
+
+    def _run_whole(self, request: StepRequest, local_batch: LocalBatch, announce: bool) -> ClosureResult:
+        """Run a batch that fits at once: nothing is merged, and most steps of most runs are such."""
+        sizes = [local_batch.num_samples]
+        batches = self._splitter.split(request.arguments["batch"], sizes)
+        (weight,) = local_batch.weights_of(batches, sizes) if self._weighs_whole else (local_batch.weight,)
+        outputs = self._outputs
+        outputs.begin(1)
+        try:
+            outputs.logs.begin_part(weight, sizes[0])
+            result = self._loop.forward(request, batches[0], self._divisor(weight))
+            if request.zero_grad is not None and not self._is_cleared:
+                self._zero_grad(request.zero_grad)
+            self._backward(request, result, weight, announce)
+        finally:
+            outputs.end()
+        factor = self._divisor(local_batch.weight) / self._loop.trainer.accumulate_grad_batches
+        if factor != 1.0 and result.loss is not None:
+            result.loss = result.loss * factor
         return result
 
     def _zero_grad(self, zero_grad: Callable[[], None]) -> None:
@@ -385,7 +411,7 @@ class EffectiveStep:
         if looks:
             slots = find_slots(self._loop.module)
             self._written_once |= {name: slots[name] for name in self._rollback.state.written() - before}
-        self._cleared = copies_of(self._written_once.values())
+        self._cleared = copies_of(self._written_once.values()) if self._written_once else {}
         self._rollback.remember_zeros()
         self._is_cleared = True
 

@@ -37,7 +37,7 @@ _STEP_HOOKS = ("on_after_backward", *_CLIPPING_HOOKS)
 _ZERO_GRAD_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad")
 
 
-@dataclass
+@dataclass(slots=True)
 class StepRequest:
     """One loader batch to run forward and backward on.
 
@@ -234,10 +234,15 @@ class MicroBatchLoop(_AutomaticOptimization):
 
     def forward(self, request: StepRequest, part: Any, divisor: float) -> ClosureResult:
         """Run `training_step` on a part of the batch and divide its loss."""
-        arguments = request.arguments.copy()
-        arguments["batch"] = part
-        with self.unsynchronized():  # DistributedDataParallel decides in forward whether backward reduces
+        arguments = request.arguments
+        if part is not arguments["batch"]:
+            arguments = arguments.copy()
+            arguments["batch"] = part
+        if self._is_alone:
             output = call._call_strategy_hook(self.trainer, "training_step", *arguments.values())
+        else:
+            with self.unsynchronized():  # DistributedDataParallel decides in forward whether backward reduces
+                output = call._call_strategy_hook(self.trainer, "training_step", *arguments.values())
         self.trainer.strategy.post_training_step()
         if output is None and not self._is_alone:
             raise RuntimeError(
@@ -257,8 +262,12 @@ class MicroBatchLoop(_AutomaticOptimization):
         """
         if self._skip_backward:
             return
+        has_hooks = self._overrides(_BACKWARD_HOOKS)
+        if self._is_alone and not has_hooks:
+            call._call_strategy_hook(self.trainer, "backward", loss, request.optimizer)
+            return
         muted = _BACKWARD_HOOKS[1:] if announce else _BACKWARD_HOOKS
-        with self.unsynchronized(), self._without_hooks(muted) if self._overrides(_BACKWARD_HOOKS) else _NOTHING:
+        with self.unsynchronized(), self._without_hooks(muted) if has_hooks else _NOTHING:
             call._call_strategy_hook(self.trainer, "backward", loss, request.optimizer)
 
     def to_device(self, batch: Any) -> Any:

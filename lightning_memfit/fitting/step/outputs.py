@@ -141,6 +141,9 @@ class StepLogs:
 
     def commit(self, results: Any) -> None:
         """Log to Lightning what the whole batch would have logged."""
+        if not self._calls:
+            self._parts = []
+            return
         self.fold()
         calls, self._calls = self._calls, []
         for _, fx, name, value, arguments in calls:
@@ -271,7 +274,7 @@ class _DetachedCopies(TorchFunctionMode):
 class StepOutputs:
     """Collects what the micro-batches of a batch produce: `begin`, `add` each, `end`, then `merged`, then `commit`.
 
-    Graphs are not kept. The result of a single micro-batch stays as it is.
+    Graphs are not kept. The result of a single micro-batch stays as it is: `begin`, `end`, `commit` is all it needs.
 
     Args:
         module: The module in training.
@@ -288,7 +291,6 @@ class StepOutputs:
         self.logs = StepLogs(rules)
         self._metrics = StepMetrics(module)
         self._is_single = True
-        self._single: ClosureResult | None = None
         self._uncounted: Tensor | None = None
         self._extras: list[tuple[dict[str, Any], float, int]] = []
         self.loss: Tensor | None = None
@@ -303,13 +305,10 @@ class StepOutputs:
 
     def _drop(self) -> None:
         """Forget the results of micro-batches, whose tensors should not be kept while the next batch runs."""
-        self._single, self._uncounted, self._extras, self.loss = None, None, [], None
+        self._uncounted, self._extras, self.loss = None, [], None
 
     def add(self, output: ClosureResult, weight: float, size: int) -> None:
-        """Add the result of one micro-batch."""
-        if self._is_single:
-            self._single = output
-            return
+        """Add the result of one micro-batch of several."""
         if output.loss is not None and weight:
             self.loss = output.loss if self.loss is None else self.loss + output.loss
         elif output.loss is not None:
@@ -324,18 +323,12 @@ class StepOutputs:
             self._metrics.end()
 
     def merged(self, factor: float) -> ClosureResult:
-        """Return the result of the whole batch.
+        """Return the result of the whole batch from those of several micro-batches.
 
         Args:
             factor: Factor from the sum of the divided losses to the loss that Lightning reports: the mean over this
                 rank's batch, divided by `accumulate_grad_batches`.
         """
-        if self._is_single:
-            result, self._single = self._single, None
-            assert result is not None
-            if factor != 1.0 and result.loss is not None:
-                result.loss = result.loss * factor
-            return result
         self._metrics.finish(self.logs.metrics_on_step())
         self.logs.fold()
         loss = self.loss if self.loss is not None else self._uncounted

@@ -65,8 +65,8 @@ class BatchSplitter:
             return int(self._num_samples(batch))
         if self._hook is not None and hasattr(batch, "__len__") and not _is_container(batch):
             return len(batch)
-        if type(batch) is Tensor and batch.ndim and self._is_plain(batch.shape[0]):  # needs no search
-            return batch.shape[0]
+        if type(batch) is Tensor and (shape := batch.shape) and self._is_plain(shape[0]):  # needs no search
+            return shape[0]
         leaves, lists = list(_tensors(batch)), list(_lists(batch))
         known = self._known_sizes(leaves, lists)
         if len(known) == 1:
