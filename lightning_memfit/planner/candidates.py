@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.planner.workload import Workload
-from lightning_memfit.profile.record import ModelProfile, ParameterInfo, trained
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.registry import all_strategies, techniques
 from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
@@ -17,8 +15,6 @@ from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHI
 
 SEARCHED: tuple[Kind, ...] = ("adapter", "optimizer", "precision", "gradient", "loss", "matmul")
 """Kinds of technique that the search combines. The solver chooses checkpointing and micro-batch."""
-
-_PLAIN = optimizer_family("adamw")
 
 
 @dataclass(frozen=True)
@@ -117,23 +113,6 @@ def missing_permissions(workload: Workload) -> list[tuple[Technique, tuple[str, 
     return found
 
 
-def state_bytes(setting: Setting, profile: ModelProfile, precision_itemsize: int) -> int:
-    """Weights, gradients and optimizer states in closed form: the least that a setting needs on the device."""
-    parameters = tuple(_stored(p, precision_itemsize) for p in profile.parameters)
-    weights = sum(p.numel * p.itemsize for p in parameters if not p.shared_with)
-    if setting.of_kind("adapter") is not None:
-        return 0  # the adapter chooses what is trained and how weights are stored
-    if not setting.frees_gradients:
-        weights += sum(p.numel * p.itemsize for p in trained(parameters))
-    choice = setting.of_kind("optimizer")
-    states = _PLAIN if choice is None else choice.technique.states
-    elsewhere = setting.masters_on_host or states is None or states.paged
-    if elsewhere or "Adam" not in profile.optimizer or not trained(parameters):
-        return weights
-    assert states is not None
-    return weights + states.total_bytes(parameters)
-
-
 def _choices(workload: Workload, base: Setting) -> tuple[list[list[TechniqueChoice | None]], list[Rejected]]:
     """What may be chosen of every kind besides a strategy, and what that strategy itself refuses.
 
@@ -183,8 +162,3 @@ def _combinations(base: Setting, choices: Sequence[Sequence[TechniqueChoice | No
         setting = replace(base, chosen=(*base.chosen, *(choice for choice in combination if choice is not None)))
         if setting.of_kind("matmul") is None or setting.precision == "32-true":  # else no product is in fp32
             yield setting
-
-
-def _stored(parameter: ParameterInfo, itemsize: int) -> ParameterInfo:
-    """The parameter as a precision stores it; quantized and integer weights stay as they are."""
-    return replace(parameter, itemsize=itemsize) if parameter.itemsize in (2, 4) else parameter

@@ -20,20 +20,22 @@ from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures
 from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_peak_bytes, predict_total_bytes
+from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
-from lightning_memfit.planner.candidates import state_bytes, with_losses
+from lightning_memfit.planner.candidates import with_losses
 from lightning_memfit.planner.placement import Placement, deepspeed_placement, torch_placement
 from lightning_memfit.planner.steady_state import ReleasedGradients, SteadyState, later_phases, released_levels
 from lightning_memfit.planner.time import RECOMPUTED_OPERATOR, PassWork, TimeModel
 from lightning_memfit.planner.trace_store import CHOICES, TraceStore, passes_of
 from lightning_memfit.profile.events import CATEGORIES, EventList
-from lightning_memfit.profile.record import ModelProfile, trained
+from lightning_memfit.profile.record import ModelProfile, ParameterInfo, trained
 from lightning_memfit.techniques.core import cost as step_cost
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.sharding import Sharding
 
 _TEMPORARY = CATEGORIES.index(Category.TEMPORARY)
 _INPUT = CATEGORIES.index(Category.INPUT)
+_PLAIN = optimizer_family("adamw")
 
 
 class ForwardBackward:
@@ -501,7 +503,7 @@ class MemoryModels:
         if placement is not None:
             return max(placement.standing.kept_bytes, placement.standing.step_bytes)
         itemsize = 2 if setting.precision.endswith("-true") and setting.precision != "32-true" else 4
-        states, sharding = state_bytes(setting, self._plain, itemsize), setting.sharding
+        states, sharding = standing_bytes(setting, self._plain, itemsize), setting.sharding
         if sharding is None:
             return states
         nccl = NCCL_BYTES if self._cuda else 0
@@ -544,6 +546,28 @@ class MemoryModels:
     @cached_property
     def _buffer_bytes(self) -> int:
         return SteadyState.of(self._plain, self._rounding).buffer_bytes
+
+
+def standing_bytes(setting: Setting, profile: ModelProfile, precision_itemsize: int) -> int:
+    """Weights, gradients and optimizer states in closed form: the least that a setting needs on the device."""
+    parameters = tuple(_stored(p, precision_itemsize) for p in profile.parameters)
+    weights = sum(p.numel * p.itemsize for p in parameters if not p.shared_with)
+    if setting.of_kind("adapter") is not None:
+        return 0  # the adapter chooses what is trained and how weights are stored
+    if not setting.frees_gradients:
+        weights += sum(p.numel * p.itemsize for p in trained(parameters))
+    choice = setting.of_kind("optimizer")
+    states = _PLAIN if choice is None else choice.technique.states
+    elsewhere = setting.masters_on_host or states is None or states.paged
+    if elsewhere or "Adam" not in profile.optimizer or not trained(parameters):
+        return weights
+    assert states is not None
+    return weights + states.total_bytes(parameters)
+
+
+def _stored(parameter: ParameterInfo, itemsize: int) -> ParameterInfo:
+    """The parameter as a precision stores it; quantized and integer weights stay as they are."""
+    return replace(parameter, itemsize=itemsize) if parameter.itemsize in (2, 4) else parameter
 
 
 def _rounded(size_bytes: int, rounding: int) -> int:

@@ -49,8 +49,12 @@ SAMPLE = (
     "log_mean_of_loss",
 )
 
+QUICK = ("token_labels", "class_weights", "spectral_norm", "teacher_in_step", "inputs_in_place", "time_first")
 
-@pytest.mark.parametrize("name", SAMPLE)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SAMPLE]
+)
 def test_exact_or_refused(name: str) -> None:
     case = CASES[name]
     row = examine(case)

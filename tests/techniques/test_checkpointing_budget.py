@@ -49,6 +49,7 @@ def peak(plain):
     return int(profile.events.live_bytes()[profile.events.phases[0][0] :].max())
 
 
+@pytest.mark.slow
 def test_losses_weights_and_random_numbers_are_those_of_the_plain_run(plain, caplog):
     callback = ActivationCheckpointing(budget="60%")
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):

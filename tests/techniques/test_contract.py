@@ -61,6 +61,7 @@ def test_every_technique_has_cases_and_every_case_a_technique():
         assert all(name in [c.name for c in case.setting.chosen] for case in cases), name
 
 
+@pytest.mark.slow
 def test_predicted_peak_is_the_measured_one(case):
     if not all(technique.traced for technique in case.setting.techniques()):
         pytest.skip("changes nothing that a traced step allocates; see its own tests")
@@ -172,6 +173,7 @@ def test_documented(name):
     assert (ROOT / f"docs/techniques/{technique.page or name}.md").is_file()
 
 
+@pytest.mark.slow
 def test_records_need_nothing_optional():
     program = """
 import sys

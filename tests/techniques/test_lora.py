@@ -124,6 +124,7 @@ def test_exact_techniques_change_nothing_of_it(callbacks):
     assert torch.equal(torch.stack(ours.losses), torch.stack(alone.losses))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_predicted_peak_is_the_measured_one(callbacks, precision):
     assert_predicted_peak_is_measured(callbacks, scheduled, precision=precision)

@@ -19,6 +19,7 @@ def plain():
     return fit(module=module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "checkpointing", [{}, {"mode": "selective", "keep": ["matmul", "attention"]}], ids=["full", "selective"]
 )

@@ -86,6 +86,7 @@ def test_half_a_record_counts_as_none(make):
     assert ran() == ["a", "a"]
 
 
+@pytest.mark.slow
 def test_a_row_that_takes_too_long_is_ended_with_its_children(make, tmp_path):
     runner, row, _ = make
     started = time.monotonic()

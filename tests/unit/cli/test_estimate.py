@@ -219,6 +219,7 @@ def test_named_model_without_device_gets_no_verdict(capsys, monkeypatch):
     assert report["device"]["capacity_bytes"] is None
 
 
+@pytest.mark.slow
 def test_named_model_with_techniques(capsys):
     """Adapters beside 4-bit weights: the callbacks of recipes are traced, so that the figures are theirs."""
     named = ["--model", "gpt2", "--sequence-length", "64", "--device", "12GiB"]
@@ -286,6 +287,7 @@ print("torch" in sys.modules, "lightning" in sys.modules, file=sys.stderr)
     assert runs[0].stdout == runs[1].stdout
 
 
+@pytest.mark.slow
 def test_a_recipe_imports_nothing_that_it_does_not_name(recipe):
     """Fitting, strategies and the planner are most of the package, and no part of an estimate."""
     code = (

@@ -111,6 +111,7 @@ def test_plan_is_verified_by_a_trace_and_holds_with_the_caching_allocator(small)
     assert 0 < plan.seconds < small.plain_seconds
 
 
+@pytest.mark.slow
 def test_tightens_where_the_trace_needs_more_than_predicted(small):
     budget = small.plain_peak_bytes
     assert set(small.plan(budget)[0].choices) == {"none"}
@@ -140,6 +141,7 @@ def test_out_of_reach_names_the_least(small):
         small.plan(small.plain_peak_bytes, measure=lambda events: 2 * small.plain_peak_bytes)
 
 
+@pytest.mark.slow
 def test_blocks_that_run_twice_follow_one_choice():
     class Twice(LanguageModel):
         def training_step(self, batch, batch_idx):

@@ -124,6 +124,7 @@ def test_executed_peaks_are_within_ten_budgets(name):
         planner.plan(planner.minimum_bytes - 1)
 
 
+@pytest.mark.slow
 def test_a_budget_for_blocks_that_are_named():
     module = LanguageModel(UNet().train())
     planner = planner_of(module, images(), blocks=["model.downs"])

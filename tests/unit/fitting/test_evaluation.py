@@ -150,6 +150,7 @@ def test_predictions_are_checked_too() -> None:
         validated(module, 5, "predict")
 
 
+@pytest.mark.slow
 def test_the_check_finds_a_size_that_fits() -> None:
     with pytest.raises(MisconfigurationException, match="with 2 samples at once"):
         validated(Retrieval(), 3)
@@ -181,6 +182,7 @@ def test_training_goes_on_as_without_the_error() -> None:
         assert float(trainers[1].callback_metrics[name]) == pytest.approx(float(value), abs=1e-9), name
 
 
+@pytest.mark.slow
 def test_one_sample_that_does_not_fit_ends_the_run_in_words() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="One sample does not fit in `validation_step`"):
         validated(Exact(), 0)

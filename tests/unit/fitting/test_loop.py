@@ -128,6 +128,7 @@ def test_counters_and_hooks_of_zero_grad_are_lightnings(kind: type[Tagger], prof
         assert names == wanted_names != set()
 
 
+@pytest.mark.slow
 def test_what_the_zero_grad_hook_writes_survives_a_repeated_batch() -> None:
     failed: list[int] = []  # not on the module, where it would be rolled back
 

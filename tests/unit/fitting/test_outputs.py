@@ -345,6 +345,7 @@ class Tokens(pl.LightningModule):
         return DataLoader([{"input_ids": i, "labels": t} for i, t in zip(ids, labels, strict=True)], 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 5])
 def test_logged_values_are_those_of_the_whole_batch(size: int) -> None:
     assert_as_plain(Tokens, size)

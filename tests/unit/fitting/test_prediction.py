@@ -93,6 +93,7 @@ def test_predicting_keeps_no_batch_on_the_device() -> None:
     assert len(set(live)) == 1
 
 
+@pytest.mark.slow
 def test_every_trial_step_is_reported() -> None:
     calls: list[int] = []
 

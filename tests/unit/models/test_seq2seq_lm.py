@@ -62,6 +62,7 @@ def test_loss_is_the_models_own_over_predicted_tokens_alone(tmp_path):
     assert result["val_loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_learns_its_pairs_and_writes_what_it_read(tmp_path):
     pl.seed_everything(0, verbose=False)
     module = Seq2SeqLM(config=TINY, learning_rate=5e-3, weight_decay=0.0)

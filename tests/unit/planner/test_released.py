@@ -85,7 +85,11 @@ def search(request: pytest.FixtureRequest) -> Search:
 
 @pytest.mark.parametrize(
     ("optimizer", "mode"),
-    [("", None), ("fused_adamw", "full"), ("optimizer_8bit", "selective")],
+    [
+        pytest.param("", None, marks=pytest.mark.slow),
+        ("fused_adamw", "full"),
+        pytest.param("optimizer_8bit", "selective", marks=pytest.mark.slow),
+    ],
 )
 def test_a_plan_with_released_gradients_needs_what_its_own_trace_needs(
     search: Search, optimizer: str, mode: str | None

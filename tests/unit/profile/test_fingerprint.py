@@ -136,6 +136,7 @@ def test_the_key_changes_with_settings_and_versions(load, monkeypatch):
     assert len(keys) == 7
 
 
+@pytest.mark.slow
 def test_another_process_has_the_same_key(load, tmp_path):
     mine = key(load()(rate=0.3))
     script = textwrap.dedent(
