@@ -44,6 +44,7 @@ class StepGuard:
         self._steps_to_check = 0
         self._is_at_risk = True
         self._is_first = True
+        self._in_trial = False
         self.num_retries = 0
 
     def __call__(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -52,13 +53,22 @@ class StepGuard:
             return nullcontext()
         return _Guarded(self, optimizer)
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Take the steps within for those of a trial, which runs inside the closure of a real step or before it."""
+        self._in_trial = True
+        try:
+            yield
+        finally:
+            self._in_trial = False
+
     def step(
         self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
         """Run the closure, then the step, and repeat the step if memory ran out in it.
 
-        A call without a closure comes from a trial step, which runs inside the closure of the real step that it
-        prepares. It is copied because it allocates the states, and the real step still counts as the first.
+        A trial step is copied because it allocates the states, and the real step still counts as the first. A gradient
+        scaler runs the closure by itself, and calls the real step without one.
 
         Raises:
             torch.OutOfMemoryError: If memory runs out in every retry; weights and states are those before the step.
@@ -68,7 +78,7 @@ class StepGuard:
         if closure is not None:
             loss = closure()
             kwargs["closure"] = lambda: loss
-        at_risk = closure is None or self._check(optimizer)
+        at_risk = self._in_trial or self._check(optimizer)
         snapshot = _copied(optimizer) if at_risk else None
         versions = None if snapshot else _versions(optimizer)
         try:

@@ -195,7 +195,7 @@ class FitSession:
         self.sizes: MicroBatchSize | None = None
         self.found: SizeSearchResult | None = None
         self._shapes: ShapeGuard | None = None
-        loop.guard = StepGuard(device_memory)
+        self._step_guard = loop.guard = StepGuard(device_memory)
         loop.run_step = self._run_first
         loop.recover = options.recover
 
@@ -291,6 +291,7 @@ class FitSession:
 
         with (
             silenced(loop.trainer),
+            self._step_guard.trial(),
             Trial(loop.trainer, forward_and_backward, self._memory, self._consensus) as trial,
         ):
             found = fit_size(trial, local_batch_size, limit_bytes, self._options.predictor)

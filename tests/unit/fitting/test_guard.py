@@ -132,17 +132,35 @@ def test_a_trial_step_is_not_the_first_step() -> None:
         if calls == 3:
             raise out_of_memory()
 
+    guard = StepGuard(None)
+
     def closure() -> None:
-        for _ in range(2):
-            optimizer.step()
+        with guard.trial():
+            for _ in range(2):
+                optimizer.step()
 
     optimizer.register_step_post_hook(fail)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
-    guard = StepGuard(None)
     with guard(optimizer):
         optimizer.step(closure)
     assert guard.num_retries == 1
+
+
+def test_steps_of_a_gradient_scaler_are_copied_as_seldom_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls `step` without a closure: weights and states of every step would go to the host."""
+    copies: list[Any] = []
+    module = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.guard.OptimizerSnapshot", copies.append)
+    guard, scaler = StepGuard(None), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for _ in range(5):
+        optimizer.zero_grad()
+        scaler.scale(module(torch.ones(1, 4)).square().mean()).backward()
+        with guard(optimizer):
+            scaler.step(optimizer)
+        scaler.update()
+    assert copies == [optimizer]
 
 
 def test_without_room_for_a_copy_the_step_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
