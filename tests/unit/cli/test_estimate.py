@@ -270,8 +270,8 @@ DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs Dee
 @DEEPSPEED
 @pytest.mark.parametrize(
     ("strategy", "host", "disk"),
-    [("memfit_zero_2", False, False), ("memfit_zero_offload", True, False), ("memfit_zero_infinity", True, True)],
-)
+    [("memfit_zero_2", False, False), ("memfit_zero_offload", True, False), ("memfit_zero_infinity", True, False)],
+)  # no tensor of this model is large enough for a file
 def test_a_recipe_under_deepspeed_has_the_figures_of_a_rank(capsys, recipe, strategy, host, disk):
     options = ["--device", "12GiB", "--trainer.devices=2", "--trainer.precision=bf16-mixed"]
     _, report = estimate(capsys, *recipe, *options, f"--trainer.strategy={strategy}")
@@ -292,7 +292,7 @@ def test_the_table_of_a_rank_names_every_place(capsys, recipe):
     options = ["--device", "12GiB", "--trainer.devices=2", "--trainer.strategy=memfit_zero_infinity"]
     assert main(["estimate", *recipe, *options]) == 0
     output = capsys.readouterr().out
-    for text in ("memfit_zero_infinity on 2 devices: figures are those of one rank", "page-locked host memory", "disk"):
+    for text in ("memfit_zero_infinity on 2 devices: figures are those of one rank", "page-locked host memory"):
         assert text in output
     assert "Host memory for 2 ranks of a machine" in output
 
