@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
+
+_NEGATIVE = re.compile(r"-[0-9.]+")
+"""A value, not an option, also for argparse."""
 
 NAMED_OPTIONS = (
     "sequence_length",
@@ -13,6 +17,8 @@ NAMED_OPTIONS = (
     "attention",
     "accumulate_grad_batches",
     "technique",
+    "strategy",
+    "devices",
 )
 """Options that a recipe sets itself."""
 
@@ -29,7 +35,7 @@ def split_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tup
     place: list[list[str]] = [theirs]
     for argument in argv:
         name, equals, value = argument.partition("=")
-        if not argument.startswith("-"):
+        if not argument.startswith("-") or _NEGATIVE.fullmatch(argument):
             for target in place:
                 target.append(argument)
             place = [theirs]
@@ -48,9 +54,19 @@ def split_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tup
     return ours, theirs
 
 
+LARGEST_COUNT = (1 << 31) - 1
+"""No run has more samples, tokens or devices than this; products of a few such counts and sizes stay below 2^127."""
+
+
 def positive(text: str) -> int:
-    """Parse a number of at least 1, as the type of an argument."""
-    number = int(text)
+    """Parse a whole number from 1 to `LARGEST_COUNT`, as the type of an argument."""
+    shown = text if len(text) <= 40 else f"{text[:40]}..."
+    try:
+        number = int(text)
+    except ValueError:  # also of more digits than `int` takes
+        raise argparse.ArgumentTypeError(f"{shown!r} is no whole number; write for example 8") from None
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+        raise argparse.ArgumentTypeError(f"{shown} must be at least 1")
+    if number > LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"{shown} must be at most {LARGEST_COUNT:,}")
     return number

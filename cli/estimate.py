@@ -12,6 +12,7 @@ import contextlib
 import gc
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memfit.memory import GIB, Category, format_bytes
+from lightning_memfit.memory import GIB, Category, Tier, format_bytes
 from lightning_memfit.profile.quiet import collector_paused
 
-from .arguments import NAMED_OPTIONS, positive, split_arguments
+from .arguments import LARGEST_COUNT, NAMED_OPTIONS, positive, split_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from lightning_memfit.estimate.division import Division
     from lightning_memfit.estimate.report import EstimateReport
     from lightning_memfit.profile.record import ModelProfile
 
@@ -111,21 +113,30 @@ def make_parser() -> argparse.ArgumentParser:
         help="apply a technique, e.g. lora:rank=8 or gradient_release; repeat for more",
     )
     named.add_argument("--accumulate-grad-batches", type=positive, metavar="N", help="default: 1")
+    named.add_argument(
+        "--strategy", metavar="NAME", help="ddp, zero_1 ... zero_infinity: figures are those of one rank"
+    )
+    named.add_argument(
+        "--devices", type=positive, metavar="N", help="ranks of the strategy, on one machine (default: 1)"
+    )
     return parser
 
 
 def _show(report: EstimateReport, arguments: argparse.Namespace) -> None:
     if arguments.timeline is not None:
+        from lightning_memfit.estimate.report import build_report
         from lightning_memfit.estimate.timeline import write_timeline
 
-        write_timeline(report, arguments.timeline)
+        whole = build_report(report.profile, report.target, report.estimate.micro_batch_size)
+        write_timeline(whole if report.division is not None else report, arguments.timeline)
     if arguments.json:
         json.dump(report.to_dict(), sys.stdout, indent=2)
         sys.stdout.write("\n")
         return
     print_report(report)
     if arguments.timeline is not None:
-        print(f"Timeline: {arguments.timeline}")
+        of_what = " of the traced step, as if one device held everything" if report.division is not None else ""
+        print(f"Timeline{of_what}: {arguments.timeline}")
 
 
 # --- what `memfit estimate` prints ------------------------------------------------------------------------------------
@@ -145,11 +156,18 @@ LABELS: dict[Category, str] = {
 }
 
 
+_PLACES = {Tier.PINNED_HOST: "page-locked host memory", Tier.HOST: "host memory", Tier.DISK: "disk"}
+
+
 def print_report(report: EstimateReport) -> None:
     """Print a report on stdout."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(_headline(report.profile, report.estimate.micro_batch_size), style="bold")
+    if report.division is not None:
+        console.print(_division(report.division), markup=False)
     console.print(_breakdown(report))
+    if any(tier is not Tier.DEVICE for tier, _, _ in report.estimate.breakdown):
+        console.print(_off_device(report))
     console.print(_largest(report))
     for line in _lines(report):
         console.print(line)
@@ -167,6 +185,26 @@ def _headline(profile: ModelProfile, micro_batch_size: int) -> Text:
     return Text(" | ".join([*parts, profile.optimizer or "no optimizer", size]))
 
 
+def _division(division: Division) -> str:
+    return f"{division.name} on {division.ranks} device{'s' * (division.ranks > 1)}: figures are those of one rank"
+
+
+def _off_device(report: EstimateReport) -> Table:
+    """Host memory at its own peak, and disk."""
+    table = Table(title="Off the device, at most", box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in ("place", "category"):
+        table.add_column(heading)
+    table.add_column("GiB", justify="right")
+    breakdown = report.estimate.breakdown
+    for tier, label in _PLACES.items():
+        for category, size in breakdown.by_category(tier).items():
+            name = "libraries" if category is Category.RUNTIME_CONTEXT else LABELS[category]
+            table.add_row(label, name, f"{size / GIB:.3f}")
+        if breakdown.total(tier):
+            table.add_row(label, "total", f"{breakdown.total(tier) / GIB:.3f}", style="bold")
+    return table
+
+
 def _breakdown(report: EstimateReport) -> Table:
     estimate = report.estimate
     table = Table(title=f"At the peak, in {estimate.phase}, on {report.target.name}", box=box.SIMPLE_HEAD)
@@ -176,7 +214,10 @@ def _breakdown(report: EstimateReport) -> Table:
         table.add_column(heading, justify="right")
     total = estimate.total_bytes or 1
     for category, size in estimate.breakdown.by_category().items():
-        table.add_row(LABELS[category], *_figures(size, total, report.profile.num_parameters))
+        libraries = category is Category.RUNTIME_CONTEXT and report.target.device_kind.is_host
+        table.add_row(
+            "libraries" if libraries else LABELS[category], *_figures(size, total, report.profile.num_parameters)
+        )
     table.add_section()
     table.add_row("total", *_figures(estimate.total_bytes, total, report.profile.num_parameters), style="bold")
     return table
@@ -207,22 +248,39 @@ def _lines(report: EstimateReport) -> list[str]:
     lines = [f"Peak by phase: {phases}"]
     if report.target.device_kind.has_caching_allocator:
         lines.append(
-            f"Allocated {format_bytes(estimate.allocated_bytes)}, reserved {format_bytes(estimate.reserved_bytes)}, "
-            f"with the CUDA context {format_bytes(estimate.total_bytes)}"
+            f"Allocated {format_bytes(estimate.allocated_bytes)}, reserved {format_bytes(estimate.reserved_bytes)}"
+            + (f", with the CUDA context {format_bytes(estimate.total_bytes)}" if report.target.runtime else "")
+        )
+    elif estimate.total_bytes > estimate.allocated_bytes:
+        lines.append(
+            f"Live tensors {format_bytes(estimate.allocated_bytes)}, resident {format_bytes(estimate.total_bytes)} "
+            "with libraries and holes in the heap"
         )
     else:
         lines.append(f"Live tensors {format_bytes(estimate.total_bytes)}, without the program's own memory")
+    if report.verdict.host_needed_bytes:
+        lines.append(_host_memory(report))
     if profile.num_blocks:
         traced = "all" if profile.traced_blocks == profile.num_blocks else f"{profile.traced_blocks} traced, alike"
         lines.append(f"Repeated blocks: {profile.num_blocks} x {profile.block_class} ({traced})")
-    if profile.attention_kernels:
+    if profile.attention_kernels and not report.target.lower_bound:
         lines.append(f"Attention kernel: {', '.join(profile.attention_kernels)}")
     if report.target.usable_bytes is not None:
         lines.append(_largest_micro_batch(report))
     return lines
 
 
+def _host_memory(report: EstimateReport) -> str:
+    verdict, ranks = report.verdict, report.division.ranks_per_machine if report.division is not None else 1
+    text = f"Host memory for {ranks} rank{'s' * (ranks > 1)} of a machine: {format_bytes(verdict.host_needed_bytes)}"
+    if verdict.host_usable_bytes is None:
+        return f"{text}, which the verdict takes for granted"
+    return f"{text}, of {format_bytes(verdict.host_usable_bytes)} that may be used here"
+
+
 def _largest_micro_batch(report: EstimateReport) -> str:
+    if report.target.lower_bound:
+        return "Largest micro-batch that fits: unknown, as the figures are a lower bound"
     if report.largest_micro_batch is None:
         return f"Largest micro-batch that fits: unknown, as {report.profile.only_this_size}"
     return f"Largest micro-batch that fits: {report.largest_micro_batch or 'none, not even one sample'}"
@@ -230,13 +288,15 @@ def _largest_micro_batch(report: EstimateReport) -> str:
 
 def _verdict(report: EstimateReport) -> Text:
     target, needed = report.target, report.verdict.needed_bytes
-    if report.verdict.fits is None or target.capacity_bytes is None:
+    if target.capacity_bytes is None:
         return Text(f"Cannot tell: needs {format_bytes(needed)}", style="bold yellow")
+    at_least = "at least " if target.lower_bound else ""
     margin = f" and a margin of {format_bytes(target.margin_bytes)}" if target.margin_bytes else ""
     have = f"{target.name} has {format_bytes(target.capacity_bytes)} ({target.source})"
-    if report.verdict.fits:
-        return Text(f"Fits: needs {format_bytes(needed)}{margin}, {have}", style="bold green")
-    return Text(f"Does not fit: needs {format_bytes(needed)}{margin}, {have}", style="bold red")
+    words, colour = {True: ("Fits", "green"), False: ("Does not fit", "red"), None: ("Cannot tell", "yellow")}[
+        report.verdict.fits
+    ]
+    return Text(f"{words}: needs {at_least}{format_bytes(needed)}{margin}, {have}", style=f"bold {colour}")
 
 
 # --- models by name: a configuration, no weights, no Lightning --------------------------------------------------------
@@ -262,17 +322,22 @@ def estimate_named(arguments: argparse.Namespace) -> EstimateReport | None:
 
 
 def _estimate(arguments: argparse.Namespace) -> EstimateReport:
-    from lightning_memfit.estimate.architectures import NamedRun
+    from lightning_memfit.estimate.architectures import PRECISIONS, NamedRun
     from lightning_memfit.estimate.named import profile_named
     from lightning_memfit.estimate.report import build_report
     from lightning_memfit.estimate.target import live_target, named_target, unnamed_target
     from lightning_memfit.profile.cache import ProfileCache
 
-    target = named_target(arguments.device) if arguments.device else live_target() or unnamed_target()
+    named = arguments.device
+    target = named_target(named) if named is not None else live_target() or unnamed_target()
     if arguments.measure:
         raise ValueError("`--measure` needs a recipe (`--config`): a model that is only named has no weights to train.")
     given = {name: getattr(arguments, name) for name in NAMED_OPTIONS if getattr(arguments, name) is not None}
     techniques = tuple(given.pop("technique", ()))
+    division = _named_division(given.pop("strategy", None), given.pop("devices", None))
+    precision = given.get("precision", "32-true")
+    if division is not None and precision in PRECISIONS:
+        given["precision"] = division.traced_precision(precision)
     run = NamedRun(
         arguments.model,
         micro_batch_size=arguments.micro_batch_size or 1,
@@ -285,7 +350,39 @@ def _estimate(arguments: argparse.Namespace) -> EstimateReport:
     cache = None if arguments.no_cache else ProfileCache()
     profile = profile_named(run, cache, not arguments.no_shorten, overlap=True, callbacks=make_callbacks)
     notes = (_NO_DEVICE,) if target.capacity_bytes is None else ()
-    return build_report(profile, target, None, notes)
+    profile = replace(profile, precision=precision)
+    return build_report(profile, target, run.micro_batch_size, notes, division)
+
+
+def _named_division(name: str | None, devices: int | None) -> Division | None:
+    """How a strategy of our registry divides a run, as `Trainer(strategy="memfit_NAME", devices=N)` would.
+
+    Raises:
+        ValueError: If there is no such strategy, it is not modelled, or devices are given without one.
+    """
+    if name is None:
+        if devices is not None and devices > 1:
+            raise ValueError(f"`--devices {devices}` needs `--strategy`, for example ddp or zero_2.")
+        return None
+    from lightning_memfit.estimate.division import Division
+    from lightning_memfit.techniques.core.registry import all_strategies
+
+    records = {record.name: record for record in all_strategies()}
+    record = records.get(name.removeprefix("memfit_"))
+    if record is None or record.sharding is None:
+        raise ValueError(f"`--strategy {name}` is unknown. Choose from: {', '.join(records)}.")
+    sharding, ranks = record.sharding, devices or 1
+    if sharding.stage and not sharding.deepspeed:
+        raise ValueError(f"`--strategy {name}`: what it keeps on each device can't be told yet. Estimate without it.")
+    return Division(
+        f"memfit_{record.name}",
+        sharding.stage,
+        ranks,
+        ranks,
+        sharding.deepspeed,
+        sharding.optimizer,
+        sharding.parameters,
+    )
 
 
 def _callbacks_of(techniques: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
@@ -317,6 +414,18 @@ def _callbacks_of(techniques: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
         if not technique.traced or technique.kind == "strategy":
             raise ValueError(f"`--technique {name}` changes nothing that one device's memory shows. Leave it out.")
         given = {key: yaml.safe_load(value) for key, _, value in pairs}
+        for key, value in given.items():
+            if isinstance(value, (int, float)) and not abs(value) <= LARGEST_COUNT:
+                raise ValueError(f"`--technique {name}:{key}={value}` must be a number of at most {LARGEST_COUNT:,}.")
         technique.configured(**given)  # refuses unknown options
         setting = setting.choose(name, **given)
-    return setting.traced_callbacks
+
+    def make_callbacks() -> tuple[Any, ...]:
+        try:
+            return setting.traced_callbacks()
+        except TypeError as error:  # a word where a number is expected, say
+            raise ValueError(
+                f"`--technique {', '.join(techniques)}`: an option has the wrong type ({error})."
+            ) from error
+
+    return make_callbacks

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import inspect
 import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +23,7 @@ from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.kind import allows_cuda
 from lightning_memfit.profile.build import batch_size, measure_step, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Emulation, TraceError
@@ -28,6 +32,9 @@ from lightning_memfit.techniques.core.callback import TechniqueCallback
 from .arguments import NAMED_OPTIONS
 from .errors import user_mistake
 from .recipe_run import RecipeRun, load_recipe
+
+if TYPE_CHECKING:
+    from lightning_memfit.estimate.division import Division
 
 _NO_DEVICE = (
     "The recipe asks for a GPU, none was named and there is none here, so there is no verdict. Pass for example "
@@ -46,6 +53,11 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
     with quiet():
         run = load_recipe(overrides)
         target = target_of(arguments.device, run)
+        division, notes = _division(run)
+        precision = run.options.precision
+        if division is not None:
+            traced = division.traced_precision(precision)
+            run = replace(run, options=replace(run.options, precision=traced))  # type: ignore[arg-type]
         try:
             profile = _profile(run, target, arguments)
         except TraceError as error:
@@ -56,8 +68,68 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
                 print(f"memfit: cannot tell: {error} On the command line that is `--measure`.", file=sys.stderr)
                 return None
             profile = _measure(run)
-    notes = (*run.strategy_notes, *run.notes, *((_NO_DEVICE,) if target.capacity_bytes is None else ()))
-    return build_report(profile, target, arguments.micro_batch_size, notes)
+    notes += [*run.notes, *((_NO_DEVICE,) if target.capacity_bytes is None else ())]
+    profile = replace(profile, precision=precision)
+    try:
+        return build_report(profile, target, arguments.micro_batch_size, tuple(notes), division)
+    except ValueError as error:
+        if type(error).__name__ != "NotDividedError" or division is None:
+            raise
+        notes.insert(0, _not_in_figures(division.name, error))
+        return build_report(profile, target, arguments.micro_batch_size, tuple(notes))
+
+
+def _division(run: RecipeRun) -> tuple[Division | None, list[str]]:
+    """How the recipe's strategy divides the run, and what the figures don't say about it."""
+    per_machine = run.devices or 1
+    ranks, spec = per_machine * run.num_nodes, run.strategy
+    if spec == "auto" and ranks == 1:
+        return None, []
+    from lightning_memfit.estimate.division import NotDividedError, division_of
+
+    name = spec if isinstance(spec, str) else str(spec.get("class_path", "")).rpartition(".")[2]
+    name = "DDP" if name == "auto" else name  # Lightning's choice for several devices
+    try:
+        division = division_of(_make_strategy("ddp" if spec == "auto" else spec), name, ranks, per_machine)
+    except (NotDividedError, ModuleNotFoundError) as error:
+        return None, [_not_in_figures(name, error)]
+    if division is None or run.devices is not None:
+        return division, []
+    return division, ["`trainer.devices` names no number: the figures are for one device on each machine."]
+
+
+def _not_in_figures(name: str, error: Exception) -> str:
+    return (
+        f"`trainer.strategy={name}` is not in the figures, which are those of one device that holds everything: "
+        f"{str(error).rstrip('.')}."
+    )
+
+
+def _make_strategy(spec: Any) -> Any:
+    """Make a recipe's strategy, without processes or devices.
+
+    Raises:
+        NotDividedError: If it can't be made so.
+    """
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lightning_memfit.estimate.division import NotDividedError
+
+    if isinstance(spec, str):
+        if spec not in StrategyRegistry:
+            raise NotDividedError("Lightning knows no strategy of that name")
+        entry = StrategyRegistry[spec]
+        made, arguments = entry["strategy"], dict(entry["init_params"])
+    else:
+        folder, _, class_name = spec["class_path"].rpartition(".")
+        made, arguments = getattr(import_module(folder), class_name), dict(spec.get("init_args") or {})
+        arguments |= spec.get("dict_kwargs") or {}
+    if "nvme_path" in inspect.signature(made).parameters and not arguments.get("nvme_path"):
+        arguments["nvme_path"] = "."  # nothing is written there by making the strategy
+    try:
+        return made(**arguments)
+    except TypeError as error:
+        raise NotDividedError(f"it can't be made here ({error})") from error
 
 
 @contextlib.contextmanager
@@ -108,7 +180,19 @@ def _profile(run: RecipeRun, target: Target, arguments: argparse.Namespace) -> M
     wanted = arguments.micro_batch_size or size
     if wanted == size or found.knows_every_size:
         return found
+    _check_room(run.batch, size, wanted)
     return profile(resize_batch(run.batch, size, wanted))
+
+
+def _check_room(batch: Any, size: int, wanted: int) -> None:
+    """Refuse to make a real batch that host memory has no room for."""
+    needed = sum(tensor.nbytes for tensor in tensors_in(batch)) * wanted // size
+    free = host_target().usable_bytes or 0
+    if 2 * needed > free:
+        raise ValueError(
+            f"`--micro-batch-size {wanted}`: what the step needs does not follow from smaller ones, and a batch of "
+            f"that size takes {format_bytes(needed)} where {format_bytes(free)} of RAM is free. Choose a smaller one."
+        )
 
 
 def _techniques(run: RecipeRun) -> tuple[TechniqueCallback, ...]:

@@ -86,6 +86,10 @@ def workload_of(
         ValueError: If the module can't be planned for, or a limit makes no sense.
     """
     check_trainable(run.module)
+    if target.lower_bound:
+        raise ValueError(
+            f"`--device`: no plan can be made. {target.lower_bound} `memfit estimate` shows the lower bound."
+        )
     allow = DEFAULT_ALLOW if arguments.allow is None else check_allow(arguments.allow.split(","))
     named = arguments.host_memory
     host = parse_bytes(named, "--host-memory") if named is not None else probe_host().available_bytes

@@ -23,6 +23,7 @@ import lightning_memfit
 from lightning_memfit.models import CausalLM
 from lightning_memfit.profile.step import Precision, StepOptions
 
+from .arguments import LARGEST_COUNT
 from .explain import import_public_names
 from .lightning_cli import MemFitCLI
 
@@ -55,8 +56,8 @@ class RecipeRun:
     accelerator: str
     notes: tuple[str, ...]
     """Parts of the recipe that the figures leave out."""
-    strategy_notes: tuple[str, ...]
-    """What the recipe's strategy and number of devices would change, for figures of one device."""
+    strategy: Any
+    """`trainer.strategy` as the recipe has it: a name, or a class with its arguments."""
     devices: int | None
     """Number of devices on each machine; None if the recipe takes all that exist."""
     num_nodes: int
@@ -138,12 +139,14 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
         trainer.gradient_clip_val,
         trainer.gradient_clip_algorithm,
     )
+    if not 1 <= recipe["num_nodes"] <= LARGEST_COUNT:
+        raise ValueError(f"`trainer.num_nodes={recipe['num_nodes']}` must be from 1 to {LARGEST_COUNT:,}.")
     processes = num_processes(recipe["devices"]) * recipe["num_nodes"]
     with isolate_rng():
         batch = _first_batch(cli, processes)
     cli.model.trainer = trainer  # the training step may use its data module
     callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
-    notes, strategy_notes = tuple(_left_out(callbacks)), tuple(_of_strategy(recipe, processes))
+    notes = tuple(_left_out(callbacks))
     dump = partial(cli.parser.dump, cli.as_written, skip_link_targets=False)
     devices = None if str(recipe["devices"]) in ("auto", "-1") else num_processes(recipe["devices"])
     return RecipeRun(
@@ -153,7 +156,7 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
         callbacks,
         str(recipe["accelerator"]),
         notes,
-        strategy_notes,
+        recipe["strategy"],
         devices,
         recipe["num_nodes"],
         dump,
@@ -169,23 +172,19 @@ def _precision(value: Any) -> Precision:
 
 
 def num_processes(devices: Any) -> int:
-    """Return the number of processes on one node for the Trainer's `devices`; `auto` counts as one."""
+    """Return the number of processes on one node for the Trainer's `devices`; `auto` counts as one.
+
+    Raises:
+        ValueError: If it is no number of devices.
+    """
     if isinstance(devices, (list, tuple)):
         return len(devices)
     text = str(devices)
-    return max(1, int(text)) if text.lstrip("-").isdecimal() else text.count(",") + 1
-
-
-def _of_strategy(recipe: dict[str, Any], processes: int) -> Iterator[str]:
-    strategy = recipe["strategy"]
-    if strategy != "auto":
-        name = strategy if isinstance(strategy, str) else strategy.get("class_path", "").rpartition(".")[2]
-        yield f"`trainer.strategy={name}` is not in the figures: they are those of one device that holds everything."
-    elif processes > 1:
-        yield (
-            f"Figures are per device; the buckets of DDP over {processes} devices (up to one more copy of the "
-            "gradients) are not in them."
-        )
+    if not text.lstrip("-").isdecimal():
+        return text.count(",") + 1
+    if text != "-1" and not 1 <= int(text) <= LARGEST_COUNT:
+        raise ValueError(f"`trainer.devices={devices}` must be from 1 to {LARGEST_COUNT:,}, or -1 for all that exist.")
+    return max(1, int(text))
 
 
 def _left_out(callbacks: tuple[pl.Callback, ...]) -> Iterator[str]:

@@ -6,16 +6,16 @@ The functions before them say what DDP adds: its reducer keeps gradients a secon
 import time
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_memfit.bench.record import Prediction
 from lightning_memfit.bench.step_clock import ResidentGrowth, StepClock
-from lightning_memfit.estimate.estimate import estimate_step
+from lightning_memfit.estimate.division import NotDividedError, division_of, estimate_rank
 from lightning_memfit.fitting.size.prediction import profile_fit, runtime_of
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import Category, MemoryBreakdown
@@ -25,8 +25,8 @@ from lightning_memfit.techniques.core.first_batch import first_batch
 # --- the buckets of `DistributedDataParallel` -------------------------------------------------------------------------
 
 # The reducer allocates its buckets outside of any dispatch, so their size is read from DDP itself, by
-# `DistributedDataParallel._get_ddp_logging_data` (torch 2.9 to 2.13), the only place that knows it, and
-# `DDPStrategy._ddp_kwargs` (Lightning 2.6); `tests/unit/bench/test_ddp_buckets.py` fails when they move.
+# `DistributedDataParallel._get_ddp_logging_data` (torch 2.9 to 2.13), the only place that knows it;
+# `tests/unit/bench/test_observe.py` fails when it moves.
 
 
 def bucket_bytes(model: Any) -> int:
@@ -58,27 +58,13 @@ def with_buckets(by_category: Mapping[Category, int], size_bytes: int, followed_
     return result
 
 
-def holds_whole_model(strategy: Strategy) -> bool:
-    """Whether every process holds the whole model, which is the case that predictions cover."""
-    whole = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
-    return whole and not isinstance(strategy, DeepSpeedStrategy)
-
-
-def copies_gradients(strategy: Strategy) -> bool:
-    """Whether a strategy keeps all gradients a second time, in the buckets of DDP."""
-    if not isinstance(strategy, DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
-        return False
-    return not strategy._ddp_kwargs.get("gradient_as_bucket_view", False)
-
-
 # --- callbacks --------------------------------------------------------------------------------------------------------
 
 
 class PredictRun(Callback):
     """Predict the peak before the run, for the record and for every `MemoryMonitor`.
 
-    With DDP the first process predicts for all. The prediction then includes a copy of the gradients, which DDP keeps
-    in its buckets.
+    The first process predicts for all of them: what a rank keeps under DDP or DeepSpeed (`estimate.division`).
 
     Attributes:
         prediction: The prediction, or None if there is none.
@@ -94,24 +80,27 @@ class PredictRun(Callback):
         """Predict with a fake clone of the module."""
         if stage != "fit" or not trainer.is_global_zero:
             return
-        if not holds_whole_model(trainer.strategy):
-            name = type(trainer.strategy).__name__
-            self.reason = f"`trainer.strategy={name}` divides the model; predictions are for one that is whole."
-            return
-        started = time.perf_counter()
+        started, name = time.perf_counter(), type(trainer.strategy).__name__
+        ranks, precision = trainer.world_size, str(trainer.precision)
         try:
-            profile = profile_fit(trainer, pl_module, first_batch(trainer))
+            division = division_of(trainer.strategy, name, ranks, ranks // trainer.num_nodes)
+            traced = division.traced_precision(precision) if division is not None else precision
+            batch = first_batch(trainer)
+            # Lightning would make a process group around the module's `prepare_data`, and wait for the other ranks.
+            with patch.object(torch.distributed, "is_initialized", return_value=False):
+                profile = profile_fit(trainer, pl_module, batch, precision=traced)
+            estimate = estimate_rank(profile, division, runtime=runtime_of(trainer))
+        except NotDividedError as error:
+            self.reason = f"`trainer.strategy={name}` divides the model, and {error}."
+            return
         except (TraceError, ValueError) as error:
             self.reason = str(error)
             return
-        estimate = estimate_step(profile, runtime=runtime_of(trainer))
-        buckets = sum(p.numel * p.itemsize for p in profile.parameters if p.trainable and not p.shared_with)
-        buckets = buckets if copies_gradients(trainer.strategy) else 0
-        breakdown = estimate.breakdown + MemoryBreakdown.device({Category.COMMUNICATION: buckets})
+        breakdown = _tensors(estimate.breakdown) if profile.device_kind.is_host else estimate.breakdown
         self.prediction = Prediction(
-            allocated_bytes=estimate.allocated_bytes + buckets,
-            reserved_bytes=estimate.reserved_bytes + buckets,
-            total_bytes=estimate.total_bytes + buckets,
+            allocated_bytes=estimate.allocated_bytes,
+            reserved_bytes=estimate.reserved_bytes,
+            total_bytes=estimate.total_bytes,
             by_category={str(category): size for category, size in breakdown.by_category().items()},
             phase=estimate.phase,
             model_flops_per_step=sum(profile.flops.values()) * trainer.accumulate_grad_batches,
@@ -120,6 +109,12 @@ class PredictRun(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, MemoryMonitor):
                 callback.predicted = breakdown
+
+
+def _tensors(breakdown: MemoryBreakdown) -> MemoryBreakdown:
+    """Without what no ledger of tensors sees: libraries, and holes in the heap."""
+    unseen = (Category.RUNTIME_CONTEXT, Category.FRAGMENTATION)
+    return MemoryBreakdown({key: size for key, size in breakdown.entries.items() if key[1] not in unseen})
 
 
 class StepTimes(Callback):

@@ -15,7 +15,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 
@@ -42,6 +42,8 @@ class DeviceSpec:
     host_link_bytes_per_s: float | None = None
     source: str = ""
     aliases: tuple[str, ...] = ()
+    platform: Literal["CUDA", "ROCm"] = "CUDA"
+    """What torch is built for there. It calls both devices "cuda", but kernels, libraries and context differ."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -119,10 +121,11 @@ def _gpu(
     link: float,
     source: str,
     *aliases: str,
+    platform: Literal["CUDA", "ROCm"] = "CUDA",
 ) -> DeviceSpec:
     flops = {dtype: value * 1e12 for dtype, value in tflops.items()}
     memory_bytes = int(memory_gib * GIB)
-    return DeviceSpec(name, memory_bytes, bandwidth_gb_per_s * 1e9, flops, capability, link, source, aliases)
+    return DeviceSpec(name, memory_bytes, bandwidth_gb_per_s * 1e9, flops, capability, link, source, aliases, platform)
 
 
 def _ampere(fp32: float) -> dict[str, float]:
@@ -220,9 +223,11 @@ DEVICES: tuple[DeviceSpec, ...] = (
          "NVIDIA RTX PRO Blackwell whitepaper; memory estimated", "RTX PRO 6000 Blackwell Workstation Edition"),
     # AMD; the capability is what torch reports for gfx90a and gfx942
     _gpu("MI250X", 63.98, 1638, {"float32": 47.9, "float16": 191.5, "bfloat16": 191.5, "int8": 191.5}, (9, 0), _PCIE4,
-         "AMD MI250X datasheet, one of its two dies: what torch sees as a device", "MI250X MI250"),
-    _gpu("MI300X 192GB", 191.69, 5300, _MI300X, (9, 4), _PCIE5, "AMD MI300X datasheet"),
-    _gpu("MI325X 256GB", 255.69, 6000, _MI300X, (9, 4), _PCIE5, "AMD MI325X datasheet; memory estimated"),
+         "AMD MI250X datasheet, one of its two dies: what torch sees as a device", "MI250X MI250",
+         platform="ROCm"),
+    _gpu("MI300X 192GB", 191.69, 5300, _MI300X, (9, 4), _PCIE5, "AMD MI300X datasheet", platform="ROCm"),
+    _gpu("MI325X 256GB", 255.69, 6000, _MI300X, (9, 4), _PCIE5, "AMD MI325X datasheet; memory estimated",
+         platform="ROCm"),
 )  # fmt: skip
 
 _NVLINK: dict[str, float] = {

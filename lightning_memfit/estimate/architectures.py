@@ -12,6 +12,8 @@ Kind = Literal["causal", "encoder-decoder", "text classification", "masked", "im
 """What a model is trained on, which decides the batch."""
 
 
+_LARGEST_COUNT = (1 << 31) - 1
+
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
@@ -45,8 +47,8 @@ class NamedRun:
             ("sequence_length", 1 if self.sequence_length is None else self.sequence_length),
             ("accumulate_grad_batches", self.accumulate_grad_batches),
         ):
-            if value < 1:
-                raise ValueError(f"`{name}={value}` must be at least 1.")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_COUNT:
+                raise ValueError(f"`{name}={value!r}` must be a whole number from 1 to {_LARGEST_COUNT:,}.")
         for name, choice, choices in (
             ("precision", self.precision, PRECISIONS),
             ("optimizer", self.optimizer, traceable_optimizers()),

@@ -92,7 +92,15 @@ class DeepSpeedRun:
 
     @classmethod
     def with_our_sizes(
-        cls, parameters: Sequence[ParameterInfo], stage: int, world_size: int, itemsize: int, **options: Any
+        cls,
+        parameters: Sequence[ParameterInfo],
+        stage: int,
+        world_size: int,
+        itemsize: int,
+        zero: Mapping[str, Any] | None = None,
+        pipeline: bool = False,
+        params_in_host: int = 0,
+        **options: Any,
     ) -> DeepSpeedRun:
         """Describe a run with the buffer sizes that our strategies set where the user sets none.
 
@@ -101,11 +109,14 @@ class DeepSpeedRun:
             stage: As the field of that name.
             world_size: As the field of that name.
             itemsize: As the field of that name.
+            zero: Sizes that the user has set, as in the `zero_optimization` section.
+            pipeline: With states on disk, whether the next and the last sub-group are moved while one is stepped.
+            params_in_host: With parameters on disk, elements of them that stay in host memory.
             **options: Other fields.
         """
         distinct = [p for p in parameters if not p.shared_with]
         model = ModelSizes(sum(p.numel for p in distinct), max((p.numel for p in distinct), default=0))
-        zero = zero_sizes({"stage": stage}, model, world_size)
+        zero = zero_sizes({**(zero or {}), "stage": stage}, model, world_size)
         sizes = None
         if "nvme" in (options.get("offload_optimizer"), options.get("offload_parameters")):
             aio = AioSettings()
@@ -116,7 +127,16 @@ class DeepSpeedRun:
             )
             groups = [[p.numel for p in distinct if p.trainable]]
             per_module = max(swapped.values(), default=0)
-            sizes = infinity_sizes(groups, world_size, itemsize, aio, params_per_module=per_module)
+            sizes = infinity_sizes(
+                groups,
+                world_size,
+                itemsize,
+                aio,
+                pipeline_read=pipeline,
+                pipeline_write=pipeline,
+                params_per_module=per_module,
+                max_in_cpu=params_in_host,
+            )
         return cls(
             parameters,
             stage,

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.memory import MIB
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MIN_SWAPPED_BYTES = MIB
 """`MIN_AIO_BYTES`: smaller tensors stay in memory, and so do those below one aio block."""

@@ -7,7 +7,7 @@ it.
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,11 @@ _ENDINGS: dict[str, Kind] = {
     "ForMaskedLM": "masked",
     "ForImageClassification": "image classification",
 }
+
+
+_MOST_ELEMENTS = 1 << 20
+"""Elements of the largest tensor of a traced batch. It is real memory, and `profile.integers` carries the values of
+four times as many."""
 
 
 def architecture_of(model: str) -> Architecture:
@@ -65,6 +70,8 @@ def profile_named(
 ) -> ModelProfile:
     """Profile a named model without weights.
 
+    Its batch is real, so that of a very large micro-batch a smaller one is traced; the profile then knows every size.
+
     Args:
         run: What is trained, and how.
         cache: Where profiles are kept between runs; none by default.
@@ -73,10 +80,32 @@ def profile_named(
         callbacks: Makes the callbacks of `run.techniques`; called only where a trace is needed.
 
     Raises:
-        ValueError: If the model is unknown, or can't take that sequence length.
+        ValueError: If the model is unknown, or can't take that sequence length; or if the micro-batch is very large,
+            and nothing follows for it from smaller ones.
     """
     architecture = architecture_of(run.model)
     _check_length(run, architecture)
+    wanted, traced = run.micro_batch_size, max(1, _MOST_ELEMENTS // _elements_per_sample(run, architecture))
+    run = replace(run, micro_batch_size=min(wanted, traced))
+    profile = _known_or_traced(run, architecture, cache, shorten, overlap, callbacks)
+    profile.events_at(wanted)  # refuses a size of which nothing is known
+    return profile
+
+
+def _elements_per_sample(run: NamedRun, architecture: Architecture) -> int:
+    """Elements of a sample's largest tensor in the batch."""
+    length = run.sequence_length or architecture.sequence_length
+    return length or 3 * int(architecture.config.get("image_size", 224)) ** 2
+
+
+def _known_or_traced(
+    run: NamedRun,
+    architecture: Architecture,
+    cache: ProfileCache | None,
+    shorten: bool,
+    overlap: bool,
+    callbacks: Callable[[], tuple[Any, ...]],
+) -> ModelProfile:
     key = _key(run, architecture, shorten) if cache is not None else ""
     known = cache.load(key) if cache is not None else None
     if known is not None:
@@ -97,6 +126,8 @@ def _check_length(run: NamedRun, architecture: Architecture) -> None:
         raise ValueError(
             f"`sequence_length={wanted}`: {architecture.name} takes images, which have none. Leave it out."
         )
+    if wanted > _MOST_ELEMENTS:
+        raise ValueError(f"`sequence_length={wanted}`: at most {_MOST_ELEMENTS:,} tokens are traced. Choose fewer.")
     if longest is not None and wanted > longest:
         raise ValueError(f"`sequence_length={wanted}` is longer than the {longest} positions of {architecture.name}.")
 

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.device.runtime import RuntimeMemory
 from lightning_memfit.estimate.estimate import Estimate, estimate_step, predict_peak_bytes, predict_total_bytes
 from lightning_memfit.estimate.target import Target
+from lightning_memfit.memory import Tier
 from lightning_memfit.profile.record import ModelProfile
+
+if TYPE_CHECKING:
+    from lightning_memfit.estimate.division import Division
 
 # --- does a step fit, and how large may its micro-batch be ------------------------------------------------------------
 
@@ -28,11 +32,23 @@ class Verdict:
     needed_bytes: int
     usable_bytes: int | None
     """Capacity less the safety margin; None where no device is known."""
+    lower_bound: bool = False
+    """Whether more is needed than `needed_bytes` (`Target.lower_bound`)."""
+    host_needed_bytes: int = 0
+    """Host memory that all ranks of a machine need beside their devices."""
+    host_usable_bytes: int | None = None
+    """Host memory that they may use; None where the machine isn't known."""
 
     @property
     def fits(self) -> bool | None:
         """Whether it fits; None if that is unknown."""
-        return None if self.usable_bytes is None else self.needed_bytes <= self.usable_bytes
+        if self.usable_bytes is None:
+            return None
+        if self.needed_bytes > self.usable_bytes:
+            return False
+        if self.host_usable_bytes is not None and self.host_needed_bytes > self.host_usable_bytes:
+            return False
+        return None if self.lower_bound else True
 
     @property
     def exit_code(self) -> int:
@@ -41,15 +57,45 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain figures, ready for JSON."""
-        return {"fits": self.fits, "needed_bytes": self.needed_bytes, "usable_bytes": self.usable_bytes}
+        return {
+            "fits": self.fits,
+            "needed_bytes": self.needed_bytes,
+            "usable_bytes": self.usable_bytes,
+            "lower_bound": self.lower_bound,
+            "host_needed_bytes": self.host_needed_bytes,
+            "host_usable_bytes": self.host_usable_bytes,
+        }
 
 
-def judge(estimate: Estimate, target: Target) -> Verdict:
-    """Compare the memory that a step needs (reserved memory and context) with the usable memory of a target."""
-    return Verdict(estimate.total_bytes, target.usable_bytes)
+def judge(estimate: Estimate, target: Target, division: Division | None = None) -> Verdict:
+    """Compare the memory that a step needs (reserved memory and context) with the usable memory of a target.
+
+    Ranks on one machine share its host memory, which on the CPU is all they have.
+    """
+    off_device = sum(estimate.breakdown.total(tier) for tier in (Tier.PINNED_HOST, Tier.HOST))
+    on_machine = division.ranks_per_machine if division is not None else 1
+    return Verdict(
+        _needed(estimate, target, division),
+        target.usable_bytes,
+        bool(target.lower_bound),
+        off_device * on_machine,
+        target.host_usable_bytes,
+    )
 
 
-def largest_micro_batch(profile: ModelProfile, usable_bytes: int, runtime: RuntimeMemory | None = None) -> int:
+def _needed(estimate: Estimate, target: Target, division: Division | None) -> int:
+    if target.counts_tensors:  # of one process
+        return estimate.allocated_bytes
+    shared = division.ranks_per_machine if division is not None and target.device_kind.is_host else 1
+    return estimate.total_bytes * shared
+
+
+def largest_micro_batch(
+    profile: ModelProfile,
+    usable_bytes: int,
+    runtime: RuntimeMemory | None = None,
+    division: Division | None = None,
+) -> int:
     """Largest micro-batch whose step fits, at most `MAX_MICRO_BATCH`; 0 if not even one sample does.
 
     Allocated memory, cheap to predict, bounds the search; the reserved memory of the result was simulated and fits.
@@ -58,6 +104,7 @@ def largest_micro_batch(profile: ModelProfile, usable_bytes: int, runtime: Runti
         profile: A profile that knows every size.
         usable_bytes: Memory that a step may need in all, context included.
         runtime: Memory outside the trace on a CUDA device.
+        division: What is divided among ranks, if anything.
 
     Raises:
         ValueError: If the profile knows one size only.
@@ -65,9 +112,15 @@ def largest_micro_batch(profile: ModelProfile, usable_bytes: int, runtime: Runti
     context = runtime.context_bytes if runtime is not None else 0
 
     def may_fit(size: int) -> bool:
+        if division is not None:
+            from lightning_memfit.estimate.division import predict_rank_bytes
+
+            return predict_rank_bytes(profile, division, size, runtime) <= usable_bytes
         return predict_peak_bytes(profile, size, runtime) + context <= usable_bytes
 
     def fits(size: int) -> bool:
+        if division is not None:
+            return _estimate(profile, division, size, runtime).total_bytes <= usable_bytes
         return predict_total_bytes(profile, size, runtime) <= usable_bytes
 
     bound = 0 if not may_fit(1) else _bisect(may_fit, 1, MAX_MICRO_BATCH)
@@ -100,9 +153,11 @@ class EstimateReport:
     target: Target
     verdict: Verdict
     largest_micro_batch: int | None
-    """None if it isn't known: without a device, or with a profile of one size."""
+    """None if it isn't known: without a device, with a profile of one size, or from figures that are a lower bound."""
     notes: tuple[str, ...] = ()
     """What the figures leave out or rest on, one sentence each."""
+    division: Division | None = None
+    """How the run's strategy divides it, if the figures are those of one of several ranks or of DeepSpeed."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -117,6 +172,7 @@ class EstimateReport:
             "precision": profile.precision,
             "optimizer": profile.optimizer,
             "device": self.target.to_dict(),
+            "strategy": None if self.division is None else self.division.to_dict(),
             "verdict": self.verdict.to_dict(),
             "largest_micro_batch_size": self.largest_micro_batch,
             "peak": self.estimate.to_dict(),
@@ -126,7 +182,7 @@ class EstimateReport:
                 "block_class": profile.block_class,
                 "num_blocks": profile.num_blocks,
                 "traced_blocks": profile.traced_blocks,
-                "attention_kernels": dict(profile.attention_kernels),
+                "attention_kernels": {} if self.target.lower_bound else dict(profile.attention_kernels),
                 "flops": dict(profile.flops),
                 "only_this_size": profile.only_this_size,
                 "seconds": round(profile.seconds, 3),
@@ -141,6 +197,7 @@ def build_report(
     target: Target,
     micro_batch_size: int | None = None,
     notes: tuple[str, ...] = (),
+    division: Division | None = None,
 ) -> EstimateReport:
     """Estimate a profiled step on a target.
 
@@ -149,19 +206,35 @@ def build_report(
         target: Device that it will run on.
         micro_batch_size: Samples per micro-batch; the profiled size by default.
         notes: Further notes for the report.
+        division: How the run's strategy divides it; None for one device that holds everything.
 
     Raises:
         ValueError: If that micro-batch size isn't known.
+        NotDividedError: If what a rank needs can't be told from the profile.
     """
-    estimate = estimate_step(profile, micro_batch_size, target.runtime)
+    estimate = _estimate(profile, division, micro_batch_size, target.runtime)
     largest = None
-    if profile.knows_every_size and target.usable_bytes is not None:
-        largest = largest_micro_batch(profile, target.usable_bytes, target.runtime)
-    return EstimateReport(profile, estimate, target, judge(estimate, target), largest, (*notes, *_assumed(profile)))
+    if profile.knows_every_size and target.usable_bytes is not None and not target.lower_bound:
+        shared = division.ranks_per_machine if division is not None and target.device_kind.is_host else 1
+        usable = target.usable_bytes // (1 if target.counts_tensors else shared)
+        largest = largest_micro_batch(profile, usable, target.runtime, division)
+    verdict = judge(estimate, target, division)
+    return EstimateReport(profile, estimate, target, verdict, largest, (*notes, *_assumed(profile, target)), division)
 
 
-def _assumed(profile: ModelProfile) -> list[str]:
-    notes = [f"Assumed: {assumption}." for assumption in profile.assumptions]
+def _estimate(
+    profile: ModelProfile, division: Division | None, micro_batch_size: int | None, runtime: RuntimeMemory | None
+) -> Estimate:
+    if division is None:
+        return estimate_step(profile, micro_batch_size, runtime)
+    from lightning_memfit.estimate.division import estimate_rank  # most estimates are of one device
+
+    return estimate_rank(profile, division, micro_batch_size, runtime)
+
+
+def _assumed(profile: ModelProfile, target: Target) -> list[str]:
+    notes = [target.lower_bound] if target.lower_bound else []
+    notes += [f"Assumed: {assumption}." for assumption in profile.assumptions]
     if profile.measured:
         notes.append("Measured on the CPU in two real steps: CUDA kernels may allocate otherwise.")
     return notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_memfit.device.catalogue import find_device
@@ -12,6 +13,8 @@ from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
 
 DEFAULT_CAPABILITY = (8, 0)
 """CUDA capability that is assumed for a device without a name; it decides the attention kernel."""
+
+_AMD_DRIVER = Path("/dev/kfd")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class Target:
     """Where the capacity comes from."""
     counts_tensors: bool = False
     """Whether the capacity is a limit on the bytes of live tensors (`MemoryLimit`), so that nothing else counts."""
+    host_usable_bytes: int | None = None
+    """Host memory beside the device that all ranks of this machine may use; None for another machine's device."""
+    lower_bound: str = ""
+    """Why a run needs more on this device than its figures say; empty where nothing is left out. A run whose figures
+    are too large doesn't fit; whether any other fits isn't known."""
 
     @property
     def device_kind(self) -> DeviceKind:
@@ -51,27 +59,39 @@ class Target:
             "margin_bytes": self.margin_bytes,
             "capability": list(self.capability) if self.device_kind.has_compute_capability else None,
             "source": self.source,
+            "lower_bound": self.lower_bound,
         }
+
+
+def on_rocm(name: str) -> str:
+    """Why figures for an AMD device are a lower bound."""
+    return (
+        f"{name} is an AMD device, and figures are made for CUDA: the tensors of a step are counted as CUDA's kernels "
+        "allocate them. The context of ROCm, the workspaces of its libraries and what its attention kernels keep are "
+        "unknown and not in the figures, so that nobody can say here that a run fits."
+    )
 
 
 def named_target(name: str) -> Target:
     """Make a target from the name of a device in the catalogue, a size such as `12GiB`, or `cpu` for this machine.
 
     Raises:
-        ValueError: If the name is unknown, or the device's runtime isn't CUDA.
+        ValueError: If the name is unknown.
     """
     if name.strip().lower() == CPU:
         return host_target()
     spec = find_device(name)
-    runtime = runtime_memory(spec.compute_capability)
+    rocm = spec.platform == "ROCm"
     return Target(
         name=spec.name,
         kind=CUDA,
         capacity_bytes=spec.memory_bytes,
         margin_bytes=safety_margin_bytes(spec.memory_bytes),
-        capability=spec.compute_capability or DEFAULT_CAPABILITY,
-        runtime=runtime,
+        # ROCm's version of an architecture is no compute capability: (9, 0) would choose cuDNN's kernels, as on Hopper.
+        capability=DEFAULT_CAPABILITY if rocm else spec.compute_capability or DEFAULT_CAPABILITY,
+        runtime=None if rocm else runtime_memory(spec.compute_capability),
         source=f"catalogue, {format_bytes(spec.memory_bytes)} in all" if spec.aliases or spec.flops else spec.source,
+        lower_bound=on_rocm(spec.name) if rocm else "",
     )
 
 
@@ -102,32 +122,38 @@ def host_target(limit_bytes: int | None = None) -> Target:
 
 
 def live_target(index: int = 0) -> Target | None:
-    """The CUDA device of this machine with what is free on it now; None without one."""
+    """The GPU of this machine that torch calls "cuda", with what is free on it now; None without one."""
     if not _driver_sees_gpu():
         return None
     import torch
 
-    from lightning_memfit.device.probe import probe_device
+    from lightning_memfit.device.probe import probe_device, probe_host
 
     if not torch.cuda.is_available():
         return None
     state = probe_device(index)
-    runtime = runtime_memory(state.compute_capability)
+    host = probe_host().available_bytes
+    rocm = torch.version.hip is not None
+    runtime = None if rocm else runtime_memory(state.compute_capability)
     # The context that the probe made here is counted as that of the run.
-    capacity = min(state.total_bytes, state.free_bytes + runtime.context_bytes)
+    context = runtime.context_bytes if runtime is not None else 0
     return Target(
         name=state.name,
         kind=CUDA,
-        capacity_bytes=capacity,
+        capacity_bytes=min(state.total_bytes, state.free_bytes + context),
         margin_bytes=safety_margin_bytes(state.total_bytes),
-        capability=state.compute_capability,
+        capability=DEFAULT_CAPABILITY if rocm else state.compute_capability,
         runtime=runtime,
         source=f"free now of {format_bytes(state.total_bytes)}",
+        host_usable_bytes=max(0, host - safety_margin_bytes(host)),
+        lower_bound=on_rocm(state.name) if rocm else "",
     )
 
 
 def _driver_sees_gpu() -> bool:
-    """Ask NVML, which takes milliseconds where importing torch takes seconds; without it torch decides."""
+    """Ask the drivers, which takes milliseconds where importing torch takes seconds; without NVML torch decides."""
+    if _AMD_DRIVER.exists():
+        return True
     try:
         import pynvml
     except ImportError:

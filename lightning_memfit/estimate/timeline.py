@@ -89,7 +89,9 @@ def render(report: EstimateReport) -> str:
         f"tensors {format_bytes(max(_totals(timeline)))} in {estimate.phase}"
     )
     if report.target.device_kind.has_caching_allocator:
-        facts += f"; with cached memory and CUDA context {format_bytes(estimate.total_bytes)}"
+        context = " and CUDA context" if report.target.runtime is not None else ""
+        facts += f"; with cached memory{context} {format_bytes(estimate.total_bytes)}"
+        facts += " at least" if report.target.lower_bound else ""
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">\n'
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n<h1>{html.escape(title)}</h1>\n"

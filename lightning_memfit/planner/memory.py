@@ -21,10 +21,10 @@ from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, b
 from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_peak_bytes, predict_total_bytes
 from lightning_memfit.estimate.optimizers import optimizer_family
+from lightning_memfit.estimate.placement import Placement, deepspeed_placement, torch_placement
+from lightning_memfit.estimate.steady_state import ReleasedGradients, SteadyState, later_phases, released_levels
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.planner.candidates import with_losses
-from lightning_memfit.planner.placement import Placement, deepspeed_placement, torch_placement
-from lightning_memfit.planner.steady_state import ReleasedGradients, SteadyState, later_phases, released_levels
 from lightning_memfit.planner.time import RECOMPUTED_OPERATOR, PassWork, TimeModel
 from lightning_memfit.planner.trace_store import CHOICES, TraceStore, passes_of
 from lightning_memfit.profile.events import CATEGORIES, EventList
@@ -256,7 +256,12 @@ class MemoryModel:
         if sharding is None:
             return self._on_one_device
         parameters = self.none.parameters
-        return torch_placement(self._on_one_device, sharding, self._setting.world_size, parameters, self._cuda).standing
+        ranks = self._setting.world_size
+        # The planner counts DDP's buckets twice at every moment, an upper bound; `estimate.division` is exact.
+        placed = torch_placement(
+            self._on_one_device, sharding.stage, ranks, parameters, self._cuda, copies_gradients=True
+        )
+        return placed.standing
 
     @cached_property
     def _on_one_device(self) -> SteadyState:

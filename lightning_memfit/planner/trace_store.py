@@ -14,8 +14,8 @@ import torch
 
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import Choice
+from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.memory import Category
-from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache

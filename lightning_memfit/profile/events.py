@@ -8,6 +8,9 @@ import numpy.typing as npt
 from lightning_memfit.memory import Category, MemoryBreakdown
 
 CATEGORIES: tuple[Category, ...] = tuple(Category)
+_MOST_BYTES = 1 << 62
+"""Sums of all storages below this can't overflow, not even with every size rounded up."""
+
 OUTSIDE = -1
 """Block number of events that belong to no repeated block."""
 
@@ -142,6 +145,15 @@ def fit_slopes(first: EventList, second: EventList, first_size: int, second_size
 
 
 def at_size(events: EventList, slopes: Floats, traced_size: int, micro_batch_size: int) -> EventList:
-    """Events with the sizes of another micro-batch size."""
-    sizes = np.rint(events.sizes + slopes * (micro_batch_size - traced_size)).astype(np.int64)
-    return replace(events, sizes=np.maximum(sizes, 0))
+    """Events with the sizes of another micro-batch size.
+
+    Raises:
+        ValueError: If their bytes can't be counted in 64 bits.
+    """
+    sizes = np.maximum(events.sizes + slopes * float(micro_batch_size - traced_size), 0)
+    if not sizes.sum() < _MOST_BYTES:
+        raise ValueError(
+            f"`micro_batch_size={micro_batch_size}`: the tensors of a step would take more than 4 EiB. Choose a "
+            "smaller one."
+        )
+    return replace(events, sizes=np.rint(sizes).astype(np.int64))

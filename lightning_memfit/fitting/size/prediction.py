@@ -46,6 +46,7 @@ def profile_fit(
     batch: Any,
     any_micro_batch: bool = False,
     accumulate_grad_batches: int | None = None,
+    precision: str | None = None,
 ) -> ModelProfile:
     """Profile the training step that a Trainer is about to run.
 
@@ -58,13 +59,14 @@ def profile_fit(
         batch: A real batch of the size of interest.
         any_micro_batch: Profile a second size, so that every other can be computed from the two.
         accumulate_grad_batches: Micro-batches per step; by default those of the Trainer.
+        precision: Lightning's name of the precision to trace; by default that of the Trainer.
 
     Raises:
         TraceError: If the step can't be traced.
     """
     techniques = tuple(c for c in trainer.callbacks if isinstance(c, TechniqueCallback))  # type: ignore[attr-defined]
     options = StepOptions(
-        trainer.precision,  # type: ignore[arg-type]
+        precision or trainer.precision,  # type: ignore[arg-type]
         accumulate_grad_batches or trainer.accumulate_grad_batches,
         trainer.gradient_clip_val,
         trainer.gradient_clip_algorithm,

@@ -1,25 +1,28 @@
 """Step times, losses and predictions of a small real fit."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memfit.bench.observe import (
     PredictRun,
     StepTimes,
     bucket_bytes,
-    copies_gradients,
-    holds_whole_model,
     with_buckets,
 )
 from lightning_memfit.data import RandomTokens
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import Category
-from tests.helpers.trainers import fit
+from lightning_memfit.profile.build import profile_module
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import Emulation
+from tests.helpers.trainers import fit, quiet_trainer
 
 
 class Bag(pl.LightningModule):
@@ -107,8 +110,45 @@ def test_a_ledger_takes_the_rebuilt_buckets_for_activations():
     assert with_buckets(tracked, 0, followed_steps=2) == tracked
 
 
-def test_which_strategies_hold_a_whole_model_and_copy_its_gradients():
-    single, ddp = SingleDeviceStrategy("cpu"), DDPStrategy()
-    assert [holds_whole_model(strategy) for strategy in (single, ddp, FSDPStrategy())] == [True, True, False]
-    assert [copies_gradients(strategy) for strategy in (single, ddp)] == [False, True]
-    assert not copies_gradients(DDPStrategy(gradient_as_bucket_view=True))
+class Divided(DeepSpeedStrategy):
+    """A strategy of DeepSpeed as the prediction sees it before the run, without DeepSpeed."""
+
+    def __init__(self) -> None:
+        self.config = {"zero_optimization": {"stage": 2}}
+        self.cluster_environment = None
+
+
+def test_what_deepspeed_keeps_is_predicted(monkeypatch):
+    """The first process traces alone: a collective there would wait for the others for ever."""
+
+    def traced(trainer: Any, module: Any, batch: Any, precision: str) -> ModelProfile:
+        assert not torch.distributed.is_initialized()
+        assert precision == "bf16-true"  # DeepSpeed's own half precision, not autocast
+        return profile_module(module, batch, StepOptions("bf16-true"), Emulation("cpu"))
+
+    predict, module = PredictRun(), Bag()
+    facts = {"world_size": 2, "num_nodes": 1, "precision": "bf16-mixed", "accumulate_grad_batches": 1}
+    trainer: Any = SimpleNamespace(strategy=Divided(), is_global_zero=True, callbacks=[predict], **facts)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for name, stub in (
+        ("first_batch", lambda trainer: {"input_ids": torch.zeros(3, 6, dtype=torch.long)}),
+        ("runtime_of", lambda trainer: None),
+        ("profile_fit", traced),
+    ):
+        monkeypatch.setattr(f"lightning_memfit.bench.observe.{name}", stub)
+    predict.setup(trainer, module, "fit")
+    assert predict.reason == ""
+    assert predict.prediction is not None
+    elements = module.embedding.weight.numel()
+    assert predict.prediction.by_category["parameter"] == 2 * elements
+    assert predict.prediction.by_category["optimizer_state"] == 4 * elements / 2  # masters; SGD has no states
+    assert sum(predict.prediction.by_category.values()) == predict.prediction.allocated_bytes
+
+
+def test_what_is_divided_in_unknown_ways_is_not_predicted(monkeypatch):
+    predict = PredictRun()
+    trainer = quiet_trainer(callbacks=[predict])
+    monkeypatch.setattr(type(trainer), "strategy", property(lambda self: FSDPStrategy()))
+    predict.setup(trainer, Bag(), "fit")
+    assert predict.prediction is None
+    assert "divides the model" in predict.reason

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -122,10 +123,11 @@ def test_recipe_that_insists_on_a_gpu_gets_no_verdict(capsys, recipe, monkeypatc
 @pytest.mark.slow
 def test_what_is_left_out_is_said(capsys, recipe):
     _, report = estimate(
-        capsys, *recipe, "--device", "12GiB", "--trainer.devices=2", "--trainer.strategy=ddp",
+        capsys, *recipe, "--device", "12GiB", "--trainer.devices=2", "--trainer.strategy=fsdp",
         "--trainer.callbacks+=lightning.pytorch.callbacks.StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.1",
     )  # fmt: skip
-    assert any("strategy=ddp" in note for note in report["notes"])
+    assert any("strategy=fsdp` is not in the figures" in note for note in report["notes"])
+    assert report["strategy"] is None
     assert any("StochasticWeightAveraging" in note for note in report["notes"])
 
 
@@ -212,6 +214,109 @@ def test_batch_of_one_still_tells_the_largest(capsys):
     assert report["largest_micro_batch_size"] > 1
 
 
+def test_a_micro_batch_of_any_size_has_its_figures_and_is_not_made(capsys):
+    """A real batch of 2^31 samples would take a TiB. Both smaller ones are traced as they are."""
+    named = ["--model", "gpt2", "--sequence-length", "64", "--device", "12GiB", "--micro-batch-size"]
+    needed = {}
+    for count in (8_000, 16_000, 2_147_483_647):
+        code, report = estimate(capsys, *named, str(count))
+        assert (code, report["micro_batch_size"]) == (1, count)
+        needed[count] = report["peak"]["allocated_bytes"]
+    per_sample = (needed[16_000] - needed[8_000]) / 8_000
+    assert needed[2_147_483_647] == pytest.approx(2_147_483_647 * per_sample, rel=1e-3)
+
+
+@pytest.mark.parametrize(("device", "code", "words"), [("MI250X", 2, "Cannot tell"), ("MI300X", 2, "Cannot tell")])
+def test_an_amd_device_gets_a_lower_bound_and_no_claim(capsys, device, code, words):
+    named = ["--model", "gpt2", "--sequence-length", "64", "--device", device, "--precision", "bf16-mixed"]
+    assert main(["estimate", *named]) == code
+    output = capsys.readouterr().out
+    assert f"{words}: needs at least" in output
+    assert "is an AMD device" in output
+    for claim in ("CUDA context", "cudnn", "Attention kernel", "Fits"):
+        assert claim not in output
+    _, report = estimate(capsys, *named)
+    assert report["verdict"]["fits"] is None
+    assert report["largest_micro_batch_size"] is None
+    assert report["profile"]["attention_kernels"] == {}
+    assert "runtime_context" not in report["peak"]["breakdown"]["device"]
+    assert main(["estimate", *named, "--micro-batch-size", "100000"]) == 1  # more than all of it, even so
+    assert "Does not fit: needs at least" in capsys.readouterr().out
+
+
+def test_no_plan_is_made_for_an_amd_device(capsys, recipe):
+    assert main(["plan", *recipe, "--device", "MI250X"]) == 2
+    assert "is an AMD device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--trainer.devices=0", "`trainer.devices=0` must be"),
+        ("--trainer.devices=-5", "`trainer.devices=-5` must be"),
+        ("--trainer.devices=100000000000000000000", "must be from 1 to"),
+        ("--trainer.num_nodes=0", "`trainer.num_nodes=0` must be"),
+    ],
+)
+def test_impossible_numbers_of_devices_are_refused(capsys, recipe, override, message):
+    assert main(["estimate", *recipe, "--device", "12GiB", override]) == 2
+    assert message in capsys.readouterr().err
+
+
+DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+
+
+@pytest.mark.slow
+@DEEPSPEED
+@pytest.mark.parametrize(
+    ("strategy", "host", "disk"),
+    [("memfit_zero_2", False, False), ("memfit_zero_offload", True, False), ("memfit_zero_infinity", True, False)],
+)  # no tensor of this model is large enough for a file
+def test_a_recipe_under_deepspeed_has_the_figures_of_a_rank(capsys, recipe, strategy, host, disk):
+    options = ["--device", "12GiB", "--trainer.devices=2", "--trainer.precision=bf16-mixed"]
+    _, report = estimate(capsys, *recipe, *options, f"--trainer.strategy={strategy}")
+    assert report["strategy"]["name"] == strategy
+    assert (report["precision"], report["strategy"]["ranks"]) == ("bf16-mixed", 2)
+    assert not any("not in the figures" in note for note in report["notes"])
+    peak = report["peak"]["breakdown"]
+    assert bool(peak.get("host")) == host
+    assert bool(peak.get("disk")) == disk
+    states = sum(tier.get("optimizer_state", 0) for tier in peak.values())
+    assert states == pytest.approx(12 * report["num_parameters"] / 2, rel=0.02)
+    assert (report["verdict"]["host_needed_bytes"] > 0) == host
+
+
+@pytest.mark.slow
+@DEEPSPEED
+def test_the_table_of_a_rank_names_every_place(capsys, recipe):
+    options = ["--device", "12GiB", "--trainer.devices=2", "--trainer.strategy=memfit_zero_infinity"]
+    assert main(["estimate", *recipe, *options]) == 0
+    output = capsys.readouterr().out
+    for text in ("memfit_zero_infinity on 2 devices: figures are those of one rank", "page-locked host memory"):
+        assert text in output
+    assert "Host memory for 2 ranks of a machine" in output
+
+
+@pytest.mark.parametrize("name", ["zero_offload", "memfit_zero_offload"])
+def test_a_named_model_is_divided_by_a_named_strategy(capsys, name):
+    named = ["--model", "gpt2", "--sequence-length", "64", "--precision", "bf16-mixed", "--device", "12GiB"]
+    code, report = estimate(capsys, *named, "--strategy", name, "--devices", "4")
+    assert code == 0
+    peak, share = report["peak"]["breakdown"], 124_439_808 / 4
+    assert peak["host"]["optimizer_state"] == pytest.approx(12 * share, rel=1e-3)  # masters and two states, in fp32
+    assert peak["device"]["parameter"] == pytest.approx(2 * 4 * share, rel=1e-3)
+    assert report["precision"] == "bf16-mixed"
+    assert report["verdict"]["host_needed_bytes"] == 4 * sum(peak["host"].values())
+
+
+def test_ddp_adds_its_buckets(capsys):
+    named = ["--model", "gpt2", "--sequence-length", "64", "--device", "12GiB"]
+    _, alone = estimate(capsys, *named)
+    _, ddp = estimate(capsys, *named, "--strategy", "ddp", "--devices", "2")
+    assert ddp["peak"]["by_phase"]["DDP's new buckets"] >= 20 * 124_439_808  # weights, two states, gradients twice
+    assert ddp["peak"]["total_bytes"] > alone["peak"]["total_bytes"]
+
+
 def test_named_model_without_device_gets_no_verdict(capsys, monkeypatch):
     monkeypatch.setattr("lightning_memfit.estimate.target.live_target", lambda: None)
     code, report = estimate(capsys, "--model", "gpt2", "--sequence-length", "64")
@@ -264,6 +369,29 @@ def test_techniques_that_a_trace_cannot_show_are_refused(capsys, arguments, mess
         (["--config", "quickstart", "--precision", "16-true"], "A recipe states it"),
         (["--config", "quickstrat"], "quickstart"),
         (["--model", "gpt2", "--micro-batch-size", "0"], "at least 1"),
+        (["--model", "gpt2", "--micro-batch-size", "-3"], "-3 must be at least 1"),
+        (["--model", "gpt2", "--micro-batch-size", "100000000000000000000"], "must be at most 2,147,483,647"),
+        (["--model", "gpt2", "--micro-batch-size", "1000000000000"], "must be at most 2,147,483,647"),
+        (["--config", "quickstart", "--micro-batch-size", "100000000000000000000"], "must be at most 2,147,483,647"),
+        (["--model", "gpt2", "--micro-batch-size", "9" * 5000], "999...' is no whole number"),
+        (["--model", "gpt2", "--micro-batch-size", "nan"], "'nan' is no whole number"),
+        (["--model", "gpt2", "--micro-batch-size", "inf"], "'inf' is no whole number"),
+        (["--model", "gpt2", "--micro-batch-size", "1e3"], "'1e3' is no whole number"),
+        (["--model", "gpt2", "--accumulate-grad-batches", "0"], "at least 1"),
+        (["--model", "t5-small", "--sequence-length", "2000000000"], "at most 1,048,576 tokens are traced"),
+        (["--model", "gpt2", "--sequence-length", "2147483648"], "must be at most"),
+        (["--model", "gpt2", "--device", ""], "`device=''` is unknown"),
+        (["--model", "gpt2", "--device", "0GiB"], "positive size"),
+        (["--model", "gpt2", "--device", "99999999999999999TiB"], "less than 8 EiB"),
+        (["--model", "gpt2", "--technique", "lora:rank=100000000000000000000"], "`--technique lora:rank=1"),
+        (["--model", "gpt2", "--technique", "lora:alpha=.nan"], "must be a number of at most"),
+        (["--model", "gpt2", "--devices", "2"], "needs `--strategy`"),
+        (["--model", "gpt2", "--devices", "0", "--strategy", "ddp"], "at least 1"),
+        (["--model", "gpt2", "--devices", "2147483648", "--strategy", "ddp"], "must be at most"),
+        (["--model", "gpt2", "--strategy", "zero_9"], "Choose from: ddp"),
+        (["--model", "gpt2", "--strategy", "fsdp2"], "can't be told yet"),
+        (["--config", "quickstart", "--strategy", "zero_2"], "A recipe states it"),
+        (["--model", "gpt2", "--technique", "lora:rank=many"], "an option has the wrong type"),
     ],
 )
 def test_mistakes_are_explained(capsys, arguments, message):
@@ -309,4 +437,4 @@ def test_a_recipe_of_several_files_is_estimated(recipe, tmp_path, monkeypatch, c
     (tmp_path / "whole.yaml").write_text("trainer: trainer.cfg\n")
     note = f"--trainer.default_root_dir={'a' * 300}"  # longer than any file name may be
     _, report = estimate(capsys, "--config", "whole.yaml", *recipe[2:], note, "--device", "12GiB")
-    assert any("memfit_ddp" in note for note in report["notes"])
+    assert report["strategy"]["name"] == "memfit_ddp"

@@ -55,3 +55,17 @@ def test_live_device_offers_what_is_free():
     free, total = torch.cuda.mem_get_info()
     assert 0 < target.usable_bytes < target.capacity_bytes <= total
     assert target.capacity_bytes >= free - GIB
+
+
+def test_an_amd_device_here_has_no_cuda_context_either(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from lightning_memfit.device import probe
+
+    state = probe.DeviceState(0, "AMD Instinct MI300X", (9, 4), 100 * GIB, 90 * GIB, 0, 0, None, None)
+    monkeypatch.setattr(module, "_driver_sees_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(probe, "probe_device", lambda index: state)
+    target = live_target()
+    assert (target.runtime, target.capability, target.capacity_bytes) == (None, DEFAULT_CAPABILITY, 90 * GIB)
+    assert "MI300X is an AMD device" in target.lower_bound

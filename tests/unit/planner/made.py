@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from lightning_memfit.device.runtime import RuntimeMemory
+from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import Category
-from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.planner.time import Rates
 from lightning_memfit.planner.trace_store import passes_of, stepping_of
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from lightning_memfit.estimate.estimate import predict_peak_bytes
+from lightning_memfit.estimate.steady_state import released_gradients_of, released_levels
 from lightning_memfit.estimate.target import host_target
 from lightning_memfit.memory import Category
 from lightning_memfit.models import CausalLM
 from lightning_memfit.planner.search import Search
-from lightning_memfit.planner.steady_state import released_gradients_of, released_levels
 from lightning_memfit.planner.time import rates_of
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload, facts_of

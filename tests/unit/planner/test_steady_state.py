@@ -3,9 +3,9 @@ import copy
 import pytest
 import torch
 
+from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.models import CausalLM
-from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.planner.time import rates_of
 from lightning_memfit.planner.trace_store import TraceStore, only_stepping
 from lightning_memfit.planner.workload import Workload, facts_of

@@ -105,6 +105,9 @@ def test_the_replayed_peak_need_not_be_affine():
 
     events, slopes = fit_slopes(at(2), at(3), 2, 3)
     assert [at_size(events, slopes, 2, size).live_bytes().max() for size in (1, 5, 20)] == [100, 100, 200]
+    with pytest.raises(ValueError, match="micro_batch_size=1000000000000000000000`.*more than 4 EiB"):
+        at_size(events, slopes, 2, 10**21)
+    assert at_size(events, slopes, 2, 10**16).live_bytes().max() == pytest.approx(10 * 10**16)
 
 
 def test_traces_of_other_structure_are_refused():

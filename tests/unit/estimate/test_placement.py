@@ -13,10 +13,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_memfit.device.health import Finding
 from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
 from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
+from lightning_memfit.estimate.placement import deepspeed_placement, largest_block_bytes, torch_placement
+from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.memory import Category, Tier
 from lightning_memfit.models.architecture import build, resolve_config
-from lightning_memfit.planner.placement import deepspeed_placement, largest_block_bytes, torch_placement
-from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.step import parameter_table
 from lightning_memfit.strategies import host_check
@@ -202,9 +202,11 @@ def test_from_disk_host_memory_holds_little() -> None:
 def test_torch_strategies_divide_what_a_trace_shows() -> None:
     whole = SteadyState(1600, 1700, 2000, 800, 400, 0, 400)
     table = (ParameterInfo("h.0.weight", 100, 4),)
-    ddp = torch_placement(whole, sharding("ddp"), 2, table, cuda=False).standing
-    assert ddp.kept_bytes == 2000  # gradients once more
-    shard = torch_placement(whole, sharding("fsdp2"), 2, table, cuda=False).standing
+    ddp = torch_placement(whole, 0, 2, table, cuda=False).standing
+    assert (ddp.kept_bytes, ddp.step_bytes) == (1600, 2000)  # gradients once more, while buckets are made anew
+    copied = torch_placement(whole, 0, 2, table, cuda=False, copies_gradients=True).standing
+    assert (copied.kept_bytes, copied.step_bytes) == (2000, 2400)  # at every moment
+    shard = torch_placement(whole, 3, 2, table, cuda=False).standing
     assert shard.kept_bytes == 800 + 3 * 400  # half of everything, and three times a block
     assert shard.step_bytes == shard.kept_bytes + 200
     assert (shard.parameter_bytes, shard.state_bytes, shard.communication_bytes) == (200, 400, 1200)

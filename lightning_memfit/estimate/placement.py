@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun, deepspeed_memory
+from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
-from lightning_memfit.planner.steady_state import SteadyState
 from lightning_memfit.profile.record import ParameterInfo
-from lightning_memfit.techniques.core.sharding import Sharding
 
 _IN_BLOCK = re.compile(r"(.+?\.\d+)\.")
 """Names of parameters of repeated blocks; the group is the block."""
@@ -67,24 +66,33 @@ def deepspeed_placement(run: DeepSpeedRun) -> Placement:
 
 
 def torch_placement(
-    whole: SteadyState, sharding: Sharding, ranks: int, parameters: Sequence[ParameterInfo], cuda: bool = True
+    whole: SteadyState,
+    stage: int,
+    ranks: int,
+    parameters: Sequence[ParameterInfo],
+    cuda: bool = True,
+    copies_gradients: bool = False,
 ) -> Placement:
     """What DDP or FSDP2 keeps on every rank, derived from a trace of one device that holds everything.
 
-    DDP keeps gradients in its buckets. It rebuilds them once, in the order in which gradients arrived, while the old
-    buckets are still alive. FSDP2 gathers the running block and the next one, whose whole gradients are on every rank
-    too.
+    DDP keeps gradients in its buckets, of which the module's gradients are views or copies. Before the forward pass of
+    the second step it makes the buckets anew, in the order in which gradients arrived (`Reducer::rebuild_buckets`).
+    Views keep the old ones alive meanwhile; measured, `benchmarks/results/zero_stages_cpu_small/ddp.json`. FSDP2
+    gathers the running block and the next one, whose whole gradients are on every rank too.
 
     Args:
         whole: Read off a trace of the optimizer's steps.
-        sharding: Sharding of the strategy.
+        stage: 0 replicates (DDP), 3 divides everything (FSDP2).
         ranks: Ranks that share the model.
         parameters: Parameters as they are stored.
         cuda: Whether device memory is separate from host memory.
+        copies_gradients: With DDP, whether gradients are not views of its buckets.
     """
     nccl = NCCL_BYTES if cuda and ranks > 1 else 0
-    if sharding.stage == 0:
-        return Placement(_moved(whole, whole.gradient_bytes + nccl))
+    if stage == 0:
+        moved = _moved(whole, nccl + whole.gradient_bytes * copies_gradients)
+        rebuilding = moved.kept_bytes + whole.gradient_bytes * (not copies_gradients)
+        return Placement(replace(moved, step_bytes=max(moved.step_bytes, rebuilding)))
     divided = {name: -(-getattr(whole, name) // ranks) for name in ("parameter_bytes", "gradient_bytes", "state_bytes")}
     gathered = 3 * largest_block_bytes(tuple(parameters)) + nccl
     less = sum(getattr(whole, name) - size for name, size in divided.items())

@@ -1,0 +1,370 @@
+"""`Division`: how a strategy divides a run among ranks; `estimate_rank`: what one of them needs, by tier.
+
+A trace shows one device that holds everything. Under DDP every rank holds that and its buckets. Of a run under
+DeepSpeed a trace shows the activations; what else is kept, and where, is known in closed form (`estimate.deepspeed`),
+which plans, preflights and this module share. What FSDP2 and tensor parallelism keep is not divided here: the closed
+form of plans (`estimate.placement`) is 16 % less than a measured run (`zero_stages_cpu_small/fsdp2.json`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning_memfit.estimate.deepspeed import DeepSpeedMemory, DeepSpeedRun, OffloadTarget, deepspeed_memory
+from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step
+from lightning_memfit.estimate.placement import torch_placement
+from lightning_memfit.estimate.steady_state import SteadyState, later_phases, second_step
+from lightning_memfit.memory import Category, MemoryBreakdown, Tier
+from lightning_memfit.profile.events import CATEGORIES, EventList, Integers
+from lightning_memfit.profile.record import ModelProfile, trained
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+    from lightning_memfit.device.runtime import RuntimeMemory
+
+_LASTING = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)
+_SIZES = ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_max_live_parameters")
+
+
+@dataclass(frozen=True)
+class Division:
+    """What a strategy does with weights, gradients and optimizer states of a run on `ranks` devices."""
+
+    name: str
+    """As the user calls it."""
+    stage: int
+    """0 replicates (DDP), 1 divides optimizer states, 2 also gradients, 3 also weights."""
+    ranks: int = 1
+    ranks_per_machine: int = 1
+    deepspeed: bool = False
+    offload_optimizer: OffloadTarget = "none"
+    offload_parameters: OffloadTarget = "none"
+    pin_memory: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the `zero_optimization` section that the user has set; our strategies choose the others."""
+    pipeline: bool = False
+    """With states on disk: whether reading and writing overlap with the step."""
+    params_in_host: int = 0
+    """With parameters on disk: elements that stay in host memory."""
+    copies_gradients: bool = False
+    """With DDP: whether its buckets are a copy of the gradients, instead of what the gradients are views of."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain figures, ready for JSON."""
+        return {
+            "name": self.name,
+            "stage": self.stage,
+            "ranks": self.ranks,
+            "ranks_per_machine": self.ranks_per_machine,
+            "offload_optimizer": self.offload_optimizer,
+            "offload_parameters": self.offload_parameters,
+        }
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is kept off the device."""
+        return self.offload_optimizer != "none" or self.offload_parameters != "none"
+
+    def traced_precision(self, precision: str) -> str:
+        """The precision to trace: DeepSpeed computes in its own half-precision weights, whatever Lightning calls it."""
+        return "bf16-true" if self.deepspeed and "16" in precision else precision
+
+    def run_of(self, profile: ModelProfile, activation_bytes: int = 0) -> DeepSpeedRun:
+        """A traced run as DeepSpeed makes it.
+
+        Args:
+            profile: Traced in `traced_precision`.
+            activation_bytes: Peak of a micro-batch's activations and temporary tensors.
+        """
+        on_cpu = profile.device_kind.is_host
+        plain = SteadyState.of(profile, 1)
+        stepped = sum(p.numel * p.itemsize for p in trained(profile.parameters))
+        # Strategies choose the fused kernel for a step on the CPU.
+        scratch = 0 if on_cpu else min(4.0, 4.0 * (plain.step_bytes - plain.kept_bytes) / max(1, stepped))
+        return DeepSpeedRun.with_our_sizes(
+            profile.parameters,
+            self.stage,
+            self.ranks,
+            2 if "16" in profile.precision else 4,
+            zero=self.sizes,
+            pipeline=self.pipeline,
+            params_in_host=self.params_in_host,
+            state_bytes=_state_bytes(profile),
+            scratch_bytes=round(scratch),
+            offload_optimizer=self.offload_optimizer,
+            offload_parameters=self.offload_parameters,
+            pin_memory=self.pin_memory,
+            accumulates=profile.accumulate_grad_batches > 1,
+            on_cpu=on_cpu,
+            buffer_bytes=plain.buffer_bytes,
+            activation_bytes=activation_bytes,
+        )
+
+
+class NotDividedError(ValueError):
+    """It isn't known what a strategy keeps on each rank."""
+
+
+def division_of(strategy: Strategy, name: str, ranks: int, ranks_per_machine: int) -> Division | None:
+    """How a Lightning strategy divides a run; None if one device holds everything.
+
+    Args:
+        strategy: A strategy, which needs neither devices nor a process group yet.
+        name: What to call it in messages.
+        ranks: Devices of the run.
+        ranks_per_machine: Those on each machine.
+
+    Raises:
+        NotDividedError: If that isn't known.
+    """
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        SingleDeviceStrategy,
+    )
+
+    if isinstance(strategy, DeepSpeedStrategy):
+        return _of_deepspeed(strategy, name, ranks, ranks_per_machine)
+    if isinstance(strategy, DDPStrategy):
+        copies = not strategy._ddp_kwargs.get("gradient_as_bucket_view", False)
+        return Division(name, 0, ranks, ranks_per_machine, copies_gradients=copies)
+    if isinstance(strategy, SingleDeviceStrategy):
+        return None
+    raise NotDividedError("it is unknown what it keeps on each device")
+
+
+def _of_deepspeed(strategy: Any, name: str, ranks: int, ranks_per_machine: int) -> Division:
+    zero = strategy.config.get("zero_optimization") or {}
+    if zero.get("stage") not in (1, 2, 3):
+        raise NotDividedError(f"DeepSpeed's stage {zero.get('stage', 0)} is not modelled")
+    places: dict[str, OffloadTarget] = {
+        section: zero.get(section, {}).get("device", "none") for section in ("offload_optimizer", "offload_param")
+    }
+    sections = [zero[section] for section in places if section in zero]
+    to_disk = bool(getattr(strategy, "nvme_path", None))  # `ZeroInfinityStrategy` writes its sections when it starts
+    if "nvme" in places.values() and not to_disk:
+        raise NotDividedError("buffers for disk are modelled for `memfit_zero_infinity` only")
+    if any(section.get("ratio", 1.0) != 1.0 for section in sections):
+        raise NotDividedError("`ratio` of an offloaded optimizer is not modelled")
+    targets = {key: _target(place, to_disk) for key, place in places.items()}
+    return Division(
+        name,
+        zero["stage"],
+        ranks,
+        ranks_per_machine,
+        deepspeed=True,
+        offload_optimizer=targets["offload_optimizer"],
+        offload_parameters=targets["offload_param"],
+        pin_memory=any(bool(section.get("pin_memory")) for section in sections) and not to_disk,
+        sizes={key: int(zero[key]) for key in _SIZES if isinstance(zero.get(key), (int, float))},
+        pipeline=bool(getattr(strategy, "pipeline", False)),
+        params_in_host=int(getattr(strategy, "params_in_host", 0)),
+    )
+
+
+def _target(place: OffloadTarget, to_disk: bool) -> OffloadTarget:
+    return "nvme" if to_disk and place != "none" else place
+
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def estimate_rank(
+    profile: ModelProfile,
+    division: Division | None,
+    micro_batch_size: int | None = None,
+    runtime: RuntimeMemory | None = None,
+    num_largest: int = 5,
+) -> Estimate:
+    """Predict the peak of a rank's training step.
+
+    Args:
+        profile: The step on one device, traced in `Division.traced_precision`.
+        division: What the strategy divides; None for one device that holds everything.
+        micro_batch_size: Samples per micro-batch; the profiled size by default.
+        runtime: Memory outside the trace on a CUDA device; None for the CPU.
+        num_largest: How many of the largest tensors at the peak to list.
+
+    Raises:
+        ValueError: If the profile doesn't know that micro-batch size.
+        NotDividedError: If the profile shows no second optimizer step, from which on memory is the same in each.
+    """
+    whole = estimate_step(profile, micro_batch_size, runtime, num_largest)
+    if division is None:
+        return whole
+    at = _at(profile, micro_batch_size)
+    by_phase, phase, breakdown = _on_rank(at, division)
+    workspace = runtime.allocated_bytes if runtime is not None else 0
+    context = runtime.context_bytes if runtime is not None else 0
+    fragmentation = whole.reserved_bytes - whole.allocated_bytes
+    outside = breakdown.get(Category.FRAGMENTATION) + breakdown.get(Category.RUNTIME_CONTEXT)  # not tensors
+    allocated = breakdown.total() - outside + workspace
+    around = {
+        Category.TEMPORARY: workspace,
+        Category.FRAGMENTATION: fragmentation,
+        Category.RUNTIME_CONTEXT: context,
+    }
+    reserved = allocated + fragmentation
+    return replace(
+        whole,
+        breakdown=breakdown + MemoryBreakdown.device(around) + MemoryBreakdown.from_dict(profile.host),
+        phase=phase,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        total_bytes=reserved + context + outside,
+        by_phase={name: size + workspace for name, size in by_phase.items()},
+        largest=_largest(at, division, num_largest),
+        timeline=None,
+    )
+
+
+def predict_rank_bytes(
+    profile: ModelProfile, division: Division, micro_batch_size: int, runtime: RuntimeMemory | None = None
+) -> int:
+    """Memory that a rank's device must have, without fragmentation, for searches over micro-batch sizes."""
+    _, _, breakdown = _on_rank(_at(profile, micro_batch_size), division)
+    return breakdown.total() + (runtime.allocated_bytes + runtime.context_bytes if runtime is not None else 0)
+
+
+def _at(profile: ModelProfile, micro_batch_size: int | None) -> ModelProfile:
+    size = micro_batch_size or profile.micro_batch_size
+    return replace(profile, events=profile.events_at(size), micro_batch_size=size, slopes=None, larger=None)
+
+
+def _on_rank(profile: ModelProfile, division: Division) -> tuple[dict[str, int], str, MemoryBreakdown]:
+    """Bytes of tensors by phase, the phase of the peak, and what there is then; host memory and disk at their most."""
+    try:
+        plain = SteadyState.of(profile, profile.device_kind.rounding_bytes)
+    except (IndexError, KeyError, ValueError) as error:
+        raise NotDividedError("the trace shows no second step like the first") from error
+    return _under_deepspeed(profile, division) if division.deepspeed else _under_ddp(profile, division, plain)
+
+
+def _largest(profile: ModelProfile, division: Division, count: int) -> tuple[LargeTensor, ...]:
+    """The largest tensors of forward and backward that are no weights, gradients or states, which are divided."""
+    moving, _ = _moving(profile)
+    spans = [span for name in ("forward", "backward") for span in later_phases(profile.events, name)]
+    peak = max((first + int(moving[first:stop].argmax()) for first, stop in spans), key=lambda at: int(moving[at]))
+    found = profile.events.largest_at(peak, len(profile.events.sizes))
+    kept = [LargeTensor(*item) for item in found if not division.deepspeed or item[1] not in _LASTING]
+    return tuple(kept[:count])
+
+
+def _moving(profile: ModelProfile) -> tuple[Integers, Integers]:
+    """After every event: live bytes of what comes and goes in a micro-batch, and live bytes of gradients."""
+    events, rounding = profile.events, profile.device_kind.rounding_bytes
+    lasting = [CATEGORIES.index(category) for category in _LASTING]
+    return (
+        _live(events, rounding, ~np.isin(events.categories, lasting)),
+        _live(events, rounding, events.categories == CATEGORIES.index(Category.GRADIENT)),
+    )
+
+
+def _live(events: EventList, rounding: int, wanted: Any) -> Integers:
+    sizes = np.where(wanted, events.rounded_sizes(rounding), 0)
+    return np.cumsum(np.sign(events.events) * sizes[events.storages])
+
+
+def _peaks(events: EventList, levels: Integers, names: Sequence[str] = ("forward", "backward")) -> dict[str, int]:
+    """Highest level of later phases, by name."""
+    spans = {name: later_phases(events, name) for name in names}
+    return {name: max(int(levels[first:stop].max()) for first, stop in found) for name, found in spans.items() if found}
+
+
+def _under_ddp(
+    profile: ModelProfile, division: Division, plain: SteadyState
+) -> tuple[dict[str, int], str, MemoryBreakdown]:
+    """DDP: what a trace shows, with all gradients alive throughout, as they are in buckets."""
+    cuda = profile.device_kind.has_own_memory
+    placed = torch_placement(plain, division.stage, division.ranks, profile.parameters, cuda, division.copies_gradients)
+    standing = placed.standing
+    _, gradients = _moving(profile)
+    live = profile.events.live_bytes(profile.device_kind.rounding_bytes)
+    levels = live - gradients + plain.gradient_bytes + (standing.kept_bytes - plain.kept_bytes)
+    by_phase = {
+        **_peaks(profile.events, levels),
+        "step": plain.step_bytes + standing.kept_bytes - plain.kept_bytes,
+    }
+    if not division.copies_gradients:  # old buckets live on in the gradients
+        by_phase[_REBUILD] = standing.kept_bytes + plain.gradient_bytes
+    phase = max(by_phase, key=lambda name: by_phase[name])
+    inputs = int(_live(profile.events, 1, profile.events.categories == CATEGORIES.index(Category.INPUT)).max())
+    kept = {
+        Category.PARAMETER: standing.parameter_bytes,
+        Category.BUFFER: standing.buffer_bytes,
+        Category.GRADIENT: standing.gradient_bytes,
+        Category.OPTIMIZER_STATE: standing.state_bytes,
+        Category.COMMUNICATION: standing.communication_bytes,
+        Category.INPUT: inputs,
+    }
+    if phase == _REBUILD:
+        kept[Category.COMMUNICATION] += plain.gradient_bytes
+    rest = Category.TEMPORARY if phase == "step" else Category.ACTIVATION
+    breakdown = MemoryBreakdown.device(kept)
+    return by_phase, phase, breakdown + MemoryBreakdown.device({rest: max(0, by_phase[phase] - breakdown.total())})
+
+
+_REBUILD = "DDP's new buckets"
+_MOMENTS = {"setup": "setup", "passes": "forward and backward", "update": "step"}
+
+
+def _under_deepspeed(profile: ModelProfile, division: Division) -> tuple[dict[str, int], str, MemoryBreakdown]:
+    """The largest moment on the device; host memory is counted at its own largest moment, and only if offloaded."""
+    moving, _ = _moving(profile)
+    activations = max(_peaks(profile.events, moving).values())
+    run = division.run_of(profile, activations)
+    memory = deepspeed_memory(run).once_built()
+    on_device = {_MOMENTS[name]: _device(memory, moment) for name, moment in memory.moments.items() if name in _MOMENTS}
+    by_phase = {name: _tensors(moment) for name, moment in on_device.items()}
+    phase = max(on_device, key=lambda name: on_device[name].total())
+    breakdown = on_device[phase]
+    if phase == _MOMENTS["passes"]:
+        breakdown = _with_activations(breakdown, activations)
+    _, host = memory.host_peak
+    tiers = {Tier.DISK} if run.on_cpu else {Tier.PINNED_HOST, Tier.HOST, Tier.DISK} if division.offloads else set()
+    elsewhere = {key: size for key, size in host.entries.items() if key[0] in tiers}
+    return by_phase, phase, breakdown + MemoryBreakdown(elsewhere)
+
+
+def _device(memory: DeepSpeedMemory, moment: MemoryBreakdown) -> MemoryBreakdown:
+    """What a moment takes on the device, which on the CPU is all memory."""
+    tiers = memory.host_tiers if memory.on_cpu else (Tier.DEVICE,)
+    sizes = Counter[Category]()
+    for tier in tiers:
+        sizes.update(moment.by_category(tier))
+    return MemoryBreakdown.device(sizes)
+
+
+def _tensors(moment: MemoryBreakdown) -> int:
+    return moment.total() - moment.get(Category.FRAGMENTATION) - moment.get(Category.RUNTIME_CONTEXT)
+
+
+def _with_activations(breakdown: MemoryBreakdown, activations: int) -> MemoryBreakdown:
+    temporary = breakdown.get(Category.TEMPORARY)
+    shown = min(activations, temporary)
+    return breakdown.replace(Category.TEMPORARY, temporary - shown) + MemoryBreakdown.device(
+        {Category.ACTIVATION: shown}
+    )
+
+
+def _state_bytes(profile: ModelProfile) -> float:
+    """Bytes of optimizer states per trained element as DeepSpeed steps: over fp32 masters, not the traced weights.
+
+    A state as large as its parameter has the parameter's dtype, and is fp32 under DeepSpeed.
+    """
+    events = profile.events
+    own = {p.name: p.numel * p.itemsize for p in profile.parameters}
+    widened = {p.name: 4 / p.itemsize for p in profile.parameters}
+    total = 0.0
+    is_state = events.categories == CATEGORIES.index(Category.OPTIMIZER_STATE)
+    for storage in events.alive_at(second_step(events)["step"][1] - 1).tolist():
+        if is_state[storage]:
+            name, size = events.site_names[events.sites[storage]].partition(" | ")[0], int(events.sizes[storage])
+            total += size * widened[name] if own.get(name) == size else size
+    return total / max(1, sum(p.numel for p in trained(profile.parameters)))

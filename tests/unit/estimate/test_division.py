@@ -1,0 +1,173 @@
+"""One rank of a divided run, against every committed measurement of such runs."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+
+from benchmarks.offload_host_memory.cases import KINDS, SEQUENCE_LENGTH, config_of
+from lightning_memfit import CausalLM, RandomTokens
+from lightning_memfit.device.runtime import runtime_memory
+from lightning_memfit.estimate.deepspeed import deepspeed_memory
+from lightning_memfit.estimate.division import Division, NotDividedError, division_of, estimate_rank
+from lightning_memfit.estimate.report import build_report, judge, largest_micro_batch
+from lightning_memfit.estimate.target import Target, host_target
+from lightning_memfit.memory import GIB, MIB, Category, Tier
+from lightning_memfit.profile.build import profile_module
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import Emulation
+from lightning_memfit.techniques.core.registry import find_technique
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+ZERO_STAGES = ("zero_1", "zero_2", "zero_3", "zero_offload", "zero_3_offload")
+BETWEEN_STEPS = json.loads((RESULTS / "strategies_cpu.json").read_text())
+HOST_MEMORY = json.loads((RESULTS / "offload_host_memory.json").read_text())["rows"]
+
+
+def division(name: str, ranks: int = 2) -> Division:
+    sharding = find_technique(name).sharding
+    assert sharding is not None
+    return Division(name, sharding.stage, ranks, ranks, sharding.deepspeed, sharding.optimizer, sharding.parameters)
+
+
+@cache
+def profile_of(config: str, precision: str, length: int = 64, size: int = 1, device: Any = "cpu") -> ModelProfile:
+    made = json.loads(config)
+    data = RandomTokens(size, length, batch_size=size, vocab_size=made["vocab_size"])
+    data.setup("fit")
+    module, batch = CausalLM(config=made, learning_rate=1e-4), next(iter(data.train_dataloader()))
+    return profile_module(module, batch, StepOptions(precision), Emulation(device))  # type: ignore[arg-type]
+
+
+def measured_stage(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / "zero_stages_cpu_small" / f"{name}.json").read_text())
+    return found
+
+
+def stage_profile(precision: str, device: Any = "cpu") -> ModelProfile:
+    model = measured_stage("ddp")["settings"]["model"]["init_args"]
+    return profile_of(json.dumps(model["config"]), precision, device=device)
+
+
+@pytest.mark.parametrize("name", ZERO_STAGES)
+def test_the_peak_of_a_rank_is_that_measured(name: str) -> None:
+    """Live tensors and the growth of resident memory, with the bar of `tests/docs/test_offload_host_memory.py`."""
+    found, measured = estimate_rank(stage_profile("bf16-true"), division(name)), measured_stage(name)["measured"]
+    assert -0.03 <= found.allocated_bytes / measured["allocated_bytes"] - 1 <= 0.10
+    assert -0.03 <= found.total_bytes / measured["rss_growth_bytes"] - 1 <= 0.10
+    assert found.breakdown.total() == found.total_bytes
+    assert found.by_phase[found.phase] == found.allocated_bytes
+
+
+def test_the_peak_of_ddp_is_that_measured() -> None:
+    """Its new buckets are made beside the old ones, which no trace of one device shows."""
+    found = estimate_rank(stage_profile("bf16-mixed"), division("ddp"))
+    assert found.allocated_bytes == pytest.approx(measured_stage("ddp")["measured"]["allocated_bytes"], rel=1e-4)
+    assert found.breakdown.total() == found.total_bytes
+
+
+@pytest.mark.parametrize("name", [name for name in BETWEEN_STEPS["rows"] if name not in ("ddp", "fsdp2")])
+def test_bytes_between_steps_are_those_measured(name: str) -> None:
+    profile = profile_of(json.dumps(BETWEEN_STEPS["config"]), "bf16-true")
+    memory = deepspeed_memory(division(name, BETWEEN_STEPS["ranks"]).run_of(profile))
+    kept = memory.kept
+    tensors = sum(kept.total(tier) for tier in memory.host_tiers) - kept.get(Category.RUNTIME_CONTEXT, Tier.HOST)
+    assert tensors == pytest.approx(BETWEEN_STEPS["rows"][name]["live_bytes"], rel=0.02)
+    on_disk = BETWEEN_STEPS["ranks"] * kept.total(Tier.DISK)
+    assert on_disk == pytest.approx(BETWEEN_STEPS["rows"][name]["disk_bytes"], rel=0.01)
+
+
+@pytest.mark.parametrize("row", HOST_MEMORY, ids=lambda row: f"{row['kind']}-{row['size']}-{row['ranks']}")
+@pytest.mark.slow
+def test_the_host_memory_of_a_rank_is_that_measured(row: dict[str, Any]) -> None:
+    half = row["precision"].startswith("bf16")
+    profile = profile_of(json.dumps(config_of(row["size"])), "bf16-true" if half else "32-true", SEQUENCE_LENGTH)
+    from_disk, arguments = row["kind"].startswith("disk"), KINDS[row["kind"]]
+    place = "nvme" if from_disk else "cpu"
+    places: list[Any] = [
+        place if arguments.get(key, from_disk) else "none" for key in ("offload_optimizer", "offload_parameters")
+    ]
+    divided = Division(row["kind"], arguments.get("stage", 3), row["ranks"], row["ranks"], True, *places)
+    peak = deepspeed_memory(divided.run_of(profile, row["activation_bytes"])).host_peak_bytes
+    assert -0.03 <= peak / row["peak_bytes"] - 1 <= 0.10
+
+
+# --- what follows from it ---------------------------------------------------------------------------------------------
+
+
+def test_offloaded_states_are_off_the_device() -> None:
+    profile = stage_profile("bf16-true", "cuda")
+    share = profile.num_parameters / 2
+    on_device, off = (estimate_rank(profile, division(name)).breakdown for name in ("zero_2", "zero_offload"))
+    assert on_device.get(Category.OPTIMIZER_STATE) == pytest.approx(12 * share, rel=1e-3)  # masters and two states
+    assert not on_device.total(Tier.HOST)
+    assert not off.get(Category.OPTIMIZER_STATE)
+    assert off.get(Category.OPTIMIZER_STATE, Tier.HOST) == pytest.approx(12 * share, rel=1e-3)
+    disk = estimate_rank(profile, division("zero_infinity")).breakdown
+    assert disk.get(Category.OPTIMIZER_STATE, Tier.DISK) == pytest.approx(12 * share, rel=0.01)
+    assert not disk.get(Category.OPTIMIZER_STATE)
+
+
+def test_more_ranks_need_less_and_larger_batches_more() -> None:
+    profile, runtime = stage_profile("bf16-true", "cuda"), runtime_memory((8, 0))
+    two, four = (estimate_rank(profile, division("zero_3", ranks), 1, runtime).total_bytes for ranks in (2, 4))
+    assert four < two < estimate_rank(profile, division("zero_3"), 64, runtime).total_bytes
+    usable = 2 * GIB
+    largest = largest_micro_batch(profile, usable, runtime, division("zero_3"))
+    for size, fits in ((largest, True), (largest + 1, False)):
+        assert (estimate_rank(profile, division("zero_3"), size, runtime).total_bytes <= usable) is fits
+
+
+def test_ranks_share_the_memory_of_their_machine() -> None:
+    profile = stage_profile("bf16-true")
+    report = build_report(profile, Target("cpu", "cpu", 300 * MIB), division=division("zero_2", 2))
+    assert report.verdict.needed_bytes == 2 * report.estimate.total_bytes
+    limited = build_report(profile, host_target(300 * MIB), division=division("zero_2", 2))
+    assert limited.verdict.needed_bytes == report.estimate.allocated_bytes  # a limit on one process's tensors
+    on_gpu = stage_profile("bf16-true", "cuda")
+    card = Target("card", "cuda", 80 * GIB, runtime=runtime_memory((8, 0)))
+    offloaded = estimate_rank(on_gpu, division("zero_offload"), None, card.runtime)
+    verdict = judge(offloaded, card, division("zero_offload"))
+    assert verdict.fits
+    assert verdict.host_needed_bytes == 2 * offloaded.breakdown.total(Tier.HOST)
+    small = Target("card", "cuda", 80 * GIB, runtime=card.runtime, host_usable_bytes=verdict.host_needed_bytes - 1)
+    assert judge(offloaded, small, division("zero_offload")).fits is False
+
+
+class Configured(DeepSpeedStrategy):
+    def __init__(self, **zero: Any) -> None:  # without DeepSpeed
+        self.config = {"zero_optimization": zero}
+
+
+def test_strategies_say_what_they_divide() -> None:
+    assert division_of(SingleDeviceStrategy("cpu"), "auto", 1, 1) is None
+    assert division_of(DDPStrategy(), "ddp", 4, 2) == Division("ddp", 0, 4, 2, copies_gradients=True)
+    assert division_of(DDPStrategy(gradient_as_bucket_view=True), "ddp", 2, 2) == Division("ddp", 0, 2, 2)
+    cpu = {"device": "cpu", "pin_memory": True}
+    found = division_of(Configured(stage=3, offload_optimizer=cpu, sub_group_size=1e6), "x", 4, 2)
+    assert found == Division("x", 3, 4, 2, True, "cpu", pin_memory=True, sizes={"sub_group_size": 1_000_000})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [
+        (FSDPStrategy(), "unknown what it keeps"),
+        (Configured(stage=0), "stage 0"),
+        (Configured(stage=3, offload_param={"device": "nvme"}), "for `memfit_zero_infinity` only"),
+        (Configured(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.3}), "`ratio`"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(strategy: Any, reason: str) -> None:
+    with pytest.raises(NotDividedError, match=reason):
+        division_of(strategy, "x", 2, 2)
+
+
+def test_eight_bit_states_stay_so_and_others_are_wide() -> None:
+    profile = stage_profile("bf16-true")
+    assert division("zero_2").run_of(profile).state_bytes == pytest.approx(8, rel=1e-3)  # bf16 in the trace
+    whole = stage_profile("32-true")
+    assert division("zero_2").run_of(whole).state_bytes == pytest.approx(8, rel=1e-3)
