@@ -141,6 +141,8 @@ def block_figures(
         for block in range(num_blocks):
             spans = (forward[block], forward[block + 1]), (backward[block + 1], backward[block])
             for first, stop in spans:
+                if first == stop:
+                    continue  # nothing is allocated here, as in the backward of blocks that get no gradient
                 peak[block] = max(peak[block], int(live[first:stop].max()) - int(before[block]))
             traffic[block] = sum(int(made[first:stop].sum()) for first, stop in spans)
         head = max(head, int(live[forward[-1] : backward[-1]].max(initial=0)) - int(before[-1]))

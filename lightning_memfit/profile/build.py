@@ -4,7 +4,6 @@ Traces at two batch sizes (three for a batch of one that differs in structure) g
 measurement needs real memory and knows one size only; it is for steps that can't be traced.
 """
 
-import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
+from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import attached_datamodule, describe_processor
@@ -239,8 +239,8 @@ def measure_step(
     data = attached_datamodule(module)
 
     def run(with_start_hooks: bool) -> tuple[EventRecorder, Any]:
-        clone = copy.deepcopy(module, {id(trainer): None} if trainer is not None else {})
-        recorder, own_batch = EventRecorder(python_kernels=True), copy.deepcopy(batch)
+        clone = copied(module, {id(trainer): None} if trainer is not None else {})
+        recorder, own_batch = EventRecorder(python_kernels=True), copied(batch)
         with kept_random_state():
             run_step(
                 recorder,

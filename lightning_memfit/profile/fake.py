@@ -4,7 +4,6 @@ Written for torch 2.9-2.13 (`torch._subclasses.fake_tensor`) and transformers 5 
 `tests/unit/profile/test_fake.py` fails when either moves.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
+
+from lightning_memfit.profile.copying import copied
 
 T = TypeVar("T")
 
@@ -76,12 +77,12 @@ class _Collect(TorchFunctionMode):
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in any object that `copy.deepcopy` can copy, in its order, each once."""
+    """Every tensor in any object that `copied` can copy, in its order, each once."""
     collect = _Collect()
     # Fakes that `copyable_fakes` made copyable by a method of their own would pass by the mode.
     with replaced(FakeTensor, "__deepcopy__", lambda tensor, memo: collect.note(tensor, memo)), collect:
-        copy.deepcopy(value)
-    return collect.tensors
+        copied(value)
+    return list({id(tensor): tensor for tensor in collect.tensors}.values())
 
 
 def fake_clone(
@@ -107,7 +108,7 @@ def fake_clone(
     for generator in _generators(value):
         memo[id(generator)] = generator.clone_state()
     with _FakeCopy(fake_mode, dtype, on_copy):
-        clone = copy.deepcopy(value, memo)
+        clone = copied(value, memo)
     if isinstance(clone, torch.nn.Module):
         for child in clone.modules():
             # `.to()`, `.half()` and `.cpu()` would swap real data pointers, which fakes don't have.

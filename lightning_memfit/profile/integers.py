@@ -5,9 +5,10 @@ values the traced step follows the branch the real batch would take. A value com
 it gets an assumed one, and the assumption is recorded.
 """
 
+import math
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
@@ -29,10 +30,31 @@ _VALUE_SIZED = {
     aten.bincount.default,
 }
 _FINITE = {aten.isnan.default, aten.isinf.default, aten.eq.Tensor, aten.ne.Scalar}
-_MAX_FLOATS = 1 << 16
-"""Floats computed from integers alone (`lengths.float().mean()`) are carried up to this many."""
+_MAX_FLOATS = 1 << 20
+"""Floats computed from integers alone (`lengths.float().mean()`) or constant are carried up to this many."""
 _FACTORIES_WITH_VALUES = {aten.arange, aten.scalar_tensor, aten.zeros, aten.ones, aten.full}
+_LIKE = {aten.zeros_like, aten.ones_like, aten.full_like}
+_FILLED = {*_LIKE, aten.new_zeros, aten.new_ones, aten.new_full}
+"""Factories whose result depends on a tensor's shape and not on its values."""
+
+_LARGEST = {aten.topk.default: 1, aten.max.dim: 1, aten.argmax.default: None}
+"""Operators that tell where the largest values lie, and which of their results does; None is the only one."""
+
 _WITHOUT_VALUES = {aten.empty, aten.randint, aten.empty_like, aten.empty_strided}
+
+
+Routing = Literal["even", "most", "first", "last"]
+
+ROUTINGS: dict[Routing, str] = {
+    "even": "spread evenly",
+    "most": "nearly all at the first ones, with some at each",
+    "first": "all at the first ones",
+    "last": "all at the last ones",
+}
+"""Where the largest of unknown values are taken to lie, in words."""
+
+_FINITE_FLOATS = "floating-point values were taken to be finite"
+_OF_BATCH = "the batch"
 
 
 @dataclass(frozen=True)
@@ -42,12 +64,49 @@ class AssumedValues:
     floating: float = 1.0
     boolean: bool = False
     integer: int = 1
+    routing: Routing = "even"
 
     def of(self, dtype: torch.dtype) -> float | bool | int:
         """The assumed value of a dtype."""
         if dtype.is_floating_point:
             return self.floating
         return self.boolean if dtype is torch.bool else self.integer
+
+    def places(self, rows: int, count: int, choices: int) -> torch.Tensor:
+        """Assumed places of the `count` largest of `choices` values in each row, all different in a row."""
+        order = torch.arange(count).expand(rows, count)
+        spread = (torch.arange(rows)[:, None] * count + order) % choices
+        if self.routing == "even":
+            return spread
+        if self.routing == "most":
+            return torch.where(torch.arange(rows)[:, None] * count < choices, spread, order)
+        return order if self.routing == "first" else choices - 1 - order
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Values of a fake tensor, and what they rest on."""
+
+    fake: weakref.ref[torch.Tensor]
+    values: torch.Tensor
+    basis: frozenset[str]
+    """`_FINITE_FLOATS`, `_OF_BATCH`, and routings in words."""
+
+
+def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of an operator by name, with the defaults of those left out."""
+    arguments = func._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments}
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
+def _filled_elements(packet: Any, args: Any) -> int:
+    """Elements of what a factory fills with one value; none for other operators."""
+    if packet in _LIKE:
+        return int(args[0].numel())
+    if packet in _FILLED:
+        return math.prod(args[1])
+    return math.prod(args[0]) if packet in (aten.zeros, aten.ones, aten.full) else 0
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -75,16 +134,20 @@ class RealIntegers(TorchDispatchMode):
         self.max_elements = max_elements
         self.assumed = assumed or AssumedValues()
         self.assumptions: list[str] = []
-        self._values: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, bool]] = {}
+        self.gave_addresses = False
+        """Whether the step asked for the address of a fake tensor, which is no number."""
+        self.routings: list[str] = []
+        """Assumed places of largest values that decided something, in words."""
+        self._values: dict[int, _Known] = {}
 
-    def attach(self, fake: torch.Tensor, real: torch.Tensor, finite: bool = False) -> torch.Tensor:
-        """Remember the values of a fake tensor, and whether they rest on floats being finite."""
+    def attach(self, fake: torch.Tensor, real: torch.Tensor, basis: frozenset[str] = frozenset()) -> torch.Tensor:
+        """Remember the values of a fake tensor, and what they rest on."""
         key = id(fake)
 
         def forget(_: Any, values: dict[int, Any] = self._values, key: int = key) -> None:
             values.pop(key, None)
 
-        self._values[key] = (weakref.ref(fake, forget), real, finite)
+        self._values[key] = _Known(weakref.ref(fake, forget), real, basis)
         return fake
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -94,7 +157,29 @@ class RealIntegers(TorchDispatchMode):
             with _disable_current_modes():
                 return tensor.detach().clone() if known else None
         entry = self._values.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
+        return entry.values if entry is not None and entry.fake() is tensor else None
+
+    def _basis_of(self, tensor: torch.Tensor) -> frozenset[str]:
+        entry = self._values.get(id(tensor))
+        return entry.basis if entry is not None and entry.fake() is tensor else frozenset()
+
+    def _joined_basis(self, tensors: list[torch.Tensor]) -> frozenset[str]:
+        return frozenset[str]().union(*map(self._basis_of, tensors))
+
+    def _decide(self, tensors: list[torch.Tensor]) -> bool:
+        """Note what the values of tensors rest on, as they decide something. False if they must not.
+
+        Assumed places that are compared with the batch's values (predictions with labels) tell nothing about how many
+        are alike.
+        """
+        basis = self._joined_basis(tensors)
+        routings = basis - {_FINITE_FLOATS, _OF_BATCH}
+        if routings and _OF_BATCH in basis:
+            return False
+        if _FINITE_FLOATS in basis:
+            self.assumptions.append(_FINITE_FLOATS)
+        self.routings += sorted(routings)
+        return True
 
     def fake_batch(self, batch: Any) -> Any:
         """Turn a real batch (any object that can be copied) into fakes that keep their integers."""
@@ -102,7 +187,7 @@ class RealIntegers(TorchDispatchMode):
         def remember(real: torch.Tensor, fake: torch.Tensor) -> None:
             if real.dtype in _INTEGER_TYPES and real.device.type != "meta":
                 with _disable_current_modes():
-                    self.attach(fake, real.detach().cpu().clone())  # the step may write to it
+                    self.attach(fake, real.detach().cpu().clone(), frozenset({_OF_BATCH}))  # the step may write to it
 
         return fake_clone(batch, self.fake_mode, on_copy=remember)
 
@@ -110,7 +195,7 @@ class RealIntegers(TorchDispatchMode):
         """NumPy array of a fake tensor's values if they are known, otherwise of assumed ones."""
         value = self.value_of(tensor)
         with _disable_current_modes():
-            if value is not None:
+            if value is not None and self._decide([tensor]):
                 return value.detach().cpu().numpy().copy()
             answer = self.assumed.of(tensor.dtype)
             self.assumptions.append(f"{tensor.numel()} unknown {_name(tensor.dtype)} values were read as {answer}")
@@ -125,41 +210,57 @@ class RealIntegers(TorchDispatchMode):
             return self._item(func, args[0])
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         real = self._real_result(func, args, kwargs, tensors)
-        finite = any(self._rests_on_finite(tensor) for tensor in tensors)
+        basis = self._joined_basis(tensors) if func._overloadpacket not in _FILLED else frozenset()
         if real is None and func in _FINITE:
-            real, finite = self._taken_finite(func, args), True
-        if func is aten.equal.default and isinstance(real, bool):
+            real, basis = self._taken_finite(func, args), frozenset({_FINITE_FLOATS})
+        if func is aten.equal.default and isinstance(real, bool) and self._decide(tensors):
             return real
         if func in _VALUE_SIZED:
-            return self._value_sized(func, args, kwargs, real)
+            known = real is not None and self._decide(tensors)
+            return self._value_sized(func, args, kwargs, real if known else None, basis)
         if func._overloadpacket is aten.index and tensors:
             args = (args[0], self._integer_indices(args[1]))
         result = func(*args, **kwargs)
         if real is not None:
-            self._attach_all(result, real, finite)
+            self._attach_all(result, real, basis)
         elif func._schema.is_mutable:
             self._forget_written(func, args, kwargs)
+        elif func in _LARGEST:
+            self._assume_places(func, args, kwargs, result)
         return result
+
+    def _assume_places(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Give the places of the largest of unknown values assumed ones."""
+        given = _by_name(func, args, kwargs)
+        scores, dim = given["self"], given["dim"]
+        which = _LARGEST[func]
+        places = result if which is None else result[which]
+        if not scores.numel() or places.numel() > self.max_elements:
+            return
+        count = given.get("k", 1)
+        shape = list(scores.shape) if scores.dim() and dim is not None else [scores.numel()]
+        choices = shape.pop(dim or 0)
+        rows = scores.numel() // choices
+        words = f"the top {count} of {choices} unknown scores in {rows} rows (tokens to experts, say) were taken to be "
+        with _disable_current_modes():
+            found = self.assumed.places(rows, count, choices).reshape(*shape, count).movedim(-1, dim or 0)
+            found = found.reshape(tuple(places.shape)).contiguous()
+        self.attach(places, found, frozenset({words + ROUTINGS[self.assumed.routing]}))
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Forget the values of tensors that unknown ones were written to, and of their views."""
-        arguments = func._schema.arguments
-        given = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
+        given = _by_name(func, args, kwargs)
         written = {
             tensor.untyped_storage()._cdata
-            for argument in arguments
+            for argument in func._schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tree_leaves(given.get(argument.name))
             if isinstance(tensor, torch.Tensor)
         }
-        for key, (reference, _, _) in list(self._values.items()):
-            tensor = reference()
+        for key, known in list(self._values.items()):
+            tensor = known.fake()
             if tensor is not None and tensor.untyped_storage()._cdata in written:
                 del self._values[key]
-
-    def _rests_on_finite(self, tensor: torch.Tensor) -> bool:
-        entry = self._values.get(id(tensor))
-        return entry is not None and entry[2] and entry[0]() is tensor
 
     def _taken_finite(self, func: Any, args: Any) -> torch.Tensor | None:
         """Answer of `isnan`, `isinf` and the operators that make up `isfinite`, for the finite values of training."""
@@ -175,9 +276,7 @@ class RealIntegers(TorchDispatchMode):
 
     def _item(self, func: Any, tensor: torch.Tensor) -> Any:
         value = self.value_of(tensor)
-        if value is not None:
-            if self._rests_on_finite(tensor):
-                self.assumptions.append("floating-point values were taken to be finite")
+        if value is not None and self._decide([tensor]):
             with _disable_current_modes():
                 return value.item()
         try:
@@ -191,11 +290,11 @@ class RealIntegers(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in _WITHOUT_VALUES or torch.Tag.nondeterministic_seeded in func.tags:
             return None
-        if not tensors and not (
-            packet in _FACTORIES_WITH_VALUES and kwargs.get("dtype", torch.int64) in _INTEGER_TYPES
-        ):
+        if not tensors and packet not in _FACTORIES_WITH_VALUES:
             return None
-        values = {id(tensor): self.value_of(tensor) for tensor in tensors}
+        if kwargs.get("dtype", torch.int64) not in _INTEGER_TYPES and _filled_elements(packet, args) > _MAX_FLOATS:
+            return None
+        values = {id(tensor): self._filled_like(packet, tensor) for tensor in tensors}
         if any(value is None for value in values.values()):
             return None
 
@@ -210,7 +309,15 @@ class RealIntegers(TorchDispatchMode):
             except (RuntimeError, NotImplementedError):
                 return None
 
-    def _value_sized(self, func: Any, args: Any, kwargs: Any, real: Any) -> Any:
+    def _filled_like(self, packet: Any, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Values of an argument; any will do where only its shape counts."""
+        value = self.value_of(tensor)
+        if value is None and packet in _FILLED:
+            with _disable_current_modes():
+                return torch.zeros(tuple(tensor.shape) if packet in _LIKE else (), dtype=tensor.dtype)
+        return value
+
+    def _value_sized(self, func: Any, args: Any, kwargs: Any, real: Any, basis: frozenset[str]) -> Any:
         tensor = args[0]
         if real is None and func is aten.bincount.default:
             return self._unknown_counts(*args, **kwargs)
@@ -223,7 +330,7 @@ class RealIntegers(TorchDispatchMode):
             raise UnknownSizeError(f"the output size of {func} depends on the values of floating-point tensors")
 
         def convert(value: torch.Tensor) -> torch.Tensor:
-            return self.attach(self._empty_like(value), value)
+            return self.attach(self._empty_like(value), value, basis)
 
         return tree_map(convert, real)
 
@@ -245,14 +352,15 @@ class RealIntegers(TorchDispatchMode):
                 converted.append(index)
                 continue
             value = self.value_of(index)
-            if value is None:
+            if value is None or not self._decide([index]):
                 raise UnknownSizeError("a boolean index computed from floating-point tensors has a data-dependent size")
             with _disable_current_modes():
                 places = value.nonzero(as_tuple=True)
-            converted += [self.attach(self._empty_like(place), place) for place in places]
+            basis = self._basis_of(index)
+            converted += [self.attach(self._empty_like(place), place, basis) for place in places]
         return converted
 
-    def _attach_all(self, result: Any, real: Any, finite: bool) -> None:
+    def _attach_all(self, result: Any, real: Any, basis: frozenset[str]) -> None:
         fakes, values = tree_leaves(result), tree_leaves(real)
         if len(fakes) != len(values):
             return
@@ -261,7 +369,7 @@ class RealIntegers(TorchDispatchMode):
                 continue
             limit = self.max_elements if value.dtype in _INTEGER_TYPES else _MAX_FLOATS
             if value.numel() <= limit and fake.shape == value.shape:
-                self.attach(fake, value, finite)
+                self.attach(fake, value, basis)
 
     def _empty_like(self, real: torch.Tensor) -> torch.Tensor:
         with _disable_current_modes(), self.fake_mode:

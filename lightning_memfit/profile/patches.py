@@ -3,16 +3,18 @@
 - Recurrent layers keep memory for backward that torch's fake kernels take to be empty. On the CPU `nn.LSTM` runs
   oneDNN's layer, whose workspace is found by running the layer once on zeros. On CUDA cuDNN decides by a rule that is
   not published, so that recurrent layers that are trained are refused there.
+- Grouped products, which mixtures of experts use, have a fake kernel for one dtype only.
 - Optimizers choose `_foreach_` kernels as they would on CUDA.
-- Python code can read fake tensors as numbers.
+- Python code can read fake tensors as numbers, and compare their addresses but not follow them.
 
 Written for torch 2.9-2.13; each part names the private API that it patches, and `tests/unit/profile/test_patches.py`
 fails when that moves.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.optim.optimizer as optimizer
@@ -91,6 +93,61 @@ class OneDnnWorkspaces(TorchDispatchMode):
         return self._known[key]
 
 
+class GroupedProducts(TorchDispatchMode):
+    """Give `torch.nn.functional.grouped_mm`, of mixtures of experts, a fake result in every dtype that kernels take.
+
+    torch's own fake kernel refuses all but bfloat16. Its shape rule is that of `torch._meta_registrations`; rows are
+    padded to 16 bytes on CUDA (`create_grouped_gemm_output_tensor` in torch's `GroupedMMUtils.h`).
+
+    Args:
+        fake_mode: Mode of the fakes; must be active below this one.
+        cuda: Whether kernels of CUDA are meant.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, cuda: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake_mode = fake_mode
+        self.cuda = cuda
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
+            return func(*args, **kwargs)
+        left, right, *rest = args
+        groups = rest[0] if rest else kwargs.get("offs")
+        if left.dtype != right.dtype or left.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return func(*args, **kwargs)  # it says what is wrong
+        for operand in (left, right):
+            row = max(operand.stride(-1), operand.stride(-2)) * operand.element_size()
+            if row % 16:
+                raise RuntimeError(f"strides should be multiple of 16 bytes, not {row}")
+        shape = list(grouped_product_shape(left.shape, right.shape, None if groups is None else groups.size(0)))
+        step = 16 // left.element_size() if self.cuda else 1
+        padded = [*shape[:-1], -(-shape[-1] // step) * step]
+        with self.fake_mode:
+            dtype = (rest[2] if len(rest) > 2 else kwargs.get("out_dtype")) or left.dtype
+            return torch.empty(padded, dtype=dtype, device="cpu")[..., : shape[-1]]
+
+
+def grouped_product_shape(left: Any, right: Any, groups: int | None) -> tuple[int, ...]:
+    """Shape of a grouped product: groups are rows of `left`, columns of `right`, or what both sum over."""
+    if len(left) == 2 and len(right) == 2:
+        assert groups is not None
+        return groups, left[0], right[1]
+    if len(left) == 2:
+        return left[0], right[-1]
+    return (left[1], right[1]) if len(right) == 2 else (left[0], left[1], right[-1])
+
+
+def grouped_product_flops(left: Any, right: Any, *_: Any, out_val: torch.Tensor, **__: Any) -> int:
+    """FLOPs of a grouped product, however rows are divided; torch's counter has no formula for it."""
+    inner = left.size(-1)
+    if left.dim() == right.dim() == 2:
+        return 2 * int(left.size(0)) * int(inner) * int(right.size(1))  # groups divide what is summed over
+    return 2 * out_val.numel() * int(inner)
+
+
 def _zeros_like(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
@@ -129,6 +186,78 @@ def foreach_defaults(cuda: bool) -> Iterator[None]:
 # the values that `.item()` gives: the real values of integers, assumed ones for everything else.
 
 
+class UnreadableError(RuntimeError):
+    """A step reads the memory of a fake tensor, which has none."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "it reads the memory of a tensor without torch's operators (`data_ptr()`, DLPack, `apply_`), and the "
+            "tensors of a trace have none. Wrap what does so in a custom operator with a fake kernel "
+            "(`torch.library.custom_op`, `register_fake`), or measure the step with `measure_step`"
+        )
+
+
+@functools.total_ordering
+class Address:
+    """What `data_ptr()` of a fake tensor gives: it can be compared, as code does that looks for shared tensors.
+
+    It is no number, as whoever reads memory at an address needs one: the process would end.
+
+    Args:
+        storage: Identity of the tensor's storage.
+        offset: Bytes from the start of its storage.
+    """
+
+    def __init__(self, storage: int, offset: int) -> None:
+        self._place = (storage, offset)
+
+    def __add__(self, size_bytes: int) -> "Address":
+        return Address(self._place[0], self._place[1] + size_bytes)
+
+    def __sub__(self, other: "Address | int") -> "Address | int":
+        if isinstance(other, Address):
+            if self._place[0] != other._place[0]:
+                _unreadable()
+            return self._place[1] - other._place[1]
+        return self + -other
+
+    def __mod__(self, alignment: int) -> int:
+        return self._place[1] % alignment  # torch's allocators align storages
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Address) and self._place == other._place
+
+    def __lt__(self, other: "Address | int") -> bool:
+        return self._place < other._place if isinstance(other, Address) else False
+
+    @override
+    def __hash__(self) -> int:
+        return hash(self._place)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<address {self._place[0]:#x} + {self._place[1]} of a fake tensor>"
+
+    @override
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __index__(self) -> int:
+        _unreadable()
+
+    __int__ = __index__
+
+    @property
+    def _as_parameter_(self) -> Any:
+        """What ctypes asks for."""
+        _unreadable()
+
+
+def _unreadable(*_: Any, **__: Any) -> NoReturn:
+    raise UnreadableError
+
+
 @contextmanager
 def readable_fakes(integers: RealIntegers) -> Iterator[None]:
     """Patch torch so that Python code can read fake tensors as numbers.
@@ -142,11 +271,44 @@ def readable_fakes(integers: RealIntegers) -> Iterator[None]:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         return integers.read(self)
 
+    def formatted(self: torch.Tensor, spec: str) -> str:
+        """As `torch.Tensor.__format__` does for plain scalars (`f"expert_{index}"` is a name)."""
+        known = self.dim() == 0 and (spec or integers.value_of(self) is not None)
+        return format(self.detach().item() if known else repr(self), spec)
+
     with ExitStack() as stack:
+        stack.enter_context(replaced(FakeTensor, "__format__", formatted))
         stack.enter_context(replaced(FakeTensor, "numpy", numpy))
+
+        def address(self: torch.Tensor) -> Address:
+            integers.gave_addresses = True
+            return Address(self.untyped_storage()._cdata, int(self.storage_offset()) * self.element_size())
+
+        def address_of_storage(self: torch.UntypedStorage) -> Any:
+            if self.device.type != "meta":
+                return storage_address(self)
+            integers.gave_addresses = True
+            return Address(self._cdata, 0)
+
+        storage_address = torch.UntypedStorage.data_ptr
+        stack.enter_context(replaced(torch.UntypedStorage, "data_ptr", address_of_storage))
+        for name in ("data_ptr", "const_data_ptr"):
+            stack.enter_context(replaced(FakeTensor, name, address))
+        for name in ("apply_", "map_", "map2_"):  # these call Python for each element, in C++
+            stack.enter_context(replaced(FakeTensor, name, _unreadable))
+        stack.enter_context(replaced(FakeTensor, "__dlpack__", _unreadable))
+        for owner, name in ((torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack")):
+            stack.enter_context(replaced(owner, name, _exported(getattr(owner, name))))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(replaced(torch, name, _reading(getattr(torch, name))))
         yield
+
+
+def _exported(function: Callable[..., Any]) -> Callable[..., Any]:
+    def export(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return _unreadable() if isinstance(tensor, FakeTensor) else function(tensor, *args, **kwargs)
+
+    return export
 
 
 def _reading(function: Callable[..., Any]) -> Callable[..., Any]:

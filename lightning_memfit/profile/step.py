@@ -18,6 +18,7 @@ import torch
 from typing_extensions import override
 
 from lightning_memfit.memory import Category
+from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import has_datamodule
 from lightning_memfit.profile.hooks import leave_out_hooks
@@ -167,7 +168,7 @@ def _unused_copy(callback: Any) -> Any:
     plain = copy.copy(callback)
     for name in ("log", "log_dict"):
         vars(plain).pop(name, None)
-    unused = copy.deepcopy(plain)
+    unused = copied(plain)
     unused.in_trace = True
     return unused
 

@@ -5,10 +5,11 @@ assumed values, and raises a `TraceError` if memory depends on them.
 """
 
 import contextlib
+import ctypes
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
-from lightning_memfit.memory import Category, MemoryBreakdown
+from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.memory.kind import CUDA, DeviceKind, DeviceType
+from lightning_memfit.profile.copying import UncopiedError
+from lightning_memfit.profile.culprit import Culprit
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
 from lightning_memfit.profile.events import CATEGORIES, AlignmentError, EventList, canonical, without_small
 from lightning_memfit.profile.fake import (
@@ -29,10 +32,12 @@ from lightning_memfit.profile.fake import (
 )
 from lightning_memfit.profile.fingerprint import attached_datamodule
 from lightning_memfit.profile.hooks import with_or_without_start_hooks
-from lightning_memfit.profile.integers import AssumedValues, RealIntegers, UnknownSizeError
+from lightning_memfit.profile.integers import ROUTINGS, AssumedValues, RealIntegers, Routing, UnknownSizeError
 from lightning_memfit.profile.patches import (
+    GroupedProducts,
     OneDnnWorkspaces,
     UnknownKernelError,
+    UnreadableError,
     foreach_defaults,
     readable_fakes,
     refuse_fused_recurrence,
@@ -57,6 +62,11 @@ from lightning_memfit.profile.step import (
 UNKNOWN_VALUES = (UnknownSizeError, DataDependentOutputException, DynamicOutputShapeException)
 """Errors raised where even an assumed value doesn't help."""
 
+_PERHAPS = "If training gets past this, measure the step instead with `measure_step` (two real steps of a micro-batch)."
+_OWN_ERROR = (
+    "It was not the trace that raised it, so that training with this batch should end in it, too. What a trace lacks "
+    "is a datamodule, unless the module's Trainer has one."
+)
 WAY_OUT = "Measure it instead with `measure_step` (two real steps of a small micro-batch)."
 
 _CHOICES = (
@@ -124,6 +134,52 @@ def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"], sever
     return max(found, key=lambda result: int(result.events.live_bytes().max()))
 
 
+def over_routings(name: str, even: "Trace", trace: Callable[[AssumedValues], "Trace"]) -> "Trace":
+    """The trace itself; if tokens' even routing decided anything, with words on what other routings would take.
+
+    Sizes inside a mixture of experts depend on how many tokens each expert gets, while their sum does not. The figure
+    is thus that of an even routing, which training aims at. Its experts must be alike: what depends on which of them
+    is taken is a choice among values and no routing.
+
+    Args:
+        name: Name of the module, for messages.
+        even: The trace with an even routing.
+        trace: Traces the step with given values.
+
+    Raises:
+        TraceError: If it makes a difference to which experts all tokens go.
+    """
+    if not even.routings:
+        return even
+    uneven: dict[Routing, Trace] = {}
+    for routing in ROUTINGS:
+        if routing == even.assumed.routing:
+            continue
+        try:
+            uneven[routing] = trace(replace(even.assumed, routing=routing))
+        except TraceError as error:
+            if isinstance(error.__cause__, UNKNOWN_VALUES):
+                raise
+    if {"first", "last"} <= uneven.keys() and not _take_alike(uneven["first"].events, uneven["last"].events):
+        raise TraceError(
+            f"What {name}'s training step allocates depends on values that only real data can tell: "
+            f"{'; '.join(even.routings)}. {WAY_OUT}"
+        )
+    usual = int(even.events.live_bytes().max())
+    more = {routing: int(one.events.live_bytes().max()) - usual for routing, one in uneven.items()}
+    worst = max(more, key=lambda routing: more[routing], default=even.assumed.routing)
+    words = "; of the routings that were tried none takes more"
+    if more.get(worst, 0) > 0:
+        words = f"; {ROUTINGS[worst]}, the peak would be {format_bytes(more[worst])} higher"
+    return replace(even, assumptions=(*even.assumptions, *even.routings[:-1], even.routings[-1] + words))
+
+
+def _take_alike(first: EventList, second: EventList) -> bool:
+    """Whether two traces allocate the same sizes, in any order."""
+    a, b = (canonical(without_small(events, _SCALAR_BYTES)) for events in (first, second))
+    return _only_in_one(a, b) <= _TOLERANCE * _working_bytes(first)
+
+
 def _allocate_alike(first: EventList, second: EventList) -> bool:
     a, b = (canonical(without_small(events, _SCALAR_BYTES)) for events in (first, second))
     if np.array_equal(a.events, b.events) and np.array_equal(a.sizes, b.sizes):
@@ -184,6 +240,8 @@ class Trace:
     traced_blocks: int = 0
     assumptions: tuple[str, ...] = ()
     """Values the trace had to assume, in words; empty if the figures rest on the real batch alone."""
+    routings: tuple[str, ...] = ()
+    """Assumed places of the largest of unknown values that decided something, in words."""
     assumed: AssumedValues = field(default_factory=AssumedValues)
     """The assumed values that this trace was made with."""
     attention_kernels: dict[str, int] = field(default_factory=dict)
@@ -243,7 +301,9 @@ def trace_step(
                 settings = (options, emulation, callbacks, make_optimizer, shorten, assumed, with_start_hooks)
                 return _trace(module, batch, *settings, find_groups)
 
-            return over_assumptions(type(module).__name__, once, check_assumptions)
+            name = type(module).__name__
+            found = over_assumptions(name, once, check_assumptions)
+            return over_routings(name, found, once) if check_assumptions else found
 
         return over_values(True) if make_optimizer else with_or_without_start_hooks(module, over_values)
 
@@ -310,6 +370,7 @@ def _trace(
         block_class=fold.block_class,
         traced_blocks=len(fold.blocks),
         assumptions=tuple(dict.fromkeys(integers.assumptions)),
+        routings=tuple(dict.fromkeys(integers.routings)),
         assumed=assumed,
         attention_kernels=dict(dispatch.used) if dispatch else {},
         flops=_unrolled(flops, per_block, extra),
@@ -358,6 +419,7 @@ def _enter_modes(
         stack.enter_context(refuse_fused_recurrence())
     else:
         stack.enter_context(OneDnnWorkspaces(fake_mode))
+    stack.enter_context(GroupedProducts(fake_mode, DeviceKind.of(emulation.device).emulated_dispatch))
     stack.enter_context(foreach_defaults(DeviceKind.of(emulation.device).emulated_dispatch))
     stack.enter_context(transformers_not_tracing())
     stack.enter_context(copyable_fakes())
@@ -379,14 +441,27 @@ def _explained(module: torch.nn.Module, integers: RealIntegers) -> Iterator[None
         raise
     except UNKNOWN_VALUES as error:
         raise TraceError(
-            f"The training step of {name} depends on values of tensors, which a trace doesn't have: {error}. {WAY_OUT}"
+            f"The training step of {name} depends on values of tensors, which a trace doesn't have: {error}"
+            f"{_at(Culprit.of(error))}. {WAY_OUT}"
         ) from error
     except UnknownKernelError as error:
         raise TraceError(f"The training step of {name} can't be traced for CUDA: {error}.") from error
+    except (UncopiedError, UnreadableError) as error:
+        raise TraceError(f"The training step of {name} can't be traced: {error}{_at(Culprit.of(error))}.") from error
     except Exception as error:
-        assumptions = tuple(dict.fromkeys(integers.assumptions))
-        after = f" (after {'; '.join(assumptions)})" if assumptions else ""
-        raise TraceError(
-            f"The training step of {name} can't be traced: {type(error).__name__}: {error}{after}. {WAY_OUT}",
-            assumptions,
-        ) from error
+        assumptions = tuple(dict.fromkeys((*integers.assumptions, *integers.routings)))
+        culprit = Culprit.of(error)
+        if integers.gave_addresses and isinstance(error, (TypeError, ctypes.ArgumentError)):
+            words = f"{UnreadableError()}{_at(culprit)}"
+            raise TraceError(f"The training step of {name} can't be traced: {words}.") from error
+        told = f"{type(error).__name__}: {str(error).rstrip('.')}{_at(culprit)}"
+        if culprit.is_own and not assumptions and "Fake" not in str(error):
+            message = f"The training step of {name} ends in an error of its own: {told}. {_OWN_ERROR}"
+        else:
+            after = f" (after {'; '.join(assumptions)})" if assumptions else ""
+            message = f"The training step of {name} can't be traced: {told}{after}. {_PERHAPS}"
+        raise TraceError(message, assumptions) from error
+
+
+def _at(culprit: Culprit) -> str:
+    return f" ({culprit.place})" if culprit.place else ""

@@ -3,7 +3,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_memfit.profile.integers import AssumedValues, RealIntegers, UnknownSizeError
+from lightning_memfit.profile.integers import ROUTINGS, AssumedValues, RealIntegers, UnknownSizeError
+from lightning_memfit.profile.patches import readable_fakes
 
 
 @pytest.fixture
@@ -131,8 +132,57 @@ def test_sizes_that_depend_on_floats_are_refused(integers, select):
 
 
 def test_counts_with_a_length_are_assumed_to_keep_to_it(integers):
-    assert torch.bincount(torch.randn(5, 4).argmax(1), minlength=4).shape == (4,)
+    assert torch.bincount(torch.randint(4, (5,)), minlength=4).shape == (4,)
     assert "minlength=4" in integers.assumptions[0]
+
+
+@pytest.mark.parametrize(
+    ("routing", "counts"),
+    [("even", [3, 3, 3, 3]), ("most", [5, 5, 1, 1]), ("first", [6, 6, 0, 0]), ("last", [0, 0, 6, 6])],
+)
+def test_tokens_are_routed_to_experts(routing, counts):
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    integers = RealIntegers(fake_mode, AssumedValues(routing=routing))
+    with fake_mode, integers:
+        experts = torch.randn(6, 4).softmax(-1).topk(2).indices
+        assert integers.routings == []  # nothing depends on them yet
+        assert torch.nn.functional.one_hot(experts, 4).sum((0, 1)).tolist() == counts
+        assert torch.zeros(6, 4).scatter(1, experts, 1).long().sum(0).tolist() == counts
+        assert [len((experts == number).nonzero()) for number in range(4)] == counts
+        assert all(len(set(row)) == 2 for row in experts.tolist())
+    assert set(integers.routings) == {
+        f"the top 2 of 4 unknown scores in 6 rows (tokens to experts, say) were taken to be {ROUTINGS[routing]}"
+    }
+    assert integers.assumptions == []
+
+
+def test_the_largest_along_any_dimension_have_places(integers):
+    scores = torch.randn(3, 5, 2)
+    assert scores.argmax(1).tolist() == [[0, 1], [2, 3], [4, 0]]
+    assert scores.max(-1, keepdim=True).indices.squeeze(-1).tolist() == [
+        [0, 1, 0, 1, 0],
+        [1, 0, 1, 0, 1],
+        [0, 1, 0, 1, 0],
+    ]
+    assert scores.argmax().item() == 0
+    assert scores.topk(5, dim=1).indices.sort(1).values.tolist() == [[[n, n] for n in range(5)]] * 3
+
+
+def test_predictions_compared_with_labels_stay_unknown(integers):
+    labels = integers.fake_batch(torch.tensor([0, 1, 2]))
+    right = torch.randn(3, 3).argmax(1) == labels
+    assert right.all().item() is AssumedValues().boolean
+    with pytest.raises(UnknownSizeError):
+        labels[right]
+    assert integers.routings == []
+
+
+def test_indices_in_names_are_known(integers):
+    ids = integers.fake_batch(IDS)
+    assert f"expert_{ids[0, 0]}" == "expert_FakeTensor(..., size=(), dtype=torch.int64)"
+    with readable_fakes(integers):
+        assert f"expert_{ids[0, 0]}" == "expert_5"
+        assert f"{torch.randn(()):.1f}" == "1.0"
 
 
 def test_values_go_with_their_tensor(integers):

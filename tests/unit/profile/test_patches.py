@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -7,14 +9,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.events import CATEGORIES
 from lightning_memfit.profile.integers import RealIntegers
 from lightning_memfit.profile.patches import (
+    GroupedProducts,
     UnknownKernelError,
+    UnreadableError,
     foreach_defaults,
+    grouped_product_flops,
     readable_fakes,
     refuse_fused_recurrence,
 )
@@ -191,3 +197,88 @@ def test_everything_is_put_back():
     with pytest.raises(KeyError), readable_fakes(RealIntegers(FakeTensorMode())):
         raise KeyError
     assert before == (torch.tensor, torch.as_tensor)
+
+
+# --- addresses and grouped products -----------------------------------------------------------------------------------
+
+READS_MEMORY = """
+import ctypes, torch
+from tests.unit.profile.modules import Classifier, batch, trace_cpu
+from lightning_memfit.profile.trace import TraceError
+
+class Reads(Classifier):
+    def training_step(self, batch, batch_idx):
+        x = self.net(batch["x"])
+        {line}
+        return self.loss(batch)
+
+try:
+    trace_cpu(Reads(), batch())
+except TraceError as error:
+    assert "reads the memory of a tensor" in str(error), error
+    print("refused")
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ctypes.string_at(x.data_ptr(), 4)",
+        "(ctypes.c_float * 4).from_address(x.data_ptr())[0]",
+        "ctypes.string_at(self.head.weight.untyped_storage().data_ptr(), 4)",
+        "torch.utils.dlpack.to_dlpack(x.detach())",
+        "x.detach().apply_(lambda value: value)",
+    ],
+)
+@pytest.mark.slow
+def test_reading_memory_is_refused_and_the_process_goes_on(line):
+    command = [sys.executable, "-c", READS_MEMORY.format(line=line)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.stdout.strip().endswith("refused"), run.stderr[-500:]
+
+
+def test_addresses_tell_which_tensors_share_memory(fakes):
+    x = torch.randn(4, 8)
+    assert x.data_ptr() == x.view(-1).data_ptr() == x.untyped_storage().data_ptr()
+    assert x[1].data_ptr() - x.data_ptr() == 32
+    assert x[1].data_ptr() == x.data_ptr() + 32 > x.data_ptr()
+    assert x.data_ptr() % 16 == 0
+    assert len({value.data_ptr() for value in (x, x[0], x.clone())}) == 2
+    for read in (int, hex, lambda address: address - x.clone().data_ptr()):
+        with pytest.raises(UnreadableError):
+            read(x.data_ptr())
+
+
+@pytest.fixture
+def fakes():
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    integers = RealIntegers(fake_mode)
+    with fake_mode, GroupedProducts(fake_mode, cuda=False), integers, readable_fakes(integers):
+        yield
+
+
+def test_addresses_of_real_tensors_stay_numbers(fakes):
+    with _disable_current_modes():
+        assert isinstance(torch.ones(1).untyped_storage().data_ptr(), int)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_are_those_of_the_real_kernel(dtype):
+    ends = torch.tensor([2, 6, 8], dtype=torch.int32)
+    shapes = [((8, 16), (3, 16, 32)), ((16, 8), (8, 32)), ((3, 8, 16), (16, 8))]
+
+    def products():
+        found = []
+        for left, right in shapes:
+            x, w = torch.randn(left, dtype=dtype), torch.randn(right, dtype=dtype)
+            found.append(torch._grouped_mm(x, w, ends if x.dim() + w.dim() < 6 else None))
+        return [(tuple(y.shape), y.stride(), y.dtype) for y in found]
+
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    real = products()
+    with fake_mode, GroupedProducts(fake_mode, cuda=False):
+        assert products() == real
+        with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+            torch._grouped_mm(torch.randn(8, 15, dtype=dtype), torch.randn(3, 15, 32, dtype=dtype), ends)
+    assert grouped_product_flops(torch.ones(8, 16), torch.ones(3, 16, 32), out_val=torch.ones(8, 32)) == 2 * 8 * 16 * 32
+    assert grouped_product_flops(torch.ones(16, 8), torch.ones(8, 32), out_val=torch.ones(3, 16, 32)) == 2 * 8 * 16 * 32

@@ -274,6 +274,54 @@ class Measures(Classifier):
         return loss
 
 
+class Experts(Classifier):
+    """A mixture of experts; its `mix` is how they get their tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(4)
+        )
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.head(self.mix(batch["x"].repeat(32, 1))), batch["y"].repeat(32))
+
+
+@case(assumes=True)
+class ExpertsByMasks(Experts):
+    def mix(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            own = chosen == number
+            if own.any():
+                tokens = own.any(-1)
+                out[tokens] += expert(x[tokens]) * weights[own][:, None]
+        return out
+
+
+@case(assumes=True)
+class ExpertsBySplit(Experts):
+    def mix(self, x):
+        chosen = self.router(x).argmax(-1)
+        order = chosen.argsort(stable=True)
+        parts = x[order].split(chosen.bincount(minlength=4).tolist())
+        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+
+
+@case()
+class ExpertsGrouped(Experts):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 8)
+
+    def mix(self, x):
+        chosen, order = self.router(x).argmax(-1).sort()
+        ends = torch.histc(chosen.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(x[order], self.weights, offs=ends)
+
+
 @case(assumes=True)
 class MeasuresValidated(Measures):
     pass
@@ -436,13 +484,35 @@ class Sparse(pl.LightningModule):
         (SelectsByFloats, batch, "boolean index computed from floating-point tensors"),
         (RunsUntil, batch, "only real data can tell"),
         (SecondOrder, batch, "only real data can tell"),
-        (NeedsData, batch, "has no attribute 'weight'"),
         (Sparse, ragged, "sparse_coo"),
     ],
 )
 def test_what_can_not_be_known_is_refused(module, make_batch, reason):
-    with pytest.raises(TraceError, match=f"training step .*{reason}.*measure_step"):
+    with pytest.raises(
+        TraceError,
+        match=f"training step .*{reason}.*test_trace.py, line.*measure_step|training step.*{reason}.*measure_step",
+    ):
         trace_cpu(module(), make_batch())
+
+
+class OneOfMany(Experts):
+    """A branch on one of the places is no routing."""
+
+    def mix(self, x):
+        chosen = self.router(x).argmax(-1)
+        return self.experts[0](x.repeat(2, 1) if (chosen == 3).all() else x)[: len(x)]
+
+
+def test_choices_among_values_are_not_taken_for_a_routing():
+    with pytest.raises(TraceError, match="only real data can tell: the top 1 of 4 unknown scores"):
+        trace_cpu(OneOfMany(), batch())
+
+
+def test_what_other_routings_take_is_told():
+    found = trace_cpu(ExpertsByMasks(), batch()).assumptions
+    assert len(found) == 1
+    assert "taken to be spread evenly; nearly all at the first ones, with some at each, the peak would be" in found[0]
+    assert "higher" in found[0]
 
 
 class Hopes(Classifier):
@@ -458,14 +528,26 @@ def test_values_that_make_the_module_fail_are_not_taken():
     assert peak(trace_cpu(Hopes(), batch()).events) == peak(trace_cpu(Classifier(), batch()).events)
 
 
-def test_an_error_of_the_module_is_told_with_its_cause():
-    class Fails(Classifier):
-        def training_step(self, batch, batch_idx):
-            raise KeyError("no such column")
+class Fails(Classifier):
+    def training_step(self, batch, batch_idx):
+        raise KeyError("no such column")
 
-    with pytest.raises(TraceError, match="training step of Fails can't be traced: KeyError.*no such column") as caught:
-        trace_cpu(Fails(), batch())
-    assert isinstance(caught.value.__cause__, KeyError)
+
+@pytest.mark.parametrize(("module", "words"), [(Fails, "no such column"), (NeedsData, "has no attribute 'weight'")])
+def test_an_error_of_the_module_is_told_as_its_own(module, words):
+    with pytest.raises(TraceError, match=f"ends in an error of its own.*{words}.*test_trace.py, line.*") as caught:
+        trace_cpu(module(), batch())
+    assert "measure" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, (KeyError, AttributeError))
+
+
+def test_an_error_that_may_come_from_fakes_names_the_line():
+    class Shapes(Classifier):
+        def training_step(self, batch, batch_idx):
+            return self.head(batch["x"][:, :3]).mean()
+
+    with pytest.raises(TraceError, match=r"can't be traced.*test_trace.py, line.*If training gets past this, measure"):
+        trace_cpu(Shapes(), batch())
 
 
 def test_tracing_leaves_the_module_alone():

@@ -1,0 +1,186 @@
+"""`copied`: `copy.deepcopy` for modules that hold what can't be copied, such as locks, open files or generators.
+
+A trial step runs on a copy, so that nothing of the user's changes. Locks are made anew. Queues have no bound in a copy,
+in which no thread takes anything from them. What is written to a copied file goes nowhere. Anything else that can't be
+copied is replaced by an object that refuses to be used and says which attribute it stands for: most steps don't use it.
+"""
+
+import copy
+import copyreg
+import csv
+import io
+import logging
+import queue
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from typing_extensions import override
+
+T = TypeVar("T")
+
+_MOST = 100
+"""Objects of one module that can't be copied. Each costs another attempt."""
+
+
+class UncopiedError(RuntimeError):
+    """A step uses an object of its module that a copy of the module doesn't have."""
+
+
+def copied(value: T, memo: dict[int, Any] | None = None) -> T:
+    """Deep-copy a module or any other object, with substitutes for what can't be copied.
+
+    Args:
+        value: The object, which stays as it is.
+        memo: As `copy.deepcopy` takes it.
+
+    Raises:
+        UncopiedError: If too many of its objects can't be copied.
+        Exception: What copying the object itself, or one of its layers, raises.
+    """
+    known = dict(memo or {})
+    kept: list[Any] = []  # as ids of objects are in `known`
+    with _reduced():
+        for _ in range(_MOST):
+            try:
+                return copy.deepcopy(value, dict(known))
+            except Exception as error:
+                stuck = _innermost_object(error)
+                if stuck is None or stuck is value or isinstance(stuck, torch.nn.Module) or id(stuck) in known:
+                    raise
+                known[id(stuck)] = _substitute(stuck, _name_in(value, stuck))
+                kept.append(stuck)
+    names = ", ".join(sorted({_kind(one) for one in kept}))
+    raise UncopiedError(f"more than {_MOST} objects of {type(value).__name__} can't be copied ({names})")
+
+
+def _innermost_object(error: BaseException) -> Any:
+    """The object that `copy.deepcopy` failed at; None if it was not copying one."""
+    found = None
+    place = error.__traceback__
+    while place is not None:
+        if place.tb_frame.f_code is copy.deepcopy.__code__:
+            found = place.tb_frame.f_locals.get("x")
+        place = place.tb_next
+    return found
+
+
+def _substitute(value: Any, name: str) -> Any:
+    """What a copy gets in place of an object that can't be copied."""
+    if isinstance(value, (types.ModuleType, types.MappingProxyType, logging.Logger)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()  # of a step that came before: its graph is no part of the copy
+    if isinstance(value, io.IOBase) and not value.closed and value.writable() and not value.readable():
+        return _Sink()
+    if isinstance(value, _CSV_WRITER):
+        return csv.writer(_Sink())
+    synchronize = sys.modules.get("multiprocessing.synchronize")
+    if synchronize is not None and isinstance(value, (synchronize.Lock, synchronize.RLock)):
+        return threading.RLock()
+    return Untouchable(f"{name}a {_kind(value)}")
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _name_in(owner: Any, value: Any) -> str:
+    """`Model.layer.attribute, ` for an attribute of a module or of a plain object, else nothing."""
+    modules = owner.named_modules() if isinstance(owner, torch.nn.Module) else [("", owner)]
+    for path, child in modules:
+        for name, attribute in getattr(child, "__dict__", {}).items():
+            if attribute is value:
+                return f"`{'.'.join(part for part in (type(owner).__name__, path, name) if part)}`, "
+    return ""
+
+
+class Untouchable:
+    """Stands in a copy for an object that can't be copied; using it raises an `UncopiedError`.
+
+    Args:
+        what: The object in words.
+    """
+
+    def __init__(self, what: str) -> None:
+        object.__setattr__(self, "_what", what)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UncopiedError(
+            f"the step uses {object.__getattribute__(self, '_what')} that can't be copied, and a trial step leaves the "
+            "module's own alone. Make it inside the step, or put it into a class whose `__deepcopy__` says what a copy "
+            "gets"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # torch and Python ask every object for its protocols
+        self._refuse()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Untouchable":
+        return self
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{object.__getattribute__(self, '_what')}, not copied>"
+
+    __call__ = __setattr__ = __iter__ = __next__ = __enter__ = __exit__ = _refuse
+    __len__ = __getitem__ = __setitem__ = __delitem__ = __contains__ = _refuse
+
+
+class _Sink(io.TextIOBase):
+    """A file that keeps nothing."""
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def write(self, text: Any, /) -> int:
+        return len(text)
+
+
+_CSV_WRITER: Any = type(csv.writer(io.StringIO()))
+
+
+def _endless(items: list[Any]) -> "queue.Queue[Any]":
+    """A queue that never makes who puts something into it wait, as nobody takes anything from a copy."""
+    made: queue.Queue[Any] = queue.Queue()
+    for item in items:
+        made.put(item)
+    return made
+
+
+def _reduce_condition(condition: threading.Condition) -> Any:
+    return threading.Condition, (vars(condition)["_lock"],)
+
+
+_REDUCERS: dict[Any, Any] = {
+    type(threading.Lock()): lambda lock: (threading.Lock, ()),
+    type(threading.RLock()): lambda lock: (threading.RLock, ()),
+    threading.Condition: _reduce_condition,
+    threading.local: lambda local: (threading.local, ()),
+    queue.Queue: lambda waiting: (_endless, (list(waiting.queue),)),
+    queue.SimpleQueue: lambda waiting: (queue.SimpleQueue, ()),
+    threading.Thread: lambda thread: (Untouchable, ("a threading.Thread",)),
+    ThreadPoolExecutor: lambda pool: (Untouchable, ("a ThreadPoolExecutor",)),
+}
+"""How `copy.deepcopy` copies objects of these classes."""
+
+
+@contextmanager
+def _reduced() -> Iterator[None]:
+    """Register `_REDUCERS`, where nothing is registered for their classes, for a while."""
+    added = {kind: reduce for kind, reduce in _REDUCERS.items() if kind not in copyreg.dispatch_table}
+    copyreg.dispatch_table.update(added)
+    try:
+        yield
+    finally:
+        for kind in added:
+            del copyreg.dispatch_table[kind]
