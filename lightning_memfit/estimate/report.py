@@ -157,11 +157,11 @@ def build_report(
     largest = None
     if profile.knows_every_size and target.usable_bytes is not None:
         largest = largest_micro_batch(profile, target.usable_bytes, target.runtime)
-    return EstimateReport(profile, estimate, target, judge(estimate, target), largest, (*notes, *_assumed(profile)))
+    return EstimateReport(profile, estimate, target, judge(estimate, target), largest, (*notes, *_rests_on(profile)))
 
 
-def _assumed(profile: ModelProfile) -> list[str]:
-    notes = [f"Assumed: {assumption}." for assumption in profile.assumptions]
+def _rests_on(profile: ModelProfile) -> list[str]:
+    notes = [*profile.cautions, *(f"Assumed: {assumption}." for assumption in profile.assumptions)]
     if profile.measured:
-        notes.append("Measured on the CPU in two real steps: CUDA kernels may allocate otherwise.")
+        notes.append("Measured on the CPU in real steps: CUDA kernels may allocate otherwise.")
     return notes

@@ -88,6 +88,7 @@ def profile_module(
     first = trace(batch, check_assumptions)
     sizes = _every_size(first, batch, trace, ahead) if any_micro_batch else _Sizes(first.events)
     profile = _profile(type(module).__name__, first, sizes, batch, options, emulation, time.perf_counter() - started)
+    profile = profile.after(RunLength.of(module).batches or 0)
     if cache is not None and key is not None:
         cache.save(key, profile)
     return profile
@@ -303,7 +304,7 @@ def measure_step(
         ) from None
     recorder = course.recorder
     total, per_block = recorder.flops()
-    return ModelProfile(
+    profile = ModelProfile(
         name=type(module).__name__,
         events=course.essential(recorder.result()),
         micro_batch_size=batch_size(batch),
@@ -324,3 +325,4 @@ def measure_step(
         versions=package_versions(),
         seconds=time.perf_counter() - started,
     )
+    return profile.after(RunLength.of(module).batches or 0)

@@ -72,6 +72,10 @@ class Budget:
         self.limits = limits
         self.operators = 0
         self._next_look = self._EVERY
+        self.start()
+
+    def start(self) -> None:
+        """Start the clock anew."""
         self._started, self._computed = time.monotonic(), time.thread_time()
 
     @property
@@ -165,8 +169,8 @@ class AskedNumbers:
             at = divisor * (1 + max(0, shift) // divisor) - shift
             found |= {at - 1, at, at + 1}
         if self.in_arithmetic:
-            known = last is not None
-            found |= {last * share // 4 for share in (1, 2, 3, 4)} if known else {10**power for power in range(1, 7)}
+            powers = {10**power for power in range(1, 7)}
+            found |= powers if last is None else {last * share // 4 for share in (1, 2, 3, 4)}
         return sorted(number for number in found if number >= 0 and (last is None or number <= last))[:_MOST_NUMBERS]
 
 
@@ -341,12 +345,10 @@ class RunLength:
         trainer = getattr(module, "_trainer", None)
         if trainer is None:
             return cls()
-        found = getattr(trainer, "num_training_batches", None)
-        limit = getattr(trainer, "limit_train_batches", None)
-        if not _is_count(found):
-            found = limit if isinstance(limit, int) else None
-        steps, epochs = getattr(trainer, "max_steps", None), getattr(trainer, "max_epochs", None)
-        return cls(*(int(value) if _is_count(value) else None for value in (found, steps, epochs)))
+        batches, limit = _count(getattr(trainer, "num_training_batches", None)), trainer.limit_train_batches
+        if batches is None and isinstance(limit, int):
+            batches = _count(limit)
+        return cls(batches, _count(trainer.max_steps), _count(trainer.max_epochs))
 
     @property
     def all_steps(self) -> int | None:
@@ -356,8 +358,9 @@ class RunLength:
         return self.batches * self.epochs if self.batches is not None and self.epochs is not None else None
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+def _count(value: Any) -> int | None:
+    """A number that Lightning gives as such; None for one that stands for no limit."""
+    return int(value) if isinstance(value, (int, float)) and 0 < value < float("inf") else None
 
 
 # --- draws ------------------------------------------------------------------------------------------------------------
@@ -547,6 +550,7 @@ class Course:
             counts = [f"{type(optimizer).__name__} {self.steps_of(optimizer)}" for optimizer in self._optimizers]
             raise LimitReached(f"{self.batches:,} batches (steps: {', '.join(counts)})")
         if not self._marks:
+            self._budget.start()  # before, callbacks may have planned by traces of their own
             self._marks.append(self.recorder.mark())
         self._generators = _generators()
         self._in_batch = True

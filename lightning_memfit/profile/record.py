@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.kind import CUDA, DeviceKind
 from lightning_memfit.profile.events import EventList, Floats, at_size, with_kept
 
@@ -121,6 +122,20 @@ class ModelProfile:
     def num_trainable(self) -> int:
         """Elements of trainable parameters, tied ones once."""
         return sum(p.numel for p in self.parameters if p.trainable and not p.shared_with)
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """Sentences on what the figures don't cover: memory that grows, steps that need more than others."""
+        found = [f"{remark[0].upper()}{remark[1:]}." for remark in self.remarks]
+        if self.growth is not None:
+            per_batch, site = self.growth.bytes_per_batch, self.growth.site
+            found.insert(
+                0,
+                f"Memory grows by {format_bytes(per_batch)} per batch{f' (mostly {site})' if site else ''} and had not "
+                f"stopped after {self.traced_batches} batches. The figures are those after {self.growth.batches:,}; "
+                f"every 100 more need {format_bytes(100 * per_batch)}.",
+            )
+        return tuple(found)
 
     @property
     def knows_every_size(self) -> bool:

@@ -225,7 +225,6 @@ class _Repeated:
 
     def __iter__(self) -> Iterator[Any]:
         while not self.course.end_batch():
-            self.course.begin_batch()
             yield self.batch
         self.trainer.should_stop = True
 
@@ -281,6 +280,7 @@ def _phase_callback(course: Course) -> Any:
 
         @override
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            course.begin_batch()
             recorder.phase("forward")
 
         @override

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.memory import Category, MemoryBreakdown
@@ -284,7 +285,8 @@ def _trace(
 ) -> Trace:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     integers = RealIntegers(fake_mode, assumed)
-    with kept_random_state(), collector_paused(), _explained(module, integers):
+    # A ledger of a run around this one, as where a plan is made within a measured step, must not count the fakes.
+    with _disable_current_modes(), kept_random_state(), collector_paused(), _explained(module, integers):
         true_dtype = TRUE_DTYPES.get(options.precision)
         builds_itself = make_optimizer is None and _builds_itself(module)
         # Copying takes time for every module: where the blocks to leave out are known before, they aren't copied.

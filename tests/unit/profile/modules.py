@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -110,3 +111,32 @@ def same_events(first: EventList, second: EventList) -> bool:
         and a.event_blocks.tolist() == b.event_blocks.tolist()
         and a.phases == b.phases
     )
+
+
+class Repeated:
+    """A loader that gives one batch again and again."""
+
+    def __init__(self, batch: Any, count: int) -> None:
+        self.batch, self.count = batch, count
+
+    def __iter__(self) -> Any:
+        return iter([self.batch] * self.count)
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def true_peak(make_module: Any, make_batch: Any, batches: int) -> int:
+    """Peak of a plain Lightning run by the profiler's allocation events."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        trainer = plain_trainer(max_epochs=1)
+        trainer.fit(make_module(), Repeated(make_batch(), batches))
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return int(np.cumsum([event.nbytes() for event in events]).max())
+
+
+def plain_trainer(**options: Any) -> pl.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(accelerator="cpu", enable_model_summary=False, **quiet, **options)
