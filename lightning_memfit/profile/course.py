@@ -80,8 +80,12 @@ class Budget:
 
     @property
     def is_mostly_used(self) -> bool:
-        """Whether there is no time for more batches than needed; by the processor's time, which others don't change."""
-        return time.thread_time() - self._computed > self.limits.seconds * _EXTRA_SHARE
+        """Whether there is no time for more batches than needed.
+
+        By this thread's own time, on which other programs have no influence, as long as there is enough of the other.
+        """
+        computed, passed = time.thread_time() - self._computed, time.monotonic() - self._started
+        return computed > self.limits.seconds * _EXTRA_SHARE or passed > 2 * self.limits.seconds * _EXTRA_SHARE
 
     def count_operator(self) -> None:
         """Count an operator.
@@ -196,7 +200,7 @@ class WatchedInt(int):
 
     def _compared(self, other: Any) -> None:
         if isinstance(other, (int, float)) and abs(other) < 1 << 62:
-            self.asked.thresholds.add(int(other) * self.scale - self.shift)
+            self.asked.thresholds |= {(int(other) + more) * self.scale - self.shift for more in (0, 1)}
         else:
             self.asked.in_arithmetic = True
 
@@ -577,10 +581,9 @@ class Course:
 
     def _closes_window(self) -> bool:
         batches = self.batches - self._window_first_batch
-        if self._by_batches:
-            if batches % self._window_batches:
-                return False
-        elif any(self._steps[key] == self._steps_before[key] for key in self._awaited()):
+        if self._by_batches and batches % self._window_batches:
+            return False
+        if any(self._steps[key] == self._steps_before[key] for key in self._awaited()):
             return False
         start, now = self._marks[-1], self.recorder.mark()
         made = self.recorder.made_between(start, now, _LASTING)
@@ -706,7 +709,7 @@ class Course:
             LimitReached: If no optimizer stepped.
         """
         idle = [type(optimizer).__name__ for optimizer in self._optimizers if not self.steps_of(optimizer)]
-        if self._by_batches or not idle:
+        if not idle:
             return
         if len(idle) == len(self._optimizers):
             raise LimitReached(f"{self.batches:,} batches in which no optimizer stepped")

@@ -1,5 +1,6 @@
 """Small modules and batches for the tests of tracing."""
 
+import gc
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from lightning_memfit.profile.events import EventList, canonical
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.step import StepOptions, run_step
 from lightning_memfit.profile.trace import Emulation, Trace, trace_step
+from tests.helpers.trainers import fit
 
 WIDTH, CLASSES, SAMPLES = 64, 10, 32
 
@@ -128,15 +130,10 @@ class Repeated:
 
 def true_peak(make_module: Any, make_batch: Any, batches: int) -> int:
     """Peak of a plain Lightning run by the profiler's allocation events."""
+    gc.collect()  # what earlier tests left must not be freed in between
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        trainer = plain_trainer(max_epochs=1)
-        trainer.fit(make_module(), Repeated(make_batch(), batches))
+        fit(make_module(), loader=Repeated(make_batch(), batches), max_epochs=1)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return int(np.cumsum([event.nbytes() for event in events]).max())
-
-
-def plain_trainer(**options: Any) -> pl.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return pl.Trainer(accelerator="cpu", enable_model_summary=False, **quiet, **options)
