@@ -338,8 +338,8 @@ def test_cuda_figures_are_reported(tmp_path, capsys):
 class Critic(Language):
     """Its second optimizer steps in every fifth batch."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, num_batches):
+        super().__init__(num_batches)
         self.automatic_optimization = False
         self.other = torch.nn.Embedding(64, 64)
 
@@ -350,6 +350,9 @@ class Critic(Language):
                 optimizer.zero_grad()
                 self.manual_backward(torch.nn.functional.cross_entropy(table(tokens).flatten(0, 1), tokens.flatten()))
                 optimizer.step()
+
+    def validation_step(self, batch, batch_idx):
+        pass
 
     def configure_optimizers(self):
         return [torch.optim.AdamW(table.parameters(), lr=0.1) for table in (self.table, self.other)], []
