@@ -77,6 +77,7 @@ NAMES: dict[str, str] = {
     "_get_ddp_logging_data": "torch.nn.parallel.DistributedDataParallel",
     "_get_foreach_kernels_supported_devices": "torch.optim.optimizer",
     "_get_param_swap_info": "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper",
+    "_getframe": "sys",
     "_grouped_mm": "torch.ops.aten",
     "_guards": "torch",
     "_indices": "torch.Tensor",

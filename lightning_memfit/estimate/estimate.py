@@ -60,6 +60,12 @@ class Estimate:
     largest: tuple[LargeTensor, ...] = ()
     timeline: Timeline | None = None
     assumptions: tuple[str, ...] = ()
+    growth_bytes_per_batch: int = 0
+    """Bytes that every further batch adds, as the run keeps them; 0 where steps keep nothing."""
+    batches: int = 0
+    """Batches after which the figures hold, where memory grows; else those that were traced."""
+    cautions: tuple[str, ...] = ()
+    """What the figures don't cover, in sentences."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain figures, ready for JSON; the timeline is left out."""
@@ -75,6 +81,9 @@ class Estimate:
                 {"site": t.site, "category": str(t.category), "size_bytes": t.size_bytes} for t in self.largest
             ],
             "assumptions": list(self.assumptions),
+            "growth_bytes_per_batch": self.growth_bytes_per_batch,
+            "batches": self.batches,
+            "cautions": list(self.cautions),
         }
 
 
@@ -124,6 +133,9 @@ def estimate_step(
         largest=tuple(LargeTensor(*item) for item in events.largest_at(peak, num_largest)),
         timeline=timeline(events, kind.rounding_bytes),
         assumptions=profile.assumptions,
+        growth_bytes_per_batch=0 if profile.growth is None else profile.growth.bytes_per_batch,
+        batches=profile.traced_batches if profile.growth is None else profile.growth.batches,
+        cautions=profile.cautions,
     )
 
 

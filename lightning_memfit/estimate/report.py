@@ -219,7 +219,7 @@ def build_report(
         usable = target.usable_bytes // (1 if target.counts_tensors else shared)
         largest = largest_micro_batch(profile, usable, target.runtime, division)
     verdict = judge(estimate, target, division)
-    return EstimateReport(profile, estimate, target, verdict, largest, (*notes, *_assumed(profile, target)), division)
+    return EstimateReport(profile, estimate, target, verdict, largest, (*notes, *_rests_on(profile, target)), division)
 
 
 def _estimate(
@@ -232,9 +232,9 @@ def _estimate(
     return estimate_rank(profile, division, micro_batch_size, runtime)
 
 
-def _assumed(profile: ModelProfile, target: Target) -> list[str]:
+def _rests_on(profile: ModelProfile, target: Target) -> list[str]:
     notes = [target.lower_bound] if target.lower_bound else []
-    notes += [f"Assumed: {assumption}." for assumption in profile.assumptions]
+    notes += [*profile.cautions, *(f"Assumed: {assumption}." for assumption in profile.assumptions)]
     if profile.measured:
-        notes.append("Measured on the CPU in two real steps: CUDA kernels may allocate otherwise.")
+        notes.append("Measured on the CPU in real steps: CUDA kernels may allocate otherwise.")
     return notes

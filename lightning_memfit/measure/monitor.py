@@ -97,10 +97,14 @@ class UsageSampler:
 # --- the callback -----------------------------------------------------------------------------------------------------
 
 
+_MOST_TRACKED = 20
+"""Times `tracked_steps` after which an optimizer that steps more seldom than others is not waited for."""
+
+
 class MemoryMonitor(Callback):
     """Measure the memory and the speed of a fit, for any LightningModule.
 
-    - During the first `tracked_steps` optimizer steps every live tensor is tracked and counted by category:
+    - During the first `tracked_steps` steps of every optimizer all live tensors are tracked and counted by category:
       parameters, buffers, gradients, optimizer states, activations, temporaries, inputs. Tracking slows down those
       steps, but not later ones. A `MemoryLimit` on the CPU tracks tensors anyway; its figures are then used for the
       whole run. Compiled modules run uncompiled while they are tracked: set `tracked_steps` to 0 for them.
@@ -120,7 +124,8 @@ class MemoryMonitor(Callback):
     Speed is measured after the tracked steps; it includes waiting for data and leaves out validation.
 
     Args:
-        tracked_steps: Optimizer steps during which live tensors are tracked; 0 tracks none.
+        tracked_steps: Optimizer steps during which live tensors are tracked; 0 tracks none. With several optimizers,
+            as many of each, unless one steps 20 times as seldom as the others.
         every_n_steps: Optimizer steps between two samples. None takes the Trainer's `log_every_n_steps`.
         loss_name: Logged validation metric for the table. None takes the first one whose name starts with `val` and
             contains `loss`.
@@ -165,6 +170,9 @@ class MemoryMonitor(Callback):
         self._global_step = 0
         self._is_automatic = False
         self._every = 1
+        self._steps_of: dict[int, int] = {}
+        self._handles: list[Any] = []
+        self._is_warm = False
         self._losses: tuple[str, float, float] | None = None
 
     def reset_peak(self) -> None:
@@ -188,6 +196,9 @@ class MemoryMonitor(Callback):
         """Track live tensors, unless a limit already does so."""
         self._global_step = trainer.global_step
         self._is_automatic = pl_module.automatic_optimization
+        if self.tracked_steps and len(trainer.optimizers) > 1:
+            self._steps_of = {id(optimizer): 0 for optimizer in trainer.optimizers}
+            self._handles = [o.register_step_post_hook(self._count_step) for o in trainer.optimizers]
         self._every = self.every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         limit = next((c for c in trainer.callbacks if isinstance(getattr(c, "ledger", None), StorageLedger)), None)  # type: ignore[attr-defined]
         if limit is not None:
@@ -206,7 +217,7 @@ class MemoryMonitor(Callback):
         if not stepped:
             return
         self._num_steps += 1
-        warmed_up = self._num_steps == (self.tracked_steps or 1)
+        warmed_up = not self._is_warm and self._num_steps >= (self.tracked_steps or 1) and self._warms_up()
         if not warmed_up and self._num_steps % self._every:
             return
         ledger = self._ledger or (self._attachment.ledger if self._attachment is not None else None)
@@ -215,6 +226,19 @@ class MemoryMonitor(Callback):
         self._sample(trainer, ledger)
         if warmed_up:
             self._throughput.start()
+
+    def _warms_up(self) -> bool:
+        """Whether every optimizer has stepped often enough just now, or some step so seldom that none waits for them.
+
+        The states of an optimizer are part of the peak only after its first step.
+        """
+        if self._is_warm:
+            return False
+        wanted = max(1, self.tracked_steps)
+        self._is_warm = (
+            min(self._steps_of.values(), default=wanted) >= wanted or self._num_steps >= _MOST_TRACKED * wanted
+        )
+        return self._is_warm
 
     def _has_stepped(self, trainer: Trainer) -> bool:
         """Whether this batch ended an optimizer step. Lightning's own count costs six calls."""
@@ -277,7 +301,13 @@ class MemoryMonitor(Callback):
                     ledger.track(parameter, Category.OPTIMIZER_STATE)
         self._attachment = TrainerAttachment(ledger, trainer.strategy)
 
+    def _count_step(self, optimizer: Any, *_: Any) -> None:
+        self._steps_of[id(optimizer)] += 1
+
     def _stop_following(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         if self._attachment is None:
             return
         ledger = self._attachment.ledger

@@ -6,7 +6,7 @@ measurement needs real memory and knows one size only; it is for steps that can'
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
 from lightning_memfit.profile.copying import copied
+from lightning_memfit.profile.course import Course, LimitReached, RunLength, TraceLimits
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import attached_datamodule, describe_processor
@@ -38,6 +39,7 @@ def profile_module(
     check_assumptions: bool = True,
     overlap: bool = False,
     cache: ProfileCache | None = None,
+    limits: TraceLimits | None = None,
 ) -> ModelProfile:
     """Profile one training step of a module.
 
@@ -54,14 +56,24 @@ def profile_module(
         overlap: Trace the second size in a forked process at the same time (`background.in_child`). For a process that
             has done nothing else yet, such as that of a command.
         cache: Where profiles are kept between runs; none by default.
+        limits: Where each trace ends at the latest: after 60 seconds by default.
 
     Raises:
         TraceError: If the step can't be traced; use `measure_step` then.
     """
-    options, emulation = options or StepOptions(), emulation or Emulation()
+    options, emulation, limits = options or StepOptions(), emulation or Emulation(), limits or TraceLimits()
     key = None
     if cache is not None:
-        settings = (options, emulation, callbacks, make_optimizer, any_micro_batch, shorten)
+        settings = (
+            options,
+            emulation,
+            callbacks,
+            make_optimizer,
+            any_micro_batch,
+            shorten,
+            limits,
+            RunLength.of(module),
+        )
         key = profile_key(module, batch, *settings, describe_processor(emulation.device))
         known = None if key is None else cache.load(key)
         if known is not None:
@@ -69,12 +81,14 @@ def profile_module(
     started = time.perf_counter()
 
     def trace(value: Any, check: bool) -> Trace:
-        return trace_step(module, value, options, emulation, callbacks, make_optimizer, shorten, check)
+        settings = (options, emulation, callbacks, make_optimizer, shorten, check)
+        return trace_step(module, value, *settings, limits=limits)
 
     ahead = in_child(lambda: trace(_grown(batch, 1), False)) if overlap and any_micro_batch else None
     first = trace(batch, check_assumptions)
     sizes = _every_size(first, batch, trace, ahead) if any_micro_batch else _Sizes(first.events)
     profile = _profile(type(module).__name__, first, sizes, batch, options, emulation, time.perf_counter() - started)
+    profile = profile.after(RunLength.of(module).batches or 0)
     if cache is not None and key is not None:
         cache.save(key, profile)
     return profile
@@ -88,6 +102,8 @@ class _Sizes:
     slopes: Floats | None = None
     larger: LargerSizes | None = None
     traffic_slopes: dict[str, float] = field(default_factory=dict)
+    growth_slope: float = 0.0
+    """Bytes by which the growth per batch rises with every sample."""
     reason: str = ""
     """Why nothing is known about other sizes."""
 
@@ -108,13 +124,15 @@ def _every_size(
     try:
         second = ahead() if ahead is not None and usual else trace(_grown(batch, 1), not usual)
         try:
-            return _Sizes(*fit_slopes(first.events, second.events, size, size + 1), None, _growth(first, second))
+            events, slopes = fit_slopes(first.events, second.events, size, size + 1)
+            return _Sizes(events, slopes, None, _growth(first, second), _growth_slope(first, second))
         except AlignmentError:
             if size > 1:
                 raise
         third = trace(_grown(batch, 2), not usual)
         events, slopes = fit_slopes(second.events, third.events, size + 1, size + 2)
-        return _Sizes(first.events, larger=LargerSizes(events, size + 1, slopes), traffic_slopes=_growth(second, third))
+        larger = LargerSizes(events, size + 1, slopes)
+        return _Sizes(first.events, None, larger, _growth(second, third), _growth_slope(second, third))
     except (AlignmentError, TraceError, ValueError) as error:
         return _Sizes(first.events, reason=str(error))
 
@@ -128,6 +146,19 @@ def _grown(batch: Any, more: int) -> Any:
 def _growth(smaller: Trace, larger: Trace) -> dict[str, float]:
     """Traffic in bytes that one more sample adds, by phase."""
     return {name: float(size - smaller.traffic.get(name, 0)) for name, size in larger.traffic.items()}
+
+
+def _growth_slope(smaller: Trace, larger: Trace) -> float:
+    """Bytes by which one more sample makes memory grow faster.
+
+    Raises:
+        AlignmentError: If it grows at one of the sizes only.
+    """
+    if smaller.growth is None and larger.growth is None:
+        return 0.0
+    if smaller.growth is None or larger.growth is None or smaller.growth.batches != larger.growth.batches:
+        raise AlignmentError("memory grows otherwise at another micro-batch size")
+    return float(larger.growth.bytes_per_batch - smaller.growth.bytes_per_batch)
 
 
 def _profile(
@@ -160,6 +191,9 @@ def _profile(
         traffic=first.traffic,
         traffic_slopes=sizes.traffic_slopes,
         attention_kernels=first.attention_kernels,
+        traced_batches=first.batches,
+        growth=None if first.growth is None else replace(first.growth, bytes_per_sample=sizes.growth_slope),
+        remarks=first.remarks,
         host=first.host.to_dict(),
         assumptions=first.assumptions,
         only_this_size=sizes.reason,
@@ -221,8 +255,9 @@ def measure_step(
     options: StepOptions | None = None,
     callbacks: tuple[Any, ...] = (),
     make_optimizer: OptimizerFactory | None = None,
+    limits: TraceLimits | None = None,
 ) -> ModelProfile:
-    """Run two real optimizer steps of a deep copy on the CPU and record what they allocate.
+    """Run real optimizer steps of a deep copy on the CPU until two in a row are alike; record what they allocate.
 
     The copy, its gradients and optimizer states need real memory; the module and the random state stay as they were.
 
@@ -232,17 +267,21 @@ def measure_step(
         options: Precision, accumulation, clipping.
         callbacks: Technique callbacks to apply to the copy.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
+        limits: Where the run ends at the latest: after 60 seconds by default.
+
+    Raises:
+        TraceError: If the limits were reached before every optimizer's second step.
     """
-    options = options or StepOptions()
+    options, limits = options or StepOptions(), limits or TraceLimits()
     started = time.perf_counter()
     trainer = getattr(module, "_trainer", None)
     data = attached_datamodule(module)
 
-    def run(with_start_hooks: bool) -> tuple[EventRecorder, Any]:
+    def run(with_start_hooks: bool) -> tuple[Course, Any]:
         clone = copied(module, {id(trainer): None} if trainer is not None else {})
         recorder, own_batch = EventRecorder(python_kernels=True), copied(batch)
         with kept_random_state():
-            run_step(
+            course = run_step(
                 recorder,
                 clone,
                 own_batch,
@@ -251,14 +290,23 @@ def measure_step(
                 make_optimizer,
                 datamodule=data,
                 with_start_hooks=with_start_hooks,
+                limits=limits,
+                length=RunLength.of(module),
             )
-        return recorder, clone
+        return course, clone
 
-    recorder, clone = run(True) if make_optimizer else with_or_without_start_hooks(module, run)
+    try:
+        course, clone = run(True) if make_optimizer else with_or_without_start_hooks(module, run)
+    except LimitReached as limit:
+        raise TraceError(
+            f"The training step of {type(module).__name__} was not known after {limit}. Give more room with `limits` "
+            "(`TraceLimits`), or measure a smaller configuration."
+        ) from None
+    recorder = course.recorder
     total, per_block = recorder.flops()
-    return ModelProfile(
+    profile = ModelProfile(
         name=type(module).__name__,
-        events=recorder.result(),
+        events=course.essential(recorder.result()),
         micro_batch_size=batch_size(batch),
         parameters=parameter_table(clone),
         precision=options.precision,
@@ -270,7 +318,11 @@ def measure_step(
         block_flops=per_block,
         only_this_size="it was measured, not traced",
         measured=True,
+        traced_batches=course.batches,
+        growth=course.growth,
+        remarks=tuple(course.remarks),
         host=recorder.host_memory(0).to_dict(),
         versions=package_versions(),
         seconds=time.perf_counter() - started,
     )
+    return profile.after(RunLength.of(module).batches or 0)

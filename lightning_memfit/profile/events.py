@@ -1,5 +1,6 @@
 """`EventList`: every allocation and free of a traced step, and the arithmetic on it (numpy only)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -120,6 +121,53 @@ def without_small(trace: EventList, up_to_bytes: int) -> EventList:
         categories=trace.categories[large],
         sites=trace.sites[large],
         phases=(),
+    )
+
+
+def leave_out(trace: EventList, spans: Sequence[tuple[int, int]]) -> EventList:
+    """The trace without what comes and goes within some spans of events, and without the phases that begin there.
+
+    What is alive at a span's end stays, so that every other moment is as it was.
+
+    Args:
+        trace: A trace.
+        spans: First event and the one after the last, ascending and without overlap.
+    """
+    span_of = np.full(len(trace), -1)
+    for number, (first, stop) in enumerate(spans):
+        span_of[first:stop] = number
+    storages, allocates = trace.storages, trace.events > 0
+    made_in, freed_in = np.full(len(trace.sizes), -2), np.full(len(trace.sizes), -3)
+    made_in[storages[allocates]] = span_of[allocates]
+    freed_in[storages[~allocates]] = span_of[~allocates]
+    passes = (made_in == freed_in) & (made_in >= 0)
+    kept = ~passes[storages]
+    numbers, places = np.cumsum(~passes), np.concatenate(([0], np.cumsum(kept)))
+    in_spans = {at for first, stop in spans for at in range(first, stop)}
+    return replace(
+        trace,
+        events=np.sign(trace.events[kept]) * numbers[storages[kept]],
+        event_blocks=trace.event_blocks[kept],
+        sizes=trace.sizes[~passes],
+        categories=trace.categories[~passes],
+        sites=trace.sites[~passes],
+        phases=tuple((int(places[at]), name) for at, name in trace.phases if at not in in_spans),
+        between=places[trace.between[kept[trace.between]]],
+    )
+
+
+def with_kept(trace: EventList, size_bytes: int, site: str) -> EventList:
+    """The trace with one more storage, an activation that is alive from before the first event to the end."""
+    return replace(
+        trace,
+        events=np.concatenate(([1], trace.events + np.sign(trace.events))),
+        event_blocks=np.concatenate(([OUTSIDE], trace.event_blocks)),
+        sizes=np.concatenate(([size_bytes], trace.sizes)),
+        categories=np.concatenate(([CATEGORIES.index(Category.ACTIVATION)], trace.categories)),
+        sites=np.concatenate(([len(trace.site_names)], trace.sites)),
+        site_names=(*trace.site_names, site),
+        phases=tuple((at + 1, name) for at, name in trace.phases),
+        between=trace.between + 1,
     )
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.kind import CUDA, DeviceKind
-from lightning_memfit.profile.events import EventList, Floats, at_size
+from lightning_memfit.profile.events import EventList, Floats, at_size, with_kept
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,19 @@ class ParameterInfo:
 def trained(parameters: Collection[ParameterInfo]) -> list[ParameterInfo]:
     """Trainable parameters, tied ones once."""
     return [p for p in parameters if p.trainable and not p.shared_with]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Memory that the run keeps for later, more of it with every batch."""
+
+    bytes_per_batch: int
+    batches: int
+    """Batches after which the figures hold."""
+    site: str = ""
+    """Where most of it is made: `module path | operator`."""
+    bytes_per_sample: float = 0.0
+    """What `bytes_per_batch` grows by per sample."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,12 @@ class ModelProfile:
     """Why the step is known at `micro_batch_size` only; empty where every size is known."""
     measured: bool = False
     """Whether the events come from real steps instead of a trace."""
+    traced_batches: int = 0
+    """Batches that were traced or measured."""
+    growth: Growth | None = None
+    """Memory that grew to the end; None where two steps in a row allocated alike and kept nothing."""
+    remarks: tuple[str, ...] = ()
+    """What the figures don't cover, or are the largest of, one clause each."""
     host: dict[str, dict[str, int]] = field(default_factory=dict)
     """Host memory that the run keeps, by tier and category, as `MemoryBreakdown.to_dict` gives it."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -102,6 +122,20 @@ class ModelProfile:
     def num_trainable(self) -> int:
         """Elements of trainable parameters, tied ones once."""
         return sum(p.numel for p in self.parameters if p.trainable and not p.shared_with)
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """Sentences on what the figures don't cover: memory that grows, steps that need more than others."""
+        found = [f"{remark[0].upper()}{remark[1:]}." for remark in self.remarks]
+        if self.growth is not None:
+            per_batch, site = self.growth.bytes_per_batch, self.growth.site
+            found.insert(
+                0,
+                f"Memory grows by {format_bytes(per_batch)} per batch{f' (mostly {site})' if site else ''} and had not "
+                f"stopped after {self.traced_batches} batches. The figures are those after {self.growth.batches:,}; "
+                f"every 100 more need {format_bytes(100 * per_batch)}.",
+            )
+        return tuple(found)
 
     @property
     def knows_every_size(self) -> bool:
@@ -127,6 +161,31 @@ class ModelProfile:
                 f"{self.micro_batch_size} only ({reason}). Profile it with a batch of that size."
             )
         return at_size(self.events, self.slopes, self.micro_batch_size, micro_batch_size)
+
+    def after(self, batches: int) -> "ModelProfile":
+        """The profile of a step after so many batches; the same one where memory doesn't grow, or no more than that.
+
+        Args:
+            batches: Batches of an epoch, at whose end what has gathered is usually let go.
+        """
+        growth = self.growth
+        if growth is None or batches <= growth.batches:
+            return self
+        more, site = batches - growth.batches, f"{growth.site or 'kept'} (of {batches - growth.batches} more batches)"
+        slopes, larger = self.slopes, self.larger
+        if slopes is not None:
+            slopes = np.concatenate(([more * growth.bytes_per_sample], slopes))
+        if larger is not None:
+            size = more * (
+                growth.bytes_per_batch + growth.bytes_per_sample * (larger.micro_batch_size - self.micro_batch_size)
+            )
+            larger = LargerSizes(
+                with_kept(larger.events, round(size), site),
+                larger.micro_batch_size,
+                np.concatenate(([more * growth.bytes_per_sample], larger.slopes)),
+            )
+        events = with_kept(self.events, more * growth.bytes_per_batch, site)
+        return replace(self, events=events, slopes=slopes, larger=larger, growth=replace(growth, batches=batches))
 
     # --- disk -------------------------------------------------------------------------------------------------------
 
@@ -166,7 +225,8 @@ class ModelProfile:
                 assert more_slopes is not None
                 larger = LargerSizes(more, size, more_slopes)
         header["parameters"] = tuple(ParameterInfo(**{**p, "shape": tuple(p["shape"])}) for p in header["parameters"])
-        header["assumptions"] = tuple(header["assumptions"])
+        header["assumptions"], header["remarks"] = tuple(header["assumptions"]), tuple(header["remarks"])
+        header["growth"] = None if header["growth"] is None else Growth(**header["growth"])
         return cls(events=events, slopes=slopes, larger=larger, **header)
 
 

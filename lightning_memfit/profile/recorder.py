@@ -1,8 +1,9 @@
 """`EventRecorder`: a ledger that writes down every allocation and free, with the module and block that made it."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,15 @@ from lightning_memfit.profile.patches import grouped_product_flops
 
 _FLOPS: dict[Any, Any] = {torch.ops.aten._grouped_mm: grouped_product_flops}
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
+
+
+class Mark(NamedTuple):
+    """A moment of a recording."""
+
+    num_events: int
+    num_storages: int
+    kept_bytes: int
+    """What is alive, without gradients."""
 
 
 class EventRecorder(StorageLedger):
@@ -63,6 +73,8 @@ class EventRecorder(StorageLedger):
         self._flops: dict[tuple[int, int], int] = {}
         self._operators: dict[tuple[int, int], int] = {}
         self._traffic: dict[tuple[int, int], int] = {}
+        self.on_operator: Callable[[], None] | None = None
+        """Called for every operator; may end the run by an exception."""
 
     # --- phases, modules and blocks ---------------------------------------------------------------------------------
 
@@ -128,6 +140,43 @@ class EventRecorder(StorageLedger):
         if self._block == block:
             self._block = OUTSIDE
 
+    # --- moments of the run -----------------------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """The moment at hand."""
+        kept_bytes = self.live_bytes - self.live_by_category[Category.GRADIENT]
+        return Mark(len(self._events), len(self._sizes), kept_bytes)
+
+    def made_between(self, start: Mark, stop: Mark, without: Collection[Category]) -> Counter[tuple[int, int]]:
+        """Count the storages that were made between two moments by category and size.
+
+        Args:
+            start: The first moment.
+            stop: The second.
+            without: Categories that don't count.
+        """
+        made = slice(start.num_storages, stop.num_storages)
+        left_out = {_INDEX[category] for category in without}
+        pairs = zip(self._categories[made], self._sizes[made], strict=True)
+        return Counter(pair for pair in pairs if pair[0] not in left_out)
+
+    def kept_site(self, start: Mark, without: Collection[Category]) -> str:
+        """Where most of the memory was made that is alive now and was not at a moment; empty if there is none."""
+        left_out = {_INDEX[category] for category in without}
+        kept: Counter[int] = Counter()
+        for number in self._number.values():
+            if number >= start.num_storages and self._categories[number] not in left_out:
+                kept[self._sites[number]] += self._sizes[number]
+        return list(self._site_index)[kept.most_common(1)[0][0]] if kept else ""
+
+    def cut(self, at: Mark) -> None:
+        """Forget what happened since a moment."""
+        del self._events[at.num_events :], self._event_blocks[at.num_events :]
+        for values in (self._sizes, self._categories, self._sites, self._storage_blocks, self._allocations):
+            del values[at.num_storages :]
+        self._phases = [(index, name) for index, name in self._phases if index < at.num_events]
+        self._between = [index for index in self._between if index < at.num_events]
+
     # --- host memory ------------------------------------------------------------------------------------------------
 
     @override
@@ -190,6 +239,8 @@ class EventRecorder(StorageLedger):
         """Run the operator; a `_foreach_` result belongs to the block of the tensor at its own place in the list."""
         if func is torch.ops.prim.device.default:  # two of three calls, with nothing to count
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if self.on_operator is not None:
+            self.on_operator()
         kernel = python_kernel(func) if self._python_kernels else None
         if kernel is not None:
             with self:

@@ -18,7 +18,9 @@ import torch
 from typing_extensions import override
 
 from lightning_memfit.memory import Category
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.profile.copying import copied
+from lightning_memfit.profile.course import Course, LimitReached, RunLength, TraceLimits, is_asked_by_user
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import has_datamodule
 from lightning_memfit.profile.hooks import leave_out_hooks
@@ -60,11 +62,12 @@ def run_step(
     options: StepOptions,
     callbacks: tuple[Any, ...] = (),
     make_optimizer: OptimizerFactory | None = None,
-    steps: int = 2,
     datamodule: Any = None,
     with_start_hooks: bool = True,
-) -> None:
-    """Run two optimizer steps under the recorder, which is closed afterwards.
+    limits: TraceLimits | None = None,
+    length: RunLength | None = None,
+) -> Course:
+    """Run optimizer steps under the recorder until they are known, and close the recorder.
 
     Args:
         recorder: Not yet active.
@@ -73,94 +76,131 @@ def run_step(
         options: Precision, accumulation, clipping.
         callbacks: Technique callbacks; copies of them are applied.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
-        steps: Optimizer steps; the second is the steady state.
         datamodule: Becomes `trainer.datamodule`; none of its hooks is called.
         with_start_hooks: Whether to call hooks at the start of training that the step doesn't seem to need.
+        limits: Where the run ends at the latest.
+        length: Length of the real run, as far as it is known.
 
     Raises:
+        LimitReached: If a limit was reached before every optimizer's second step.
         ValueError: If callbacks are given for a module that is not a LightningModule: nothing would call them.
     """
     if callbacks and make_optimizer is not None:
         names = ", ".join(type(callback).__name__ for callback in callbacks)
         raise ValueError(f"`callbacks` ({names}) need a LightningModule, which `make_optimizer` says this is not.")
+    course = Course(recorder, limits or TraceLimits(), options.traced_micro_batches, length)
     _track_batch(recorder, batch)
     try:
         if make_optimizer is None:
             leave_out_hooks(module, with_start_hooks)
-            _run_lightning(recorder, module, batch, options, tuple(map(_unused_copy, callbacks)), steps, datamodule)
+            _run_lightning(course, module, batch, options, tuple(map(_unused_copy, callbacks)), datamodule)
         else:
             recorder.track_module(module)
             with recorder:
-                _run_loop(recorder, module, batch, make_optimizer, options, steps)
+                _run_loop(course, module, batch, make_optimizer, options)
+        course.conclude()
+    except (Exception, LimitReached) as error:
+        if not course.is_extra:
+            raise
+        course.leave_last_batch(error)
     finally:
+        course.end()
         recorder.close()
+    return course
 
 
 def _run_loop(
-    recorder: EventRecorder,
+    course: Course,
     module: torch.nn.Module,
     batch: dict[str, torch.Tensor],
     make_optimizer: OptimizerFactory,
     options: StepOptions,
-    steps: int,
 ) -> None:
     """Train a Hugging Face model (called as `module(**batch).loss`) in the order of Lightning's automatic optimization.
 
     Lightning clears gradients between forward and backward, so the last step's are alive in the next forward.
     """
+    recorder = course.recorder
     optimizer = make_optimizer(module)
     recorder.track_optimizer(optimizer)
+    course.follow([optimizer], manual=False)
     count = options.traced_micro_batches
     autocast_dtype = AUTOCAST_DTYPES.get(options.precision)
-    for _ in range(steps):
-        for index in range(count):
-            recorder.phase("forward")
-            autocast = torch.autocast("cpu", autocast_dtype) if autocast_dtype else contextlib.nullcontext()
-            with autocast:
-                loss = module(**batch).loss
-            loss = loss / count
-            if index == 0:
-                optimizer.zero_grad()
-            recorder.phase("backward")
-            loss.backward()
-        recorder.phase("step")
-        if options.gradient_clip_val:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), options.gradient_clip_val)
-        optimizer.step()
-        del loss
+    index, is_known = 0, False
+    while not is_known:
+        course.begin_batch()
+        recorder.phase("forward")
+        autocast = torch.autocast("cpu", autocast_dtype) if autocast_dtype else contextlib.nullcontext()
+        with autocast:
+            loss = module(**batch).loss
+        loss = loss / count
+        if index == 0:
+            optimizer.zero_grad()
+        recorder.phase("backward")
+        loss.backward()
+        index = (index + 1) % count
+        if index == 0:
+            recorder.phase("step")
+            if options.gradient_clip_val:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), options.gradient_clip_val)
+            optimizer.step()
+            del loss
+        is_known = course.end_batch()
     recorder.phase("end")
 
 
 def _run_lightning(
-    recorder: EventRecorder,
+    course: Course,
     module: Any,
     batch: Any,
     options: StepOptions,
     callbacks: tuple[Any, ...],
-    steps: int,
     datamodule: Any,
 ) -> None:
     """Run the real `Trainer.fit` with the batch repeated."""
-    import lightning.pytorch as pl
     from lightning.pytorch.loggers.logger import DummyLogger
 
-    count = options.traced_micro_batches
+    recorder, length = course.recorder, course.length
     with _quiet():
-        trainer = pl.Trainer(
+        trainer = _watched_trainer(course)(
             accelerator="cpu",
             devices=1,
             precision=options.precision,
-            max_steps=steps,
-            accumulate_grad_batches=count,
+            max_epochs=length.epochs or _MANY_EPOCHS,
+            max_steps=max(length.steps or 0, _MANY_EPOCHS * course.limits.batches),
+            accumulate_grad_batches=options.traced_micro_batches,
             gradient_clip_val=options.gradient_clip_val,
             gradient_clip_algorithm=options.gradient_clip_algorithm,
             logger=DummyLogger(),
-            callbacks=[has_datamodule(datamodule), *callbacks, _phase_callback(recorder)],
+            callbacks=[has_datamodule(datamodule), *callbacks, _phase_callback(course)],
             **SILENT_TRAINER,
         )
         with recorder:
-            trainer.fit(module, _Repeated(batch, steps * count))
+            trainer.fit(module, _Repeated(batch, course, trainer))
     recorder.phase("end")
+
+
+_MANY_EPOCHS = 1000
+
+
+def _watched_trainer(course: Course) -> Any:
+    """A class of Trainers that know which numbers of the run the user's code asks for."""
+    import lightning.pytorch as pl
+
+    class WatchedTrainer(pl.Trainer):
+        @property
+        @override
+        def global_step(self) -> int:
+            value = super().global_step
+            return course.number("step", value) if is_asked_by_user() else value
+
+        @property
+        @override
+        def current_epoch(self) -> int:
+            value = super().current_epoch
+            return course.number("epoch", value) if is_asked_by_user() else value
+
+    return WatchedTrainer
 
 
 def _unused_copy(callback: Any) -> Any:
@@ -174,21 +214,49 @@ def _unused_copy(callback: Any) -> Any:
 
 
 class _Repeated:
-    """A loader that gives one batch `count` times; not a DataLoader, so Lightning leaves it alone."""
+    """A loader that gives one batch until the steps are known; not a DataLoader, so Lightning leaves it alone.
 
-    def __init__(self, batch: Any, count: int) -> None:
+    A batch ends where the next one is asked for: then all hooks of the module and of callbacks have run.
+    """
+
+    def __init__(self, batch: Any, course: Course, trainer: Any) -> None:
         self.batch = batch
-        self.count = count
+        self.course = course
+        self.trainer = trainer
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self.batch] * self.count)
+        while not self.course.end_batch():
+            yield self.batch
+        self.trainer.should_stop = True
 
     def __len__(self) -> int:
-        return self.count
+        return self.course.limits.batches + 1
 
 
-def _phase_callback(recorder: EventRecorder) -> Any:
+_NUMBERED_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+
+
+def _phase_callback(course: Course) -> Any:
     import lightning.pytorch as pl
+
+    recorder = course.recorder
+
+    def with_number(inner: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Pass on the number of the batch, the last positional argument that is an integer, as the course says."""
+        places = [place for place, value in enumerate(arguments) if type(value) is int]
+        if not places:
+            return inner(*arguments, **keywords)
+        changed = list(arguments)
+        changed[places[0]] = course.number("batch", changed[places[0]])
+        return inner(*changed, **keywords)
+
+    def count_step(inner: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Count a step that a gradient scaler left out, too."""
+        before = course.steps_of(optimizer)
+        result = inner(optimizer, *arguments, **keywords)
+        if course.steps_of(optimizer) == before:
+            course.stepped(optimizer)
+        return result
 
     class Phases(pl.Callback):
         """Tell the recorder where Lightning is."""
@@ -198,6 +266,12 @@ def _phase_callback(recorder: EventRecorder) -> Any:
             recorder.track_module(pl_module)
             for optimizer in trainer.optimizers:
                 recorder.track_optimizer(optimizer)
+            course.follow(trainer.optimizers, manual=not pl_module.automatic_optimization)
+            wrap_method(trainer.strategy, "training_step", with_number, innermost=True)
+            wrap_method(trainer.strategy, "optimizer_step", count_step)
+            for name in _NUMBERED_HOOKS:
+                if getattr(type(pl_module), name, None) is not getattr(pl.LightningModule, name):
+                    wrap_method(pl_module, name, with_number, innermost=True)
             for scheduler in trainer.lr_scheduler_configs:
                 scheduler.strict = False  # the validation metric that it monitors is not computed here
 
@@ -207,6 +281,7 @@ def _phase_callback(recorder: EventRecorder) -> Any:
 
         @override
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            course.begin_batch()
             recorder.phase("forward")
 
         @override

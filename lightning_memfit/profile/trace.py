@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.memory.kind import CUDA, DeviceKind, DeviceType
 from lightning_memfit.profile.copying import UncopiedError
+from lightning_memfit.profile.course import LimitReached, RunLength, TraceLimits
 from lightning_memfit.profile.culprit import Culprit
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
 from lightning_memfit.profile.events import CATEGORIES, AlignmentError, EventList, canonical, without_small
@@ -43,7 +45,7 @@ from lightning_memfit.profile.patches import (
     refuse_fused_recurrence,
 )
 from lightning_memfit.profile.quiet import collector_paused, loggers_at
-from lightning_memfit.profile.record import ParameterInfo
+from lightning_memfit.profile.record import Growth, ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.repeat import fold_blocks, fold_groups, plan_fold, unroll
 from lightning_memfit.profile.step import (
@@ -232,7 +234,7 @@ class Emulation:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a traced run of two optimizer steps allocated and computed."""
+    """What a traced run of optimizer steps allocated and computed."""
 
     events: EventList
     num_blocks: int = 0
@@ -258,6 +260,12 @@ class Trace:
     """Class names of the optimizers."""
     host: MemoryBreakdown = field(default_factory=MemoryBreakdown)
     """Host memory that the run keeps."""
+    batches: int = 0
+    """Batches that were traced."""
+    growth: Growth | None = None
+    """Memory that grew to the end."""
+    remarks: tuple[str, ...] = ()
+    """What the figures don't cover, or are the largest of."""
 
 
 _NEGLIGIBLE_BYTES = 4096
@@ -274,8 +282,9 @@ def trace_step(
     shorten: bool = True,
     check_assumptions: bool = True,
     find_groups: GroupFinder | None = None,
+    limits: TraceLimits | None = None,
 ) -> Trace:
-    """Trace two optimizer steps (the second is the steady state) of a LightningModule or a Hugging Face model.
+    """Trace optimizer steps of a LightningModule or a Hugging Face model until two in a row are alike.
 
     Args:
         module: LightningModule (run by the real `Trainer.fit`), or with `make_optimizer` a Hugging Face model.
@@ -289,17 +298,18 @@ def trace_step(
         check_assumptions: Trace with several values where one has to be assumed. False is for variants of a step that
             has been traced with them.
         find_groups: Finds the groups of blocks to tell apart; by default the largest one that is found by structure.
+        limits: Where the trace ends at the latest.
 
     Raises:
-        TraceError: If the step can't be traced.
+        TraceError: If the step can't be traced, or not within the limits.
     """
-    emulation = emulation or Emulation()
+    emulation, limits = emulation or Emulation(), limits or TraceLimits()
 
     def trace(shorten: bool) -> Trace:
         def over_values(with_start_hooks: bool) -> Trace:
             def once(assumed: AssumedValues) -> Trace:
                 settings = (options, emulation, callbacks, make_optimizer, shorten, assumed, with_start_hooks)
-                return _trace(module, batch, *settings, find_groups)
+                return _trace(module, batch, *settings, find_groups, limits)
 
             name = type(module).__name__
             found = over_assumptions(name, once, check_assumptions)
@@ -307,11 +317,17 @@ def trace_step(
 
         return over_values(True) if make_optimizer else with_or_without_start_hooks(module, over_values)
 
-    if shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
-        # An error with fewer blocks says nothing about the module: the trace of the whole module decides.
-        with contextlib.suppress(AlignmentError, TraceError):
-            return trace(True)
-    return trace(False)
+    try:
+        if shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
+            # An error with fewer blocks says nothing about the module: the trace of the whole module decides.
+            with contextlib.suppress(AlignmentError, TraceError):
+                return trace(True)
+        return trace(False)
+    except LimitReached as limit:  # passes by every attempt to try again
+        raise TraceError(
+            f"The training step of {type(module).__name__} was not known after {limit}. Give more room with `limits` "
+            "(`TraceLimits`) if the step is only long. " + WAY_OUT
+        ) from None
 
 
 def _trace(
@@ -325,10 +341,12 @@ def _trace(
     assumed: AssumedValues,
     with_start_hooks: bool,
     find_groups: GroupFinder | None,
+    limits: TraceLimits,
 ) -> Trace:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     integers = RealIntegers(fake_mode, assumed)
-    with kept_random_state(), collector_paused(), _explained(module, integers):
+    # A ledger of a run around this one, as where a plan is made within a measured step, must not count the fakes.
+    with _disable_current_modes(), kept_random_state(), collector_paused(), _explained(module, integers):
         true_dtype = TRUE_DTYPES.get(options.precision)
         builds_itself = make_optimizer is None and _builds_itself(module)
         # Copying takes time for every module: where the blocks to leave out are known before, they aren't copied.
@@ -347,7 +365,7 @@ def _trace(
             cuda = DeviceKind.of(emulation.device).emulated_dispatch
             recorder = EventRecorder(fold.blocks, host_scalars=cuda, python_kernels=not cuda)
             fake, data = integers.fake_batch(batch), attached_datamodule(module)
-            run_step(
+            course = run_step(
                 recorder,
                 clone,
                 fake,
@@ -356,12 +374,16 @@ def _trace(
                 make_optimizer,
                 datamodule=data,
                 with_start_hooks=with_start_hooks,
+                limits=limits,
+                length=RunLength.of(module),
             )
-    events = recorder.result()
+    events = course.essential(recorder.result())
     flops, per_block = recorder.flops()
     extra = fold.num_blocks - len(fold.blocks)
     if extra and recorder.gathered_bytes > _NEGLIGIBLE_BYTES:
         raise AlignmentError("a tensor is joined from those of several blocks, so that it grows with their number")
+    if extra and course.draws:
+        raise AlignmentError("the step draws random numbers, by which it may leave blocks out")
     return Trace(
         events=unroll(events, fold.num_blocks) if extra else events,
         parameters=table,
@@ -378,6 +400,9 @@ def _trace(
         operators=_unrolled(*recorder.operators(), extra),
         traffic=_unrolled(*recorder.traffic(), extra),
         host=recorder.host_memory(fold.num_blocks),
+        batches=course.batches,
+        growth=course.growth,
+        remarks=tuple(course.remarks),
     )
 
 

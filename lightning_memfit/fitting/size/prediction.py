@@ -35,7 +35,7 @@ from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.first_batch import first_batch
+from lightning_memfit.techniques.core.first_batch import batches_per_epoch, first_batch
 
 _MAX_SECONDS = 120.0  # of tracing, in one search
 
@@ -360,6 +360,10 @@ class MemoryPrediction(Callback):
         except (TraceError, ValueError) as error:
             rank_zero_warn(f"MemoryPrediction: no prediction for this run. {error}")
             return
+        if profile.growth is not None:
+            profile = profile.after(batches_per_epoch(trainer) or 0)
+        for caution in profile.cautions:
+            rank_zero_warn(f"MemoryPrediction: {caution}")
         self.estimate = estimate_step(profile, runtime=runtime_of(trainer))
         _tell_monitors(trainer, self.estimate.breakdown)
         rank_zero_info(

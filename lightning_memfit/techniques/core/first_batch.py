@@ -38,6 +38,17 @@ def first_batch(trainer: Trainer) -> Any:
             return _first(_in_this_process(source))
 
 
+def batches_per_epoch(trainer: Trainer) -> int | None:
+    """Batches of an epoch as far as loader and Trainer tell before training begins; None if they don't."""
+    try:
+        length: float = len(training_data_source(trainer).dataloader())
+    except Exception:  # a loader without a length, or a user's `train_dataloader` that can't be called yet
+        length = float("inf")
+    limit = trainer.limit_train_batches
+    found = min(length, limit) if isinstance(limit, int) else length * limit
+    return int(found) if found < float("inf") else None
+
+
 def training_data_source(trainer: Trainer) -> Any:
     """The object whose method `dataloader` gives a Trainer its training loaders."""
     return trainer.fit_loop._data_source

@@ -1,8 +1,10 @@
 """Small modules and batches for the tests of tracing."""
 
+import gc
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,6 +13,7 @@ from lightning_memfit.profile.events import EventList, canonical
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.step import StepOptions, run_step
 from lightning_memfit.profile.trace import Emulation, Trace, trace_step
+from tests.helpers.trainers import fit
 
 WIDTH, CLASSES, SAMPLES = 64, 10, 32
 
@@ -110,3 +113,27 @@ def same_events(first: EventList, second: EventList) -> bool:
         and a.event_blocks.tolist() == b.event_blocks.tolist()
         and a.phases == b.phases
     )
+
+
+class Repeated:
+    """A loader that gives one batch again and again."""
+
+    def __init__(self, batch: Any, count: int) -> None:
+        self.batch, self.count = batch, count
+
+    def __iter__(self) -> Any:
+        return iter([self.batch] * self.count)
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def true_peak(make_module: Any, make_batch: Any, batches: int) -> int:
+    """Peak of a plain Lightning run by the profiler's allocation events."""
+    gc.collect()  # what earlier tests left must not be freed in between
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        fit(make_module(), loader=Repeated(make_batch(), batches), max_epochs=1)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return int(np.cumsum([event.nbytes() for event in events]).max())

@@ -5,11 +5,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.build import batch_size, measure_step, profile_module, resize_batch, sequence_length
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
+from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.modules import LanguageModel
 
 from .modules import WIDTH, Classifier, batch, ids, peak, same_events, tiny_gpt2, trace_cpu
@@ -180,6 +182,21 @@ def test_module_batch_and_random_state_are_left_alone():
     assert torch.equal(data["y"], labels)
     assert module._trainer is None
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
+
+
+def test_a_budget_planned_inside_a_measured_step_does_not_count():
+    found = []
+
+    class Kept(ActivationCheckpointing):
+        def _resolve(self, *arguments):
+            super()._resolve(*arguments)
+            found.append(self.resolved)
+
+    module = LanguageModel(tiny_gpt2(n_layer=4))
+    measured = measure_step(module, ids(8, 32), callbacks=(Kept(budget="40%"),))
+    choices = found[0].plan.choices
+    alone = measure_step(module, ids(8, 32), callbacks=(ActivationCheckpointing(choices=choices),))
+    assert estimate_step(measured).allocated_bytes == estimate_step(alone).allocated_bytes
 
 
 def test_a_measurement_knows_its_own_size_only():

@@ -1,0 +1,766 @@
+"""How long a traced or measured run goes on: until its steps are known, and never beyond its limits.
+
+A run is cut into windows. A window ends with the batch after which every optimizer has stepped since the last one: one
+batch for most modules, several for manual accumulation or a critic that steps more often. Two windows that allocate
+alike and keep nothing end the run. If they differ, or memory grows, more of them follow: a memory bank that fills,
+states that are made later. What still grows when the run has to end is a `Growth`.
+
+Two windows don't show what a step does once in a while. So a step that asks for its number, or draws from Python's or
+NumPy's generator, is run for a few more batches: at the numbers at which its own comparisons and remainders change
+(`WatchedInt`), and with the lowest and highest draws.
+"""
+
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from lightning_memfit.memory import Category
+from lightning_memfit.profile.events import EventList, leave_out
+from lightning_memfit.profile.record import Growth
+from lightning_memfit.profile.recorder import EventRecorder, Mark
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TraceLimits:
+    """Where a traced or measured run ends at the latest.
+
+    Raises:
+        ValueError: If a limit leaves no room for two batches.
+    """
+
+    seconds: float = 60.0
+    """Time of one run. A third of it is for batches beyond those that show every optimizer's second step."""
+    batches: int = 1000
+    """Batches from the loader."""
+    operators: int = 5_000_000
+    """Calls of operators."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("seconds", 0), ("batches", 1), ("operators", 0)):
+            if not getattr(self, name) > least:
+                raise ValueError(f"`{name}={getattr(self, name)!r}` must be more than {least}.")
+
+
+class LimitReached(BaseException):
+    """A run came to one of its limits; not an `Exception`, so that no handler of the module's goes on with it."""
+
+
+class Budget:
+    """Counts operators and time of one run.
+
+    Args:
+        limits: Where to stop.
+    """
+
+    _EVERY = 256
+    """Operators between two looks at the clock."""
+
+    def __init__(self, limits: TraceLimits) -> None:
+        self.limits = limits
+        self.operators = 0
+        self._next_look = self._EVERY
+        self.start()
+
+    def start(self) -> None:
+        """Start the clock anew."""
+        self._started, self._computed = time.monotonic(), time.thread_time()
+
+    @property
+    def is_mostly_used(self) -> bool:
+        """Whether there is no time for more batches than needed.
+
+        By this thread's own time, on which other programs have no influence, as long as there is enough of the other.
+        """
+        computed, passed = time.thread_time() - self._computed, time.monotonic() - self._started
+        return computed > self.limits.seconds * _EXTRA_SHARE or passed > 2 * self.limits.seconds * _EXTRA_SHARE
+
+    def count_operator(self) -> None:
+        """Count an operator.
+
+        Raises:
+            LimitReached: If the time is over, or there were too many operators.
+        """
+        self.operators += 1
+        if self.operators >= self._next_look:
+            self._next_look += self._EVERY
+            self.check_time()
+            if self.operators > self.limits.operators:
+                raise LimitReached(f"{self.limits.operators:,} operators{calling_line()}")
+
+    def check_time(self) -> None:
+        """Look at the clock.
+
+        Raises:
+            LimitReached: If the time is over.
+        """
+        if time.monotonic() - self._started > self.limits.seconds:
+            raise LimitReached(f"{self.limits.seconds:g} s{calling_line()}")
+
+
+def calling_line() -> str:
+    """The innermost line of the user's code that is being run, as ` at file:line, in function`; empty if there is none.
+
+    Code of installed packages is nobody's own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not _is_installed(frame) and not code.co_filename.startswith("<"):
+            return f" at {code.co_filename}:{frame.f_lineno}, in `{code.co_name}`"
+        frame = frame.f_back
+    return ""
+
+
+_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_memfit", "torch", "torchmetrics")
+
+
+def is_asked_by_user() -> bool:
+    """Whether the caller of the calling property, past properties of the same name, is the user's code."""
+    name = sys._getframe(1).f_code.co_name
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == name:
+        frame = frame.f_back
+    return frame is not None and not _is_installed(frame)
+
+
+def _is_installed(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return (
+        package in _LIBRARIES
+        or package in sys.stdlib_module_names
+        or any(folder in frame.f_code.co_filename for folder in ("site-packages", "dist-packages"))
+    )
+
+
+# --- numbers that a step asks for -------------------------------------------------------------------------------------
+
+
+@dataclass
+class AskedNumbers:
+    """What a step did with the numbers of its batch, its step and its epoch."""
+
+    thresholds: set[int] = field(default_factory=set)
+    """Numbers that they were compared with."""
+    remainders: set[tuple[int, int]] = field(default_factory=set)
+    """`(divisor, shift)` of `(number + shift) % divisor`."""
+    in_arithmetic: bool = False
+    """Whether they went into other arithmetic, whose effect can't be told."""
+
+    def __bool__(self) -> bool:
+        return bool(self.thresholds or self.remainders or self.in_arithmetic)
+
+    def telling_numbers(self, last: int | None) -> list[int]:
+        """Numbers at which a step may do something else than before, ascending.
+
+        Args:
+            last: The last number of the real run, if that is known.
+        """
+        found = {number for at in self.thresholds for number in (at - 1, at, at + 1)}
+        for divisor, shift in self.remainders:
+            at = divisor * (1 + max(0, shift) // divisor) - shift
+            found |= {at - 1, at, at + 1}
+        if self.in_arithmetic:
+            powers = {10**power for power in range(1, 7)}
+            found |= powers if last is None else {last * share // 4 for share in (1, 2, 3, 4)}
+        return sorted(number for number in found if number >= 0 and (last is None or number <= last))[:_MOST_NUMBERS]
+
+
+_MOST_NUMBERS = 32
+
+
+class WatchedInt(int):
+    """A number that notes what it is compared with and divided by: `(number + shift) // scale` of the one asked for."""
+
+    asked: AskedNumbers
+    shift: int
+    scale: int
+
+    @classmethod
+    def of(cls, value: int, asked: AskedNumbers, shift: int = 0, scale: int = 1) -> "WatchedInt":
+        """Watch a number."""
+        number = cls(value)
+        number.asked, number.shift, number.scale = asked, shift, scale
+        return number
+
+    def _plain(self) -> int:
+        return int.__int__(self)
+
+    def _compared(self, other: Any) -> None:
+        if isinstance(other, (int, float)) and abs(other) < 1 << 62:
+            self.asked.thresholds |= {(int(other) + more) * self.scale - self.shift for more in (0, 1)}
+        else:
+            self.asked.in_arithmetic = True
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        self._compared(other)
+        return self._plain() == other
+
+    @override
+    def __ne__(self, other: object) -> bool:
+        self._compared(other)
+        return self._plain() != other
+
+    @override
+    def __lt__(self, other: Any) -> Any:
+        self._compared(other)
+        return self._plain() < other
+
+    @override
+    def __le__(self, other: Any) -> Any:
+        self._compared(other)
+        return self._plain() <= other
+
+    @override
+    def __gt__(self, other: Any) -> Any:
+        self._compared(other)
+        return self._plain() > other
+
+    @override
+    def __ge__(self, other: Any) -> Any:
+        self._compared(other)
+        return self._plain() >= other
+
+    @override
+    def __hash__(self) -> int:
+        return hash(self._plain())
+
+    @override
+    def __bool__(self) -> bool:
+        self._compared(0)
+        return bool(self._plain())
+
+    @override
+    def __add__(self, other: Any) -> Any:
+        return self._moved(self._plain() + other, other)
+
+    @override
+    def __radd__(self, other: Any) -> Any:
+        return self._moved(other + self._plain(), other)
+
+    @override
+    def __sub__(self, other: Any) -> Any:
+        return self._moved(self._plain() - other, -other)
+
+    def _moved(self, value: Any, by: Any) -> Any:
+        if not isinstance(by, int):
+            return self._used(value)
+        return WatchedInt.of(value, self.asked, self.shift + int(by) * self.scale, self.scale)
+
+    @override
+    def __mod__(self, other: Any) -> Any:
+        if not isinstance(other, int) or other <= 0:
+            return self._used(self._plain() % other)
+        self.asked.remainders.add((int(other) * self.scale, self.shift))
+        return self._plain() % int(other)
+
+    @override
+    def __floordiv__(self, other: Any) -> Any:
+        if not isinstance(other, int) or other <= 0:
+            return self._used(self._plain() // other)
+        return WatchedInt.of(self._plain() // other, self.asked, self.shift, self.scale * int(other))
+
+    def _used(self, value: Any) -> Any:
+        self.asked.in_arithmetic = True
+        return value
+
+    @override
+    def __truediv__(self, other: Any) -> Any:
+        return self._used(self._plain() / other)
+
+    @override
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._used(other / self._plain())
+
+    @override
+    def __mul__(self, other: Any) -> Any:
+        return self._used(self._plain() * other)
+
+    @override
+    def __rmul__(self, other: Any) -> Any:
+        return self._used(other * self._plain())
+
+    @override
+    def __rsub__(self, other: Any) -> Any:
+        return self._used(other - self._plain())
+
+    @override
+    def __pow__(self, other: Any, modulo: Any = None) -> Any:
+        return self._used(pow(self._plain(), other, modulo))
+
+    @override
+    def __rpow__(self, other: Any, modulo: Any = None) -> Any:
+        return self._used(pow(other, self._plain(), modulo))
+
+    @override
+    def __rmod__(self, other: Any) -> Any:
+        return self._used(other % self._plain())
+
+    @override
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self._used(other // self._plain())
+
+    @override
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    @override
+    def __and__(self, other: Any) -> Any:
+        return self._used(self._plain() & other)
+
+    @override
+    def __float__(self) -> float:
+        self.asked.in_arithmetic = True
+        return float(self._plain())
+
+    def __deepcopy__(self, memo: Any) -> int:
+        return self._plain()
+
+    @override
+    def __reduce__(self) -> Any:
+        return int, (self._plain(),)
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long the real run is, as far as that is known before it."""
+
+    batches: int | None = None
+    """Batches of an epoch."""
+    steps: int | None = None
+    epochs: int | None = None
+
+    @classmethod
+    def of(cls, module: Any) -> "RunLength":
+        """What the Trainer that a module belongs to says."""
+        trainer = getattr(module, "_trainer", None)
+        if trainer is None:
+            return cls()
+        batches, limit = _count(getattr(trainer, "num_training_batches", None)), trainer.limit_train_batches
+        if batches is None and isinstance(limit, int):
+            batches = _count(limit)
+        return cls(batches, _count(trainer.max_steps), _count(trainer.max_epochs))
+
+    @property
+    def all_steps(self) -> int | None:
+        """Optimizer steps of the whole run, as `global_step` counts them."""
+        if self.steps is not None:
+            return self.steps
+        return self.batches * self.epochs if self.batches is not None and self.epochs is not None else None
+
+
+def _count(value: Any) -> int | None:
+    """A number that Lightning gives as such; None for one that stands for no limit."""
+    return int(value) if isinstance(value, (int, float)) and 0 < value < float("inf") else None
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------
+
+
+def _generators() -> tuple[object, object]:
+    of_numpy: Any = np.random.get_state()  # noqa: NPY002  (the global generator, which user code may draw from)
+    return random.getstate(), (of_numpy[1].tobytes(), of_numpy[2:])
+
+
+@contextmanager
+def extreme_draws(highest: bool) -> Iterator[None]:
+    """Let Python's and NumPy's module-level generators draw their lowest or highest value, wherever they are known.
+
+    Args:
+        highest: Which of the two.
+    """
+    share = 1 - 2**-53 if highest else 0.0
+
+    def uniform(low: float = 0.0, high: float = 1.0) -> float:
+        return low + share * (high - low)
+
+    def of_range(start: int, stop: int | None = None, step: int = 1) -> int:
+        choices = range(start) if stop is None else range(start, stop, step)
+        return choices[-1 if highest else 0]
+
+    def filled(*shape: int) -> Any:
+        return np.full(shape, share) if shape else share
+
+    def sized(size: Any = None) -> Any:
+        return share if size is None else np.full(size, share)
+
+    def integers(low: int, high: int | None = None, size: Any = None, dtype: Any = int) -> Any:
+        value = of_range(low, high)
+        return value if size is None else np.full(size, value, dtype=dtype)
+
+    replacements: dict[int, Callable[..., Any]] = {
+        id(random.random): lambda: share,
+        id(random.uniform): uniform,
+        id(random.randint): lambda low, high: high if highest else low,
+        id(random.randrange): of_range,
+        id(random.choice): lambda sequence: sequence[-1 if highest else 0],
+        id(np.random.rand): filled,
+        id(np.random.random): sized,
+        id(np.random.random_sample): sized,
+        id(np.random.randint): integers,
+    }
+    patched = [
+        (namespace, name, value)
+        for namespace in [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+        for name, value in list(namespace.items())
+        if id(value) in replacements
+    ]
+    for namespace, name, value in patched:
+        namespace[name] = replacements[id(value)]
+    try:
+        yield
+    finally:
+        for namespace, name, value in patched:
+            namespace[name] = value
+
+
+# --- the course of a run ----------------------------------------------------------------------------------------------
+
+
+_TOLERANCE = 0.005
+"""Share of what a window allocates in which two windows that are alike may differ."""
+
+_NEGLIGIBLE_BYTES = 4096
+"""Growth per batch that is no more than counters and logged values."""
+
+_MOST_GROWTH = 64
+"""Batches after which memory that still grows is taken to go on growing."""
+
+_DRAWING_WINDOWS = 8
+"""Windows of a step that draws: they differ, and say no more than whether memory grows."""
+
+_ALIKE_AGAIN = 3
+"""Pairs of windows that must be alike where more than the first differed."""
+
+
+_EXTRA_SHARE = 1 / 3
+"""Share of the time that is for batches beyond the least."""
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What happened from one step of every optimizer to the next."""
+
+    batches: int
+    made: Counter[tuple[int, int]]
+    """Storages by category and size, without gradients and optimizer states."""
+    kept_bytes: int
+    """What is alive at its end, without gradients."""
+
+    def is_like(self, other: "_Window") -> bool:
+        """Whether another window allocated the same, but for scalars and little else."""
+        if self.made == other.made:
+            return True
+        differing = sum(
+            size * count for (_, size), count in ((self.made - other.made) + (other.made - self.made)).items()
+        )
+        return differing <= _TOLERANCE * sum(size * count for (_, size), count in self.made.items())
+
+
+class Course:
+    """Decides after every batch whether a run goes on.
+
+    Args:
+        recorder: Records the run.
+        limits: Where it ends at the latest.
+        window_batches: Batches of an optimizer step in automatic optimization.
+        length: Length of the real run.
+
+    Attributes:
+        batches: Batches that have ended.
+        growth: Memory that had not stopped growing when the run ended.
+        remarks: What the figures don't cover, or are the largest of, in clauses.
+        draws: Whether a step drew from Python's or NumPy's generator.
+        is_extra: Whether the batch at hand is one beyond those that show steady steps.
+    """
+
+    def __init__(
+        self, recorder: EventRecorder, limits: TraceLimits, window_batches: int = 1, length: RunLength | None = None
+    ) -> None:
+        self.recorder = recorder
+        self.limits = limits
+        self.length = length or RunLength()
+        self.batches = 0
+        self.growth: Growth | None = None
+        self.remarks: list[str] = []
+        self.draws = False
+        self.is_extra = False
+        self._budget = Budget(limits)
+        recorder.on_operator = self._budget.count_operator
+        self._window_batches = window_batches
+        self._by_batches = True
+        self._optimizers: list[Any] = []
+        self._steps: dict[int, int] = {}
+        self._steps_before: dict[int, int] = {}
+        self._windows: list[_Window] = []
+        self._alike = 0
+        self._marks: list[Mark] = []  # the run's beginning, then the end of every window and of every extra batch
+        self._window_first_batch = 0
+        self._in_batch = False
+        self._generators: Any = None
+        self._extra: Iterator[None] | None = None
+        self._asked = {name: AskedNumbers() for name in ("batch", "step", "epoch")}
+        self._number: int | None = None
+        self._draw = ExitStack()
+        self._tried: list[str] = []
+        """What was tried in each extra batch, in words."""
+
+    # --- following the run ------------------------------------------------------------------------------------------
+
+    def follow(self, optimizers: list[Any], manual: bool) -> None:
+        """Count the steps of optimizers, which are thrown away after the run.
+
+        Args:
+            optimizers: Those of the run.
+            manual: Whether the module steps them itself, so that windows are told by their steps.
+        """
+        self._by_batches = not manual
+        self._optimizers = list(optimizers)
+        self._steps = {id(optimizer): 0 for optimizer in optimizers}
+        self._steps_before = dict(self._steps)
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.register_step_post_hook(lambda stepped, *_: self.stepped(stepped))
+
+    def stepped(self, optimizer: Any) -> None:
+        """Count a step of an optimizer."""
+        self._steps[id(optimizer)] = self.steps_of(optimizer) + 1
+
+    def steps_of(self, optimizer: Any) -> int:
+        """Steps of an optimizer so far."""
+        return self._steps.get(id(optimizer), 0)
+
+    def begin_batch(self) -> None:
+        """Note where a batch begins.
+
+        Raises:
+            LimitReached: If there were too many batches, or the time is over.
+        """
+        self._budget.check_time()
+        if self.batches >= self.limits.batches:
+            counts = [f"{type(optimizer).__name__} {self.steps_of(optimizer)}" for optimizer in self._optimizers]
+            raise LimitReached(f"{self.batches:,} batches (steps: {', '.join(counts)})")
+        if not self._marks:
+            self._budget.start()  # before, callbacks may have planned by traces of their own
+            self._marks.append(self.recorder.mark())
+        self._generators = _generators()
+        self._in_batch = True
+
+    def end_batch(self) -> bool:
+        """Note where a batch ended, if one had begun; True if the run may end."""
+        if not self._in_batch:
+            return False
+        self._in_batch = False
+        self.batches += 1
+        self._draw.close()
+        if self._extra is not None:
+            self._marks.append(self.recorder.mark())
+            return self._go_beyond(self._extra)
+        self.draws = self.draws or _generators() != self._generators
+        if not self._closes_window() or not self._is_known():
+            return False
+        self._extra = self._extra_batches()
+        return self._go_beyond(self._extra)
+
+    def end(self) -> None:
+        """Leave nothing patched, whatever ended the run."""
+        self._draw.close()
+
+    def _closes_window(self) -> bool:
+        batches = self.batches - self._window_first_batch
+        if self._by_batches and batches % self._window_batches:
+            return False
+        if any(self._steps[key] == self._steps_before[key] for key in self._awaited()):
+            return False
+        start, now = self._marks[-1], self.recorder.mark()
+        made = self.recorder.made_between(start, now, _LASTING)
+        self._windows.append(_Window(batches, made, now.kept_bytes))
+        self._marks.append(now)
+        self._window_first_batch, self._steps_before = self.batches, dict(self._steps)
+        return True
+
+    def _awaited(self) -> list[int]:
+        """Optimizers whose steps end a window: all, until another one has stepped so often that some never may."""
+        most = max(self._steps.values(), default=0)
+        is_enough = most >= _MOST_GROWTH or (most > 1 and self._is_late)
+        return [key for key, count in self._steps.items() if count or not is_enough]
+
+    # --- are the steps known? ---------------------------------------------------------------------------------------
+
+    @property
+    def _is_late(self) -> bool:
+        return self._budget.is_mostly_used
+
+    def _is_known(self) -> bool:
+        """Whether the last windows show what all later ones do, or there is no time for more."""
+        if len(self._windows) < 2:
+            return False
+        before, last = self._windows[-2:]
+        keeps = abs(last.kept_bytes - before.kept_bytes) > _NEGLIGIBLE_BYTES * last.batches
+        self._alike = self._alike + 1 if last.is_like(before) and not keeps else 0
+        # Where only the first window differs, it made what the later ones use.
+        if self._alike >= (1 if len(self._windows) <= 3 else _ALIKE_AGAIN):
+            return True
+        if self.draws and len(self._windows) >= _DRAWING_WINDOWS and self._growth_per_batch() <= _NEGLIGIBLE_BYTES:
+            return True
+        if self.batches < min(_MOST_GROWTH, self.length.batches or _MOST_GROWTH) and not self._is_late:
+            return False
+        self._note_growth()
+        return True
+
+    def _growth_per_batch(self) -> int:
+        """How fast memory grew in the second half of the windows."""
+        first = len(self._windows) // 2 if len(self._windows) > 2 else 0
+        batches = sum(window.batches for window in self._windows[first + 1 :])
+        return (self._windows[-1].kept_bytes - self._windows[first].kept_bytes) // batches
+
+    def _note_growth(self) -> None:
+        per_batch = self._growth_per_batch()
+        if per_batch > _NEGLIGIBLE_BYTES:
+            site = self.recorder.kept_site(self._marks[len(self._windows) // 2], _LASTING)
+            self.growth = Growth(per_batch, self.batches, site)
+        elif not self.draws:
+            self.remarks.append(
+                f"what a step allocates differs from batch to batch: the figures are the largest of {self.batches} "
+                "batches, others may need more"
+            )
+
+    # --- batches beyond ---------------------------------------------------------------------------------------------
+
+    def _go_beyond(self, extra: Iterator[None]) -> bool:
+        """Prepare one more batch; True if there is none."""
+        self._number = None
+        self.is_extra = False
+        if self._is_late and (self.draws or any(self._asked.values())):
+            self.remarks.append(
+                f"{self._reason()}: not all that this may change was tried in {self.limits.seconds:g} s"
+            )
+            return True
+        self.is_extra = next(extra, _ENDED) is not _ENDED
+        return not self.is_extra
+
+    def _extra_batches(self) -> Iterator[None]:
+        """Prepare one more batch at each turn."""
+        if self.draws:
+            for highest in (False, True):
+                for _ in range(2 * self._window_batches):  # twice, as gradients of the step before are alive in a step
+                    self._draw.enter_context(extreme_draws(highest))
+                    self._tried.append(f"with its {'highest' if highest else 'lowest'} draws")
+                    yield
+        for number in self._telling_numbers():
+            for _ in range(self._window_batches):
+                self._number = number
+                self._tried.append(f"at {number:,}")
+                yield
+
+    def _telling_numbers(self) -> list[int]:
+        found: set[int] = set()
+        for name, asked in self._asked.items():
+            found |= set(asked.telling_numbers(self._last(name)))
+        return sorted(number for number in found if number >= self.batches)
+
+    def _last(self, name: str) -> int | None:
+        """The last number of the real run; None if that isn't known."""
+        count = {"batch": self.length.batches, "step": self.length.all_steps, "epoch": self.length.epochs}[name]
+        return None if count is None else count - 1
+
+    def number(self, name: str, value: int) -> int:
+        """A number of the batch at hand as the step shall see it: the real one, or one that is tried.
+
+        Args:
+            name: `batch`, `step` or `epoch`.
+            value: The real one.
+        """
+        if not self._in_batch:
+            return value
+        if self._number is not None:
+            last = self._last(name)
+            value = self._number if last is None else min(self._number, last)
+        return WatchedInt.of(value, self._asked[name])
+
+    # --- the result -------------------------------------------------------------------------------------------------
+
+    def leave_last_batch(self, error: BaseException) -> None:
+        """Forget a batch beyond the least that ended in an error, which a real one at that number may not do."""
+        self.recorder.cut(self._marks[-1])
+        self.recorder.phase("end")
+        tried = self._tried.pop()
+        self.remarks.append(
+            f"{self._reason()}, and was not tried {tried} and beyond, where it ends in {type(error).__name__}: {error}"
+        )
+
+    def _check_optimizers(self) -> None:
+        """Refuse a run that shows no step, and say which optimizers never stepped in a run that shows some.
+
+        Raises:
+            LimitReached: If no optimizer stepped.
+        """
+        idle = [type(optimizer).__name__ for optimizer in self._optimizers if not self.steps_of(optimizer)]
+        if not idle:
+            return
+        if len(idle) == len(self._optimizers):
+            raise LimitReached(f"{self.batches:,} batches in which no optimizer stepped")
+        self.remarks.append(
+            f"{', '.join(idle)} had not stepped after {self.batches} batches: its states are not in the figures"
+        )
+
+    def conclude(self) -> None:
+        """Say so if a batch beyond the others needs the most memory; raise if no optimizer stepped.
+
+        Raises:
+            LimitReached: If no optimizer stepped.
+        """
+        self._check_optimizers()
+        if not self._tried:
+            return
+        peaks, last = self._peaks(self.recorder.result()), len(self._windows)
+        extra = peaks[last:]
+        if max(extra) > max(peaks[:last]):
+            where = self._tried[extra.index(max(extra))]
+            share = 100 * max(extra) / max(peaks[:last]) - 100
+            self.remarks.append(
+                f"{self._reason()}: it was tried beyond the first {last} steps, and the figures are those {where}, "
+                f"{share:.1f} % above the first"
+            )
+
+    def _reason(self) -> str:
+        """Why a step was tried further."""
+        names = [_ASKED[name] for name, asked in self._asked.items() if asked]
+        parts = ["draws random numbers"] * self.draws + [f"asks for {' and '.join(names)}"] * bool(names)
+        return f"the step {' and '.join(parts)}"
+
+    def _peaks(self, events: EventList) -> list[int]:
+        """Highest level of every window and extra batch."""
+        live = events.live_bytes()
+        return [int(live[a.num_events : b.num_events].max(initial=0)) for a, b in pairwise(self._marks)]
+
+    def essential(self, events: EventList) -> EventList:
+        """The events without windows that say nothing more: what is left has the peak and the last two windows."""
+        starts = [mark.num_events for mark in self._marks]
+        if len(starts) <= _KEPT_WINDOWS + 1:
+            return events
+        peaks, last = self._peaks(events), len(self._windows)
+        kept = {peaks.index(max(peaks)), last - 2, last - 1}
+        return leave_out(events, [span for place, span in enumerate(pairwise(starts)) if place not in kept])
+
+
+_ENDED = object()
+
+_KEPT_WINDOWS = 4
+
+_ASKED = {"batch": "the number of its batch", "step": "`global_step`", "epoch": "`current_epoch`"}
+
+_LASTING = (Category.GRADIENT, Category.OPTIMIZER_STATE)
