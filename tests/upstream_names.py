@@ -138,6 +138,7 @@ NAMES: dict[str, str] = {
     "_update_count": "torchmetrics.Metric",
     "_use_buffers": "lightning.pytorch.callbacks.WeightAveraging",
     "_values": "torch.Tensor",
+    "_sequence_nr": "torch.autograd.graph.Node",
     "_version": "torch.Tensor",
     "_wrapped_by_lr_sched": "torch.optim.lr_scheduler",
 }

@@ -8,6 +8,7 @@ cast to `weight.dtype`, that pass `weight` to an operator themselves, and torch'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_memfit.adapters.quantized import Codes
@@ -29,6 +30,25 @@ def is_conv1d(module: nn.Module) -> bool:
     """Whether a module is the `Conv1D` of transformers: a linear layer whose weight is `(in, out)`."""
     own = type(module).__mro__[2] if isinstance(module, FrozenLinear) else type(module)
     return own.__name__ == "Conv1D" and own.__module__ == "transformers.pytorch_utils"
+
+
+class Factor(nn.Module):
+    """One of an adapter's two weights.
+
+    No `nn.Linear`, as code that goes over a module's linear layers, for a penalty or to initialize them, means those
+    that the module's author made.
+    """
+
+    def __init__(self, inputs: int, outputs: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Begin with the random weight that a linear layer without bias begins with."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device, dtype=dtype))
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the weight to `(..., in)`."""
+        return F.linear(input, self.weight)
 
 
 class FrozenLinear(nn.Module):
@@ -101,7 +121,7 @@ class FrozenLinear(nn.Module):
         """The inner and the outer weight of the adapter."""
         assert self.lora_A is not None
         assert self.lora_B is not None
-        return cast(nn.Linear, self.lora_A[NAME]).weight, cast(nn.Linear, self.lora_B[NAME]).weight
+        return cast(Factor, self.lora_A[NAME]).weight, cast(Factor, self.lora_B[NAME]).weight
 
     @property
     def like(self) -> Tensor:
@@ -189,8 +209,7 @@ def add_adapter(layer: nn.Module, rank: int, scale: float, dropout: float, dtype
     rows, columns = frozen.raw.shape
     outputs, inputs = (columns, rows) if is_conv1d(frozen) else (rows, columns)
     device = frozen.like.device
-    inner = nn.Linear(inputs, rank, bias=False, device=device, dtype=dtype)
-    outer = nn.Linear(rank, outputs, bias=False, device=device, dtype=dtype)
+    inner, outer = Factor(inputs, rank, device, dtype), Factor(rank, outputs, device, dtype)
     nn.init.zeros_(outer.weight)
     frozen._modules["lora_A"] = nn.ModuleDict({NAME: inner})
     frozen._modules["lora_B"] = nn.ModuleDict({NAME: outer})
@@ -310,6 +329,58 @@ class StandingWeight(Tensor):
         return func(*tree_map(replaced, args), **tree_map(replaced, kwargs or {}))
 
 
+class UnlistedWeight(Tensor):
+    """Stands, in steps that are watched, among a module's parameters for one that is quantized and therefore none.
+
+    Code that goes over `parameters()` would leave quantized weights out without a word. It may look at this one, whose
+    use is refused.
+    """
+
+    dotted: str
+
+    @staticmethod
+    def __new__(cls, layer: FrozenLinear, name: str) -> UnlistedWeight:
+        """Stand for a layer's quantized weight, of this dotted name."""
+        like = layer.like
+        unlisted: UnlistedWeight = Tensor._make_wrapper_subclass(
+            cls, layer.raw.shape, dtype=like.dtype, device=like.device
+        )
+        unlisted.dotted = name
+        return unlisted
+
+    def __init__(self, layer: FrozenLinear, name: str) -> None:
+        """Take the same arguments."""
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _METADATA and func not in _COUNTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _FREEZING:  # going over a module to freeze or unfreeze it has never reached quantized weights
+            return args[0]
+        raise _left_out(func, (args, kwargs))
+
+    @classmethod
+    @override
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse where nothing above has seen the operator, as in code that turns `__torch_function__` off."""
+        raise _left_out(func, (args, kwargs))
+
+
+def _left_out(func: Any, arguments: Any) -> ValueError:
+    name = next(leaf.dotted for leaf in tree_leaves(arguments) if isinstance(leaf, UnlistedWeight))
+    return ValueError(
+        f"QuantizedWeights: this step goes over parameters and uses {name} ({getattr(func, '__name__', func)}), which "
+        "is quantized and no parameter: what it computes would leave the weight out. Read the layer's `weight` "
+        "instead, or leave the layer out of `target_modules`."
+    )
+
+
 _GETTERS = """
     dtype shape device layout ndim itemsize nbytes requires_grad is_leaf names grad is_cuda is_cpu is_meta is_sparse
     is_quantized is_mkldnn is_mps is_xpu is_nested is_sparse_csr grad_fn output_nr retains_grad
@@ -321,6 +392,8 @@ _METHODS = """
 _METADATA = {getattr(Tensor, name).__get__ for name in _GETTERS.split() if hasattr(Tensor, name)}
 _METADATA |= {getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)}
 _METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel}
+_COUNTS = {Tensor.numel, Tensor.nelement, torch.numel, Tensor.nbytes.__get__}  # type: ignore[attr-defined]
+_FREEZING = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _DETACHING = {Tensor.data.__get__, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
 _POINTERS = {"data_ptr", "untyped_storage", "storage", "_typed_storage", "register_hook", "retain_grad"}
 

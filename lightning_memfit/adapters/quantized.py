@@ -17,6 +17,8 @@ from typing_extensions import override
 _BLOCK = 64
 _SCALES_PER_BLOCK = 256
 _LARGEST_CODE = 127
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Those that the 4-bit kernels know; others, such as float64, are misread without an error and go through float32."""
 
 
 class Codes(nn.Module):
@@ -53,14 +55,15 @@ class Codes(nn.Module):
         """The weight, `(out, in)`."""
         if self.bits == 8:
             return self.codes.to(dtype) * self._float32("scale").to(dtype).unsqueeze(1)
+        known = dtype if dtype in _KERNEL_DTYPES else torch.float32
         operators = torch.ops.bitsandbytes
         scales = operators.dequantize_blockwise(
             self.scale, self._float32("scale_scale"), self._float32("scale_codes"), _SCALES_PER_BLOCK, torch.float32
         )
         scales = scales + self._float32("scale_mean")
         shape = (self.out_features, self.in_features)
-        weight: Tensor = operators.dequantize_4bit(self.codes, scales, _BLOCK, "nf4", shape, dtype)
-        return weight
+        weight: Tensor = operators.dequantize_4bit(self.codes, scales, _BLOCK, "nf4", shape, known)
+        return weight.to(dtype)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ weight.T + bias` for any `x` of shape `(..., in)`.
@@ -76,16 +79,22 @@ class Codes(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """A linear layer whose backward needs only the codes, not its input."""
+    """A linear layer whose backward needs only the codes, not its input. Works in `torch.func` transforms."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, codes: Codes) -> Tensor:
+    def forward(x: Tensor, bias: Tensor | None, codes: Codes) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        ctx.codes = codes
-        ctx.input_dtype = x.dtype
         return F.linear(x.to(dtype), codes.dequantize(dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, _, ctx.codes = inputs
+        ctx.input_dtype, ctx.dtype = x.dtype, output.dtype
 
     @staticmethod
     @override
@@ -97,10 +106,19 @@ class _Product(torch.autograd.Function):
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
         return of_input, of_bias, None
 
+    @staticmethod
+    @override
+    def jvp(ctx: Any, x: Tensor | None, bias: Tensor | None, _: None) -> Tensor | None:
+        if x is None:
+            return None if bias is None else bias.to(ctx.dtype)
+        return F.linear(x.to(ctx.dtype), ctx.codes.dequantize(ctx.dtype), None if bias is None else bias.to(ctx.dtype))
+
 
 def _quantize4(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     import bitsandbytes.functional
 
+    if weight.dtype not in _KERNEL_DTYPES:
+        weight = weight.float()
     operators = torch.ops.bitsandbytes
     codes, scales = operators.quantize_4bit(weight, _BLOCK, "nf4", torch.uint8)
     table = bitsandbytes.functional.create_dynamic_map().to(weight.device)

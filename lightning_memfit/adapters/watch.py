@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
-from lightning_memfit.adapters.layer import FrozenLinear, is_reading, watch_layers
+from lightning_memfit.adapters.layer import FrozenLinear, UnlistedWeight, is_reading, watch_layers
 
 
 class Watch(TorchDispatchMode):
@@ -58,6 +58,17 @@ class Watch(TorchDispatchMode):
         return begin
 
     @override
+    def __enter__(self) -> Watch:
+        self._undo = _list_quantized()
+        super().__enter__()
+        return self
+
+    @override
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._undo()
+
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outside = not is_reading() and torch.is_grad_enabled()
         # Backward reads frozen weights, too, and manual optimization runs it inside the step.
@@ -72,6 +83,39 @@ class Watch(TorchDispatchMode):
             return self._names.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have no storage
             return None
+
+
+def _list_quantized() -> Callable[[], None]:
+    """Let modules list their quantized weights, too, to whoever asks for their parameters; return how to undo it.
+
+    Every module, as a step may go over the parameters of any part. This package's own code is told the truth.
+    """
+    own = nn.Module.named_parameters
+
+    def named_parameters(
+        self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
+        yield from own(self, prefix, recurse, remove_duplicate)
+        frame = inspect.currentframe()
+        while frame is not None and (frame.f_code is named_parameters.__code__ or _is_in(frame, nn.Module.__module__)):
+            frame = frame.f_back
+        if frame is None or _is_in(frame, __name__.partition(".")[0]):
+            return
+        for path, child in self.named_modules(None, prefix, remove_duplicate) if recurse else [(prefix, self)]:
+            if isinstance(child, FrozenLinear) and child.codes is not None:
+                name = f"{path}.weight" if path else "weight"
+                yield name, UnlistedWeight(child, name)
+
+    def undo() -> None:
+        nn.Module.named_parameters = own  # type: ignore[method-assign]
+
+    nn.Module.named_parameters = named_parameters  # type: ignore[method-assign, assignment]
+    return undo
+
+
+def _is_in(frame: Any, module: str) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    return bool(name == module or name.startswith(f"{module}."))
 
 
 def _in_reentrant_checkpoint() -> bool:

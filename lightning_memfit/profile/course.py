@@ -349,10 +349,11 @@ class RunLength:
         trainer = getattr(module, "_trainer", None)
         if trainer is None:
             return cls()
-        batches, limit = _count(getattr(trainer, "num_training_batches", None)), trainer.limit_train_batches
+        known = {name: getattr(trainer, name, None) for name in ("limit_train_batches", "max_steps", "max_epochs")}
+        batches, limit = _count(getattr(trainer, "num_training_batches", None)), known["limit_train_batches"]
         if batches is None and isinstance(limit, int):
             batches = _count(limit)
-        return cls(batches, _count(trainer.max_steps), _count(trainer.max_epochs))
+        return cls(batches, _count(known["max_steps"]), _count(known["max_epochs"]))
 
     @property
     def all_steps(self) -> int | None:

@@ -6,12 +6,16 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from torch import nn
+from torch.nn import functional as F
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.gradient_release import GradientRelease
 from lightning_memfit.techniques.optimizer import ReplaceOptimizer
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from tests.helpers.trainers import quiet_trainer
 from tests.techniques.runs import LanguageModel, assert_same_weights, fit, loader, trainer
 
 
@@ -258,3 +262,146 @@ def test_a_step_on_the_object_is_refused_before_a_weight_changes():
         fit([GradientRelease()], lambda: module)
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+class Net(pl.LightningModule):
+    """Three layers; `middle(self, h)` may read the weight of the last one, whose gradient is complete first."""
+
+    def __init__(self, middle=lambda self, h: h, make=None, begins=0, width=8):
+        super().__init__()
+        self.middle, self.make, self.begins = middle, make, begins
+        self.a, self.b, self.c = (nn.Linear(width, width) for _ in range(3))
+        self.before = {}
+
+    def training_step(self, batch, batch_idx):
+        self.before = copy.deepcopy(self.state_dict())
+        hidden = torch.tanh(self.a(batch))
+        if batch_idx >= self.begins:
+            hidden = self.middle(self, hidden)
+        return self.c(torch.tanh(self.b(hidden))).sub(1).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1) if self.make is None else self.make(self)
+
+
+def train(make_module, callbacks, num_steps=6, **kwargs):
+    pl.seed_everything(0, verbose=False)
+    module = make_module()
+    batches = torch.randn(num_steps, 4, module.a.in_features, generator=torch.Generator().manual_seed(1))
+    quiet_trainer(*callbacks, max_epochs=1, **kwargs).fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+    return module
+
+
+def frozen_branch(module, hidden):
+    module.c.requires_grad_(False)
+    branch = module.c(hidden)
+    module.c.requires_grad_(True)
+    return branch
+
+
+def hook_that_reads(module, hidden):
+    hidden.register_hook(lambda gradient: gradient + module.c.weight.detach().sum())
+    return hidden
+
+
+READS = {
+    "detach": lambda module, h: F.linear(h, module.c.weight.detach()),
+    "data": lambda module, h: F.linear(h, module.c.weight.data),
+    "in a checkpoint": lambda module, h: checkpoint(
+        lambda h: torch.tanh(F.linear(h, module.c.weight.data)), h, use_reentrant=False
+    ),
+    "frozen branch": frozen_branch,
+    "hook": hook_that_reads,
+}
+
+
+def refused(make_module, callbacks, **kwargs):
+    module = make_module()
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        train(lambda: module, callbacks, **kwargs)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, module.before.get(name, value)), name
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_weights_that_backward_reads_after_their_step_are_refused_before_a_weight_changes(read):
+    message = refused(lambda: Net(read), [GradientRelease()])
+    assert "reads c.weight" in message
+    assert "weight.detach().clone()" in message
+
+
+def test_the_same_with_kernels_that_write_past_torch():
+    def adam(module):
+        return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    message = refused(lambda: Net(READS["detach"], adam, width=96), [Optimizer8bit(), GradientRelease()])
+    assert "reads c.weight" in message
+
+
+@pytest.mark.parametrize("read", ["detach", "data", "frozen branch"])
+def test_reads_that_begin_later_are_refused_before_the_step_they_would_change(read):
+    assert "reads c.weight" in refused(lambda: Net(READS[read], begins=4), [GradientRelease()])
+
+
+def test_a_later_graph_of_the_same_size_ends_in_words_also_with_kernels_that_write_past_torch():
+    def switch(module, hidden):
+        weight = module.c.weight.detach()
+        return F.linear(hidden, weight if module.trainer.global_step == 4 else weight.clone())
+
+    def adam(module):
+        return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    with pytest.raises(RuntimeError, match="go on from a checkpoint"):
+        train(lambda: Net(switch, adam, width=96), [Optimizer8bit(), GradientRelease()])
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_copies_and_what_is_read_in_time_run_as_plainly(backend):
+    def through(hidden, weight):
+        return torch.tanh(F.linear(hidden, weight)).sin()
+
+    function = through if backend is None else torch.compile(through, backend=backend)
+
+    def middle(module, hidden):
+        module.c.weight.register_hook(lambda gradient: gradient + 0.1 * module.c.weight.detach())
+        hidden = F.linear(hidden, module.c.weight.detach().clone()) + torch.zeros_like(module.c.weight).sum()
+        return checkpoint(function, hidden, module.b.weight, use_reentrant=False)
+
+    plain, ours = (train(lambda: Net(middle), callbacks) for callbacks in ([], [GradientRelease()]))
+    assert_same_weights(ours, plain)
+
+
+def test_a_reentrant_checkpoint_around_a_shared_layer_is_refused_before_a_weight_changes():
+    message = refused(lambda: Net(lambda m, h: checkpoint(m.c, h, use_reentrant=True)), [GradientRelease()])
+    assert "use_reentrant=False" in message
+
+
+def test_a_zero_grad_on_the_object_is_refused():
+    def make(module):
+        optimizer = torch.optim.Adam(module.parameters())
+        clear = optimizer.zero_grad
+        optimizer.zero_grad = lambda set_to_none=True: clear(set_to_none=False)
+        return optimizer
+
+    assert "Adam has a `zero_grad` that was put on the object" in refused(lambda: Net(make=make), [GradientRelease()])
+
+
+def test_parameters_that_are_views_of_one_tensor_are_refused():
+    class Views(Net):
+        def __init__(self):
+            super().__init__()
+            flat = torch.randn(128)
+            self.a.weight, self.b.weight = (nn.Parameter(part.view(8, 8)) for part in flat.split(64))
+
+    assert "are views of one tensor" in refused(Views, [GradientRelease()])
+    plain, ours = (train(lambda: Net(lambda m, h: h), callbacks) for callbacks in ([], [GradientRelease()]))
+    assert_same_weights(ours, plain)
+
+
+def test_a_callback_that_is_not_yours_may_be_left_out():
+    class Looks(pl.Callback):
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            pass
+
+    assert "leave out the callback that has it" in refused(Net, [GradientRelease(), Looks()])

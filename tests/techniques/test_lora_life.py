@@ -735,3 +735,64 @@ def test_a_name_in_train_that_is_no_module_is_refused_with_the_closest():
     with pytest.raises(ValueError, match=r"`train` names 'haed'.*Closest: head"):
         fitted([Lora(4, train=["haed"])], module)
     assert not frozen_layers(module)
+
+
+def penalty(self, x):
+    return self.head(self.backbone(x)) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+def scaled(self, x):
+    inner = {name: 1.5 * parameter for name, parameter in self.backbone.named_parameters()}
+    return self.head(torch.func.functional_call(self.backbone, inner, (x,)))
+
+
+def logged(self, x):
+    with torch.no_grad():
+        self.log("norm", torch.nn.utils.parameters_to_vector(self.parameters()).norm())
+    return self.head(self.backbone(x))
+
+
+def counted(self, x):
+    self.log("count", float(sum(p.numel() for p in self.parameters())))
+    return self.head(self.backbone(x))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("forward", [penalty, scaled, logged, counted])
+def test_code_over_parameters_that_would_leave_out_quantized_weights_is_refused(bits, forward):
+    module = net(forward=forward)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match=r"(1|head)\.weight .* which is quantized and no parameter"):
+        fitted([QuantizedWeights(bits), Lora(4)], module)
+    assert nn.Module.named_parameters.__module__ == nn.Module.__module__
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_looking_at_parameters_is_no_use_of_them():
+    def forward(self, x):
+        assert {(p.dtype, p.device.type) for p in self.parameters()} == {(torch.float32, "cpu")}
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.requires_grad)
+        features = torch.func.functional_call(self.backbone, dict(self.backbone.named_parameters()), (x,))
+        assert "head.weight" not in self.state_dict()
+        return self.head(features)
+
+    plain, _ = fitted(fresh("4bit"), net())
+    ours, _ = fitted(fresh("4bit"), net(forward=forward))
+    assert_same_weights(ours, plain)
+
+
+def test_a_penalty_over_the_modules_linear_layers_counts_them_once():
+    def forward(self, x):
+        layers = [child for child in self.modules() if isinstance(child, nn.Linear)]
+        self.penalties.append(sum(layer.weight.pow(2).sum().item() for layer in layers))
+        return self.head(self.backbone(x))
+
+    penalties = []
+    for callbacks in ([], fresh()):
+        module = net(forward=forward)
+        module.penalties = []
+        fitted(callbacks, module)
+        penalties.append(module.penalties[0])
+    assert penalties[1] == pytest.approx(penalties[0], rel=1e-6)

@@ -194,3 +194,43 @@ def test_autocast_and_half_precision():
         assert layer.weight.dtype is torch.float32
     layer.to(torch.bfloat16)
     assert layer(x.bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_float64_weights_are_quantized_as_in_float32(bits):
+    layer = nn.Linear(64, 32)
+    wide = copy.deepcopy(layer).double()
+    truth = layer.weight.detach().double()
+    x = torch.randn(5, 64, dtype=torch.float64)
+    ours = quantize(wide, bits)
+    weight = ours.effective_weight()
+    assert weight.dtype is torch.float64
+    largest = truth.abs().max()
+    assert (weight - truth).abs().max() <= largest * (0.2 if bits == 4 else 0.01)  # NF4's widest gap is 0.3
+    assert torch.allclose(weight, quantize(layer, bits).effective_weight().double(), rtol=1e-6, atol=1e-7)
+    assert torch.allclose(ours(x), F.linear(x, weight, ours.bias), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["jacrev", "jacfwd", "hessian", "jvp", "vmap"])
+def test_quantized_layers_work_in_function_transforms(bits, kind):
+    from torch import func
+
+    layer = nn.Linear(64, 8)
+    truth, ours = copy.deepcopy(layer).double(), quantize(layer.double(), bits)
+    truth.weight.data = ours.effective_weight().detach()
+    x, v = torch.randn(2, 3, 64, dtype=torch.float64)
+    transformed = {
+        "jacrev": lambda layer: func.vmap(func.jacrev(layer))(x),
+        "jacfwd": lambda layer: func.vmap(func.jacfwd(layer))(x),
+        "hessian": lambda layer: func.hessian(lambda x: layer(x).tanh().sum())(x[0]),
+        "jvp": lambda layer: func.jvp(layer, (x,), (v,))[1],
+        "vmap": lambda layer: func.vmap(layer, in_dims=1)(x[:, None].expand(3, 2, 64)),
+    }[kind]
+    assert torch.allclose(transformed(ours), transformed(truth), rtol=1e-10, atol=1e-12)
+
+
+def test_factors_are_no_linear_layers():
+    model = nn.Sequential(nn.Linear(8, 6))
+    add_adapter(model[0], 2, SCALE, 0.0, torch.float32)
+    assert [child for child in model.modules() if isinstance(child, nn.Linear)] == [model[0]]
