@@ -330,6 +330,11 @@ class AppliedCheckpointing:
         """Number of blocks that are checkpointed."""
         return len(self._forwards)
 
+    def is_on(self, module: nn.Module) -> bool:
+        """Whether these blocks are all that is checkpointed in a module."""
+        inside = [child for child in module.modules() if _hugging_face_checkpoints(child) or _is_wrapped(child)]
+        return [id(child) for child in inside] == [id(wrapper.block) for wrapper in self._forwards]
+
     def remove(self) -> None:
         """Restore each block's `forward`. Safe to call twice."""
         while self._forwards:

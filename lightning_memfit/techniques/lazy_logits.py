@@ -51,7 +51,9 @@ class HeadCall:
         head: What computes logits, called with `(..., width)`.
         hidden: The input.
         linear: The head if it is a plain linear layer, whose weight can be used directly.
-        parameters: The head's parameters.
+        weights: Its weight and bias as its call sees them, which `torch.func.functional_call`, hooks and
+            parametrizations make.
+        parameters: The head's parameters, or these.
         num_chunks: See `linear_cross_entropy`.
         on_whole: Called with the name of an operator before the logits are computed for it.
         on_loss: Called when a loss was computed in chunks.
@@ -62,6 +64,7 @@ class HeadCall:
         head: Callable[[Tensor], Tensor],
         hidden: Tensor,
         linear: nn.Linear | None,
+        weights: tuple[Any, Any],
         parameters: Sequence[Tensor],
         num_chunks: int,
         on_whole: Callable[[HeadCall, str], None],
@@ -78,6 +81,7 @@ class HeadCall:
         self.is_over = False
         self.made: list[weakref.ref[LazyLogits]] = []
         self._head = head
+        self._weights = weights
         device = hidden.device.type
         self._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self._versions = _versions((hidden, *parameters))
@@ -89,11 +93,18 @@ class HeadCall:
         with torch.autocast(self.hidden.device.type, dtype=self._autocast, enabled=enabled):
             yield
 
+    def weights(self) -> tuple[Any, Any]:
+        """Weight and bias as the head's call saw them; gathered where a strategy has divided or freed them since."""
+        assert self.linear is not None
+        seen = zip(("weight", "bias"), self._weights, strict=True)
+        weight, bias = (_gathered(self.linear._parameters.get(name), value) for name, value in seen)
+        return weight, bias
+
     def run(self, hidden: Tensor) -> Tensor:
         """Apply the head as it would have been applied in its call."""
         with self.autocast():
             if self.linear is not None:
-                return F.linear(hidden, gathered(self.linear.weight), gathered(self.linear.bias))
+                return F.linear(hidden, *self.weights())
             return self._head(hidden)
 
     def lazy(self) -> LazyLogits:
@@ -102,7 +113,7 @@ class HeadCall:
             width = self.hidden.shape[-1]
             if self.linear is not None:
                 cast = self._autocast is not None and self.hidden.dtype is not torch.float64
-                classes, dtype = self.linear.weight.shape[0], self._autocast if cast else self.hidden.dtype
+                classes, dtype = self._weights[0].shape[0], self._autocast if cast else self.hidden.dtype
             else:
                 sample = self.run(self.hidden.reshape(-1, width)[:1])
                 if not isinstance(sample, Tensor) or sample.ndim != 2 or len(sample) != 1:
@@ -136,8 +147,7 @@ class HeadCall:
         """
         changed = self.is_over
         for tensor, version in self._versions:
-            is_plain = type(tensor) in (Tensor, nn.Parameter)
-            changed |= is_plain and bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
+            changed |= is_freed(tensor)
             changed |= _version(tensor) != version
         if changed:
             raise LogitsChanged(
@@ -280,9 +290,17 @@ def _apply_to_whole(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return apply(*args, **kwargs)
 
 
-def gathered(parameter: Any) -> Any:
-    """Gather a parameter that tensor parallelism or FSDP2 divides while its module doesn't run."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+def _gathered(now: Any, seen: Any) -> Any:
+    """A parameter as a call saw it. Tensor parallelism and FSDP2 divide it while its module doesn't run."""
+    if hasattr(now, "full_tensor"):
+        return now.full_tensor()
+    return seen if now is None or not is_freed(seen) else now
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor's memory has been taken away."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    return is_plain and bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
 
 
 def _on_whole(func: Any, name: str, args: Any, kwargs: Any, changes: bool = False) -> Any:
@@ -604,8 +622,9 @@ class _Parts:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         if linear is not None:
-            self.weight, self.bias = gathered(linear.weight), gathered(linear.bias)
-            swapped: dict[int, Any] = {id(linear.weight): self.weight, id(linear.bias): self.bias}
+            self.weight, self.bias = logits.call.weights()
+            seen = map(id, logits.call.parameters)
+            swapped: dict[int, Any] = dict(zip(seen, (self.weight, self.bias), strict=False))
             self.learning = [swapped.get(id(p), p) for p in self.learning]
 
     def logits_of(self, hidden: Tensor) -> Tensor:
