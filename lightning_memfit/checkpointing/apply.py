@@ -77,15 +77,14 @@ class CheckpointedForward(ReplacedForward):
             knowledge.refuse_compiling()
             return checkpoint(function, *args, use_reentrant=False, **self.options(), **kwargs)
         _refuse_transforms(self.block)
-        call = _Call(function, knowledge, args, kwargs, is_watched=self.inputs_on_host is None)
+        kept = kept_operators(self.choice)
+        call = _Call(function, knowledge, args, kwargs, kept, is_watched=self.inputs_on_host is None)
         contexts = partial(_contexts, self.choice, call)
         offloading = nullcontext() if self.inputs_on_host is None else self.inputs_on_host.saving(self.block)
         # A call whose operators are compared runs again to its end, where it may change what can't be seen.
         with offloading, set_checkpoint_early_stop(not call.is_compared):
             try:
-                return checkpoint(
-                    call, *call.saved, use_reentrant=False, context_fn=contexts, determinism_check=CHECK
-                )
+                return checkpoint(call, *call.saved, use_reentrant=False, context_fn=contexts, determinism_check=CHECK)
             except RuntimeError as error:
                 if "saved tensor hooks" not in str(error):
                     raise
@@ -194,9 +193,11 @@ class _Call:
         knowledge: Knowledge,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        kept: frozenset[Any],
         is_watched: bool,
     ) -> None:
         self._function = function
+        self._kept = kept
         self._knowledge = knowledge
         self._places, looking = knowledge.places()
         self._is_looking = looking and is_watched
@@ -239,12 +240,18 @@ class _Call:
         state = self._state
         with nullcontext() if self._samples is None else self._samples.taken():
             if self._is_looking:
-                look = self._look = Look(self._copy, (*state.tensors.items(), *self._inputs))
+                look = self._look = Look(self._copy, (*state.tensors.items(), *self._inputs), self._kept)
                 if self.is_compared:
                     self._results = look.results
                 with look:
                     result = self._function(*args, **kwargs)
                 self._look = None
+                if look.changes_kept is not None:
+                    raise InexactRecomputationError(
+                        self._knowledge.name,
+                        f"what its operator {look.changes_kept} returns is kept by a selective choice and then changed "
+                        "in place, as nn.RNN and nn.GRU do on the CPU. Or use mode='full'.",
+                    )
             else:
                 result = self._function(*args, **kwargs)
         inputs = [(place, tensor) for place, tensor in self._inputs if place not in self._copies]
@@ -333,7 +340,7 @@ class AppliedCheckpointing:
     def is_on(self, module: nn.Module) -> bool:
         """Whether these blocks are all that is checkpointed in a module."""
         inside = [child for child in module.modules() if _hugging_face_checkpoints(child) or _is_wrapped(child)]
-        return [id(child) for child in inside] == [id(wrapper.block) for wrapper in self._forwards]
+        return {id(child) for child in inside} == {id(wrapper.block) for wrapper in self._forwards}
 
     def remove(self) -> None:
         """Restore each block's `forward`. Safe to call twice."""

@@ -1,8 +1,8 @@
 """Compare what a recomputation saves for backward with what the first run saved, in every call.
 
 A few elements of each saved tensor, spread over it, are kept. Gradients are computed from saved tensors alone, so that
-whatever a block reads that has changed, seen or not, shows there. `torch.utils.checkpoint` calls its "determinism check"
-on every tensor that is saved, and on those of the recomputation that are about to be used: this is one more such check.
+whatever a block reads that has changed, seen or not, shows there. `torch.utils.checkpoint` calls its "determinism
+check" on every tensor that is saved, and on those of the recomputation that are about to be used: this is one more.
 """
 
 import threading
@@ -110,7 +110,7 @@ class _Sample:
 
     @override
     def __eq__(self, other: object) -> bool:
-        """Whether the other, of the recomputation, is of a tensor of the same kind; values are refused if they differ."""
+        """Whether the recomputation's is of a tensor of the same kind; values that differ are refused."""
         if not isinstance(other, _Sample) or self.kind != other.kind:
             return False
         if self.samples is not None and self.values is not None and other.values is not None:
@@ -131,7 +131,7 @@ def _sample(tensor: Tensor) -> _Sample:
     return _Sample(tensor) if samples is None else samples.add(tensor)
 
 
-upstream._allowed_determinism_checks_to_fns[CHECK] = _sample  # type: ignore[assignment]
+upstream._allowed_determinism_checks_to_fns[CHECK] = _sample
 
 
 def _values(tensor: Tensor) -> Tensor | None:
@@ -139,7 +139,8 @@ def _values(tensor: Tensor) -> Tensor | None:
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or not tensor.numel() or tensor.device.type == "meta" or in_function_transform():
         return None
-    is_number = tensor.is_floating_point() or (tensor.device.type == "cpu" and tensor.dtype in (torch.int64, torch.int32))
+    is_index = tensor.device.type == "cpu" and tensor.dtype in (torch.int64, torch.int32)
+    is_number = is_index or tensor.is_floating_point()
     if not (is_number or tensor.dtype is torch.bool) or not tensor.untyped_storage().nbytes():
         return None  # other bytes may be anything, such as a kernel's workspace
     with _outside_of_modes():

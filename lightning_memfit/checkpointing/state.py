@@ -489,11 +489,11 @@ class BlockState:
             _fill(container, content)
         for source, state in self._sources:
             set_random_source_state(source, state)
-        for parameter, requires_grad in self._need_grad:
-            if parameter.requires_grad is not requires_grad:
-                parameter.requires_grad_(requires_grad)
-        for tensor, copy in self.copies.values():
-            tensor.data.copy_(copy)
+        for leaf, requires_grad in self._need_grad:
+            if leaf.requires_grad is not requires_grad:
+                leaf.requires_grad_(requires_grad)
+        for tensor, values in self.copies.values():
+            tensor.data.copy_(values)
         if random.getstate() != self._python:
             random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
@@ -526,7 +526,12 @@ def _fill_slot(value: Any, slot: types.MemberDescriptorType, held: Any) -> None:
 
 def _is_freed(tensor: Tensor | None) -> bool:
     """Whether a strategy that divides weights has freed these, which it gathers anew."""
-    return type(tensor) in TENSORS and bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
+    return (
+        isinstance(tensor, TENSORS)
+        and type(tensor) in TENSORS
+        and bool(tensor.numel())
+        and not tensor.untyped_storage().nbytes()
+    )
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -564,17 +569,30 @@ class Look(TorchDispatchMode):
     Args:
         on_write: Called with the tensors that an operator is about to write.
         watched: Tensors to watch, by place.
+        kept: Operators whose results are kept for the recomputation.
+
+    Attributes:
+        results: What each operator returned, in numbers.
+        changes_kept: Name of one of them whose result was written in place; None if there is none.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, on_write: Callable[[Place, Tensor], None], watched: Iterable[tuple[Place, Tensor]]) -> None:
+    def __init__(
+        self,
+        on_write: Callable[[Place, Tensor], None],
+        watched: Iterable[tuple[Place, Tensor]],
+        kept: frozenset[Any] = frozenset(),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_write = on_write
         self._watched: dict[int, list[tuple[Place, Tensor]]] = {}
         for place, tensor in watched:
             if type(tensor) in TENSORS and tensor.layout is torch.strided:
                 self._watched.setdefault(tensor.untyped_storage()._cdata, []).append((place, tensor))
+        self._kept = kept
+        self._kept_storages: dict[int, str] = {}
+        self.changes_kept: str | None = None
         self.results: list[tuple[str, float]] = []
         self.is_paused = False
 
@@ -583,11 +601,14 @@ class Look(TorchDispatchMode):
         """Run an operator."""
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable and self._watched:
+        if schema is not None and schema.is_mutable and (self._watched or self._kept_storages):
             for number, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._note_write(args[number] if number < len(args) else kwargs.get(argument.name))
         result = func(*args, **kwargs)
+        if func in self._kept and not self.is_paused:
+            value = result[0] if isinstance(result, tuple) else result
+            self._kept_storages[value.untyped_storage()._cdata] = func.name()
         is_left_out = func.is_view or func._opname in _COPIES or func.namespace in _COLLECTIVES
         if schema is not None and not self.is_paused and not is_left_out:
             self.results.append((func.name(), _reading(func, result)))
@@ -596,6 +617,7 @@ class Look(TorchDispatchMode):
     def _note_write(self, value: Any) -> None:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if type(tensor) in TENSORS and tensor.layout is torch.strided:
+                self.changes_kept = self._kept_storages.get(tensor.untyped_storage()._cdata, self.changes_kept)
                 for place, watched in self._watched.pop(tensor.untyped_storage()._cdata, ()):
                     self._on_write(place, watched)
 

@@ -272,7 +272,9 @@ class _ChunkedHead:
         self.last_reader = reader
         if any(running.has_labels for running in self.calls):
             raise ValueError(
-                self._refusal(f"applies `{reader}` to its logits before the loss, which can't be done in chunks")
+                self._refusal(
+                    f"applies `{reader}` to its logits before the loss, which can't be done in chunks", _way_out(reader)
+                )
             )
         if not self.has_warned:
             self.has_warned = True
@@ -304,13 +306,29 @@ class _ChunkedHead:
         if self.num_lazy and not self.num_losses and self.last_reader:
             raise MisconfigurationException(
                 self._refusal(
-                    f"is not trained on a cross-entropy of its logits (`{self.last_reader}` read them first), "
-                    "so that nothing was computed in chunks"
+                    f"is not trained on a cross-entropy of its logits that can be had in chunks "
+                    f"(`{self.last_reader}` read them whole)",
+                    _way_out(self.last_reader),
                 )
             )
 
     def _refusal(self, reason: str, fix: str = "Leave ChunkedLoss out for this model.") -> str:
         return f"ChunkedLoss: {self.name} {reason}. {fix}"
+
+
+def _way_out(reader: str) -> str:
+    """What to do about what makes logits whole."""
+    leave = "leave ChunkedLoss out for this model."
+    name = reader.removeprefix("aten.")
+    if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
+        return f"Write it out of place (`logits = logits + bias`, not `logits += bias`), or {leave}"
+    if name in _SCALES:
+        return f"Apply a factor of each token to the head's input instead, or {leave}"
+    return f"L{leave[1:]}"
+
+
+_IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__setitem__")
+_SCALES = ("mul", "div", "true_divide", "multiply", "divide", "__mul__", "__rmul__", "__truediv__")
 
 
 class _Idle:

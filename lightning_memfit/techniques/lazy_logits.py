@@ -222,6 +222,8 @@ class LazyLogits(Tensor):
         if loss is not None:
             return loss
         name = getattr(func, "__name__", str(func))
+        obstacle = _obstacle(*args, **kwargs) if func in _LOSSES and args else None
+        name = f"{name}({obstacle})" if obstacle else name
         if func in _READING or name in _READING_NAMES:
             return _on_whole(func, name, args, kwargs)
         if name in _HOOKING and not _is_distributed(args[1:]):
@@ -546,22 +548,11 @@ def _cross_entropy(
     """`F.cross_entropy` in chunks, or None if it can't be had so; no loss where no token counts, and not NaN."""
     if not isinstance(logits, LazyLogits) or not isinstance(target, Tensor) or isinstance(target, LazyLogits):
         return None
-    tokens = list(logits.shape)
-    del tokens[logits.class_dim]
-    if (
-        weight is not None
-        or size_average is not None
-        or reduce is not None
-        or reduction not in ("mean", "sum")
-        or target.is_floating_point()
-        or list(target.shape) != tokens
-        or logits.class_dim != min(1, logits.ndim - 1)
-        or not 0.0 <= label_smoothing <= 1.0
-        or logits.call.is_changed
-        or logits.call.is_over
-        or (logits.requires_grad and not logits.is_attached)
-    ):
+    if _obstacle(logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing):
         return None
+    if logits.call.is_changed or logits.call.is_over or (logits.requires_grad and not logits.is_attached):
+        return None
+    _check_labels(target, logits.shape[logits.class_dim], ignore_index)
     call, target = logits.call, target.long()
     call.check_unchanged()
     is_autocast = torch.is_autocast_enabled(logits.device.type)
@@ -577,6 +568,49 @@ def _cross_entropy(
         if reduction == "mean":
             total = total / (target != ignore_index).sum().clamp(min=1)
         return total.to(dtype)
+
+
+def _obstacle(
+    logits: Any,
+    target: Any = None,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> str | None:
+    """The argument because of which a loss can't be had in chunks, as it is written; None if it can."""
+    if weight is not None:
+        return "weight=..."
+    if size_average is not None or reduce is not None:
+        return "size_average=..." if size_average is not None else "reduce=..."
+    if reduction not in ("mean", "sum"):
+        return f"reduction={reduction!r}"
+    if not 0.0 <= label_smoothing <= 1.0:
+        return f"label_smoothing={label_smoothing}"
+    if not isinstance(logits, LazyLogits) or not isinstance(target, Tensor):
+        return None
+    if target.is_floating_point():
+        return "target=<probabilities>"
+    tokens = list(logits.shape)
+    del tokens[logits.class_dim]
+    if list(target.shape) != tokens or logits.class_dim != min(1, logits.ndim - 1):
+        return f"input=<{tuple(logits.shape)}>, target=<{tuple(target.shape)}>"
+    return None
+
+
+def _check_labels(target: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Refuse labels that name no class, as plain torch does; accelerators find them while they compute."""
+    if type(target) is not Tensor or target.device.type != "cpu":
+        return
+    is_wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
+    if is_wrong.any():
+        raise IndexError(
+            f"ChunkedLoss: the labels (`target` of the loss) hold {int(target[is_wrong][0])}, but the logits have "
+            f"{num_classes} classes, 0 to {num_classes - 1} (and {ignore_index} for tokens that don't count). Correct "
+            "the labels, or enlarge the vocabulary with `resize_token_embeddings`."
+        )
 
 
 def _negative_log_likelihood(
