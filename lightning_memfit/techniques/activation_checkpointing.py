@@ -133,6 +133,9 @@ class ActivationCheckpointing(TechniqueCallback):
         self.on_restore(wrap_method(pl_module, "configure_model", configure))
 
     def _checkpoint(self, module: nn.Module) -> None:
+        # `EMAWeightAveraging` and Lightning both call `configure_model`.
+        if self._applied is not None and self._applied.is_on(module):
+            return
         refuse_checkpointed(module)
         groups = select_blocks(module, self.blocks) if self.blocks is not None else find_blocks(module)
         if not groups:
@@ -142,7 +145,8 @@ class ActivationCheckpointing(TechniqueCallback):
             )
         self.on_restore(disable_caches(module))
         if self.mode == "sqrt":
-            applied = apply_segments(module, groups)
+            applied = self._applied = apply_segments(module, groups)
+            self.on_restore(self._forget)
             self.on_restore(applied.remove)
         else:
             applied = self._apply_to([block for group in groups for block in group.modules])

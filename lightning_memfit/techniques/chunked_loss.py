@@ -2,8 +2,8 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import override
 
 from lightning_memfit.adapters.layer import FrozenLinear, reading
@@ -21,7 +22,7 @@ from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, is_causal_lm
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.lazy_logits import HeadCall, whole_in_functions
+from lightning_memfit.techniques.lazy_logits import HeadCall, is_freed, whole_in_functions
 
 
 class ChunkedLoss(TechniqueCallback):
@@ -147,7 +148,9 @@ class _ChunkedHead:
         self.is_compared = False
         self.has_warned = False
         self.last_reader = ""
-        self.is_plain = type(self.head) is nn.Linear and own_attribute(self.head, "forward") is None
+        kind = type(self.head)
+        kind = kind.__mro__[1] if is_parametrized(self.head) else kind  # torch gives it a class of its own
+        self.is_plain = kind is nn.Linear and own_attribute(self.head, "forward") is None
         self._undo: list[Callable[[], object]] = [
             whole_in_functions(),
             wrap_method(self.head, "forward", self._run_head),
@@ -189,23 +192,35 @@ class _ChunkedHead:
         if not isinstance(hidden, Tensor) or hidden.ndim == 0 or hasattr(hidden, "full_tensor") or not hidden.numel():
             return inner(hidden, *args, **kwargs)
         linear = self.head if self.is_plain and isinstance(self.head, nn.Linear) else None
-        if linear is not None and type(linear.weight.data) is not Tensor and not _is_known(linear.weight):
-            linear = None
+        # Read once, as a plain call would: spectral norm and the like change with each.
+        weights = (None, None) if linear is None else (linear.weight, linear.bias)
+        if linear is not None and not _is_known(weights[0]):
+            linear, weights = None, (None, None)
         learns = torch.is_grad_enabled() and self.head.training
         if learns:
             self._check_head(linear)
-        parameters = list(self.head.parameters())
+        parameters = [p for p in weights if p is not None] if linear is not None else list(self.head.parameters())
+        seen = [(module._parameters, dict(module._parameters)) for module in self.head.modules()]
+        buffers = [(buffer, buffer._version) for buffer in self.head.buffers() if learns and not buffer.is_inference()]
 
         def run(rows: Tensor) -> Tensor:
             # Lora looks for reads of frozen weights outside their layer, whose own call is over by now.
-            with reading() if isinstance(self.head, FrozenLinear) else nullcontext():
+            with reading() if isinstance(self.head, FrozenLinear) else nullcontext(), _holding(seen):
                 logits: Tensor = inner(rows, *args, **kwargs)
-                return logits
+            if any(buffer._version != version for buffer, version in buffers):
+                raise ValueError(
+                    self._refusal(
+                        f"has a head ({type(self.head).__name__}) that changes its buffers each time it runs, and "
+                        "that would run once per chunk"
+                    )
+                )
+            return logits
 
         call = HeadCall(
             run,
             hidden,
             linear,
+            weights,
             parameters,
             self.num_chunks,
             self._on_whole,
@@ -257,7 +272,9 @@ class _ChunkedHead:
         self.last_reader = reader
         if any(running.has_labels for running in self.calls):
             raise ValueError(
-                self._refusal(f"applies `{reader}` to its logits before the loss, which can't be done in chunks")
+                self._refusal(
+                    f"applies `{reader}` to its logits before the loss, which can't be done in chunks", _way_out(reader)
+                )
             )
         if not self.has_warned:
             self.has_warned = True
@@ -289,13 +306,29 @@ class _ChunkedHead:
         if self.num_lazy and not self.num_losses and self.last_reader:
             raise MisconfigurationException(
                 self._refusal(
-                    f"is not trained on a cross-entropy of its logits (`{self.last_reader}` read them first), "
-                    "so that nothing was computed in chunks"
+                    f"is not trained on a cross-entropy of its logits that can be had in chunks "
+                    f"(`{self.last_reader}` read them whole)",
+                    _way_out(self.last_reader),
                 )
             )
 
     def _refusal(self, reason: str, fix: str = "Leave ChunkedLoss out for this model.") -> str:
         return f"ChunkedLoss: {self.name} {reason}. {fix}"
+
+
+def _way_out(reader: str) -> str:
+    """What to do about what makes logits whole."""
+    leave = "leave ChunkedLoss out for this model."
+    name = reader.removeprefix("aten.")
+    if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
+        return f"Write it out of place (`logits = logits + bias`, not `logits += bias`), or {leave}"
+    if name in _SCALES:
+        return f"Apply a factor of each token to the head's input instead, or {leave}"
+    return f"L{leave[1:]}"
+
+
+_IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__setitem__")
+_SCALES = ("mul", "div", "true_divide", "multiply", "divide", "__mul__", "__rmul__", "__truediv__")
 
 
 class _Idle:
@@ -348,8 +381,27 @@ def _at_least_one(num_items: Any, labels: Tensor) -> Any:
     return num_items + ((num_items == 0) & ~(labels != -100).any().to(num_items.device)).to(num_items.dtype)
 
 
+@contextmanager
+def _holding(seen: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[None]:
+    """Put parameters in place as a call saw them, as `torch.func.functional_call` may have put others for it alone."""
+    changed = []
+    for owner, parameters in seen:
+        for name, parameter in parameters.items():
+            now = owner.get(name)
+            if now is not parameter and not (parameter is None or hasattr(now, "full_tensor") or is_freed(parameter)):
+                changed.append((owner, name, now))
+                owner[name] = parameter
+    try:
+        yield
+    finally:
+        for owner, name, now in changed:
+            owner[name] = now
+
+
 def _is_known(weight: Tensor) -> bool:
     """Whether a weight is an ordinary tensor, perhaps divided among ranks or fake, and not quantized."""
+    if type(weight) is Tensor or type(weight.data) is Tensor:
+        return True
     return type(weight) is nn.Parameter or hasattr(weight, "full_tensor") or not _has_values(weight)
 
 

@@ -51,7 +51,9 @@ class HeadCall:
         head: What computes logits, called with `(..., width)`.
         hidden: The input.
         linear: The head if it is a plain linear layer, whose weight can be used directly.
-        parameters: The head's parameters.
+        weights: Its weight and bias as its call sees them, which `torch.func.functional_call`, hooks and
+            parametrizations make.
+        parameters: The head's parameters, or these.
         num_chunks: See `linear_cross_entropy`.
         on_whole: Called with the name of an operator before the logits are computed for it.
         on_loss: Called when a loss was computed in chunks.
@@ -62,6 +64,7 @@ class HeadCall:
         head: Callable[[Tensor], Tensor],
         hidden: Tensor,
         linear: nn.Linear | None,
+        weights: tuple[Any, Any],
         parameters: Sequence[Tensor],
         num_chunks: int,
         on_whole: Callable[[HeadCall, str], None],
@@ -78,6 +81,7 @@ class HeadCall:
         self.is_over = False
         self.made: list[weakref.ref[LazyLogits]] = []
         self._head = head
+        self._weights = weights
         device = hidden.device.type
         self._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self._versions = _versions((hidden, *parameters))
@@ -89,11 +93,18 @@ class HeadCall:
         with torch.autocast(self.hidden.device.type, dtype=self._autocast, enabled=enabled):
             yield
 
+    def weights(self) -> tuple[Any, Any]:
+        """Weight and bias as the head's call saw them; gathered where a strategy has divided or freed them since."""
+        assert self.linear is not None
+        seen = zip(("weight", "bias"), self._weights, strict=True)
+        weight, bias = (_gathered(self.linear._parameters.get(name), value) for name, value in seen)
+        return weight, bias
+
     def run(self, hidden: Tensor) -> Tensor:
         """Apply the head as it would have been applied in its call."""
         with self.autocast():
             if self.linear is not None:
-                return F.linear(hidden, gathered(self.linear.weight), gathered(self.linear.bias))
+                return F.linear(hidden, *self.weights())
             return self._head(hidden)
 
     def lazy(self) -> LazyLogits:
@@ -102,7 +113,7 @@ class HeadCall:
             width = self.hidden.shape[-1]
             if self.linear is not None:
                 cast = self._autocast is not None and self.hidden.dtype is not torch.float64
-                classes, dtype = self.linear.weight.shape[0], self._autocast if cast else self.hidden.dtype
+                classes, dtype = self._weights[0].shape[0], self._autocast if cast else self.hidden.dtype
             else:
                 sample = self.run(self.hidden.reshape(-1, width)[:1])
                 if not isinstance(sample, Tensor) or sample.ndim != 2 or len(sample) != 1:
@@ -136,8 +147,7 @@ class HeadCall:
         """
         changed = self.is_over
         for tensor, version in self._versions:
-            is_plain = type(tensor) in (Tensor, nn.Parameter)
-            changed |= is_plain and bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
+            changed |= is_freed(tensor)
             changed |= _version(tensor) != version
         if changed:
             raise LogitsChanged(
@@ -212,6 +222,8 @@ class LazyLogits(Tensor):
         if loss is not None:
             return loss
         name = getattr(func, "__name__", str(func))
+        obstacle = _obstacle(*args, **kwargs) if func in _LOSSES and args else None
+        name = f"{name}({obstacle})" if obstacle else name
         if func in _READING or name in _READING_NAMES:
             return _on_whole(func, name, args, kwargs)
         if name in _HOOKING and not _is_distributed(args[1:]):
@@ -280,9 +292,17 @@ def _apply_to_whole(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return apply(*args, **kwargs)
 
 
-def gathered(parameter: Any) -> Any:
-    """Gather a parameter that tensor parallelism or FSDP2 divides while its module doesn't run."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+def _gathered(now: Any, seen: Any) -> Any:
+    """A parameter as a call saw it. Tensor parallelism and FSDP2 divide it while its module doesn't run."""
+    if hasattr(now, "full_tensor"):
+        return now.full_tensor()
+    return seen if now is None or not is_freed(seen) else now
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor's memory has been taken away."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    return is_plain and bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
 
 
 def _on_whole(func: Any, name: str, args: Any, kwargs: Any, changes: bool = False) -> Any:
@@ -528,22 +548,11 @@ def _cross_entropy(
     """`F.cross_entropy` in chunks, or None if it can't be had so; no loss where no token counts, and not NaN."""
     if not isinstance(logits, LazyLogits) or not isinstance(target, Tensor) or isinstance(target, LazyLogits):
         return None
-    tokens = list(logits.shape)
-    del tokens[logits.class_dim]
-    if (
-        weight is not None
-        or size_average is not None
-        or reduce is not None
-        or reduction not in ("mean", "sum")
-        or target.is_floating_point()
-        or list(target.shape) != tokens
-        or logits.class_dim != min(1, logits.ndim - 1)
-        or not 0.0 <= label_smoothing <= 1.0
-        or logits.call.is_changed
-        or logits.call.is_over
-        or (logits.requires_grad and not logits.is_attached)
-    ):
+    if _obstacle(logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing):
         return None
+    if logits.call.is_changed or logits.call.is_over or (logits.requires_grad and not logits.is_attached):
+        return None
+    _check_labels(target, logits.shape[logits.class_dim], ignore_index)
     call, target = logits.call, target.long()
     call.check_unchanged()
     is_autocast = torch.is_autocast_enabled(logits.device.type)
@@ -559,6 +568,49 @@ def _cross_entropy(
         if reduction == "mean":
             total = total / (target != ignore_index).sum().clamp(min=1)
         return total.to(dtype)
+
+
+def _obstacle(
+    logits: Any,
+    target: Any = None,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> str | None:
+    """The argument because of which a loss can't be had in chunks, as it is written; None if it can."""
+    if weight is not None:
+        return "weight=..."
+    if size_average is not None or reduce is not None:
+        return "size_average=..." if size_average is not None else "reduce=..."
+    if reduction not in ("mean", "sum"):
+        return f"reduction={reduction!r}"
+    if not 0.0 <= label_smoothing <= 1.0:
+        return f"label_smoothing={label_smoothing}"
+    if not isinstance(logits, LazyLogits) or not isinstance(target, Tensor):
+        return None
+    if target.is_floating_point():
+        return "target=<probabilities>"
+    tokens = list(logits.shape)
+    del tokens[logits.class_dim]
+    if list(target.shape) != tokens or logits.class_dim != min(1, logits.ndim - 1):
+        return f"input=<{tuple(logits.shape)}>, target=<{tuple(target.shape)}>"
+    return None
+
+
+def _check_labels(target: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Refuse labels that name no class, as plain torch does; accelerators find them while they compute."""
+    if type(target) is not Tensor or target.device.type != "cpu":
+        return
+    is_wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
+    if is_wrong.any():
+        raise IndexError(
+            f"ChunkedLoss: the labels (`target` of the loss) hold {int(target[is_wrong][0])}, but the logits have "
+            f"{num_classes} classes, 0 to {num_classes - 1} (and {ignore_index} for tokens that don't count). Correct "
+            "the labels, or enlarge the vocabulary with `resize_token_embeddings`."
+        )
 
 
 def _negative_log_likelihood(
@@ -604,8 +656,9 @@ class _Parts:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         if linear is not None:
-            self.weight, self.bias = gathered(linear.weight), gathered(linear.bias)
-            swapped: dict[int, Any] = {id(linear.weight): self.weight, id(linear.bias): self.bias}
+            self.weight, self.bias = logits.call.weights()
+            seen = map(id, logits.call.parameters)
+            swapped: dict[int, Any] = dict(zip(seen, (self.weight, self.bias), strict=False))
             self.learning = [swapped.get(id(p), p) for p in self.learning]
 
     def logits_of(self, hidden: Tensor) -> Tensor:

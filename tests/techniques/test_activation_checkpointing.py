@@ -114,3 +114,11 @@ def test_wrong_arguments():
         ActivationCheckpointing(mode="none", choices=["full"])
     with pytest.raises(ValueError, match="1 entries for 4 blocks"):
         fit([ActivationCheckpointing(choices=["full"])])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_averaged_weights_in_both_orders(first):
+    averaging = pytest.importorskip("lightning.pytorch.callbacks").EMAWeightAveraging
+    callbacks = [ActivationCheckpointing(), averaging(decay=0.9)]
+    ours = fit(callbacks[first:] + callbacks[:first])
+    assert_same_weights(ours, fit([averaging(decay=0.9)]))

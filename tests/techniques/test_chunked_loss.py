@@ -222,7 +222,7 @@ def test_inside_activation_checkpointing(reentrant):
         (head_of(lambda: Noisy(32, 64)), "Noisy"),
         (adapted(0.1), r"dropout \(0.1\)"),
         (lambda model: model.lm_head.register_full_backward_hook(lambda *args: None), "hooks on its gradients"),
-        (lambda model: setattr(model, "_loss_function", token_weighted), "`cross_entropy`"),
+        (lambda model: setattr(model, "_loss_function", token_weighted), "`cross_entropy\\(reduction='none'\\)`"),
         (lambda model: setattr(model, "_loss_function", another_loss), "`sum` to its logits"),
         pytest.param(lambda model: model.compile(backend="eager"), "is compiled", marks=pytest.mark.slow),
     ],
@@ -585,3 +585,86 @@ def test_trains(precision):
     assert vars(ours).keys() == vars(plain).keys()
     assert "forward" not in vars(ours.model.lm_head)
     torch.testing.assert_close(torch.stack(ours.losses), torch.stack(plain.losses), rtol=2e-3, atol=0)
+
+
+# --- weights that only the head's call sees ---------------------------------------------------------------------------
+
+
+class Functional(OwnLoss):
+    def training_step(self, batch, batch_idx):
+        weights = {"lm_head.weight": self.model.lm_head.weight * 2}
+        loss = self.loss(torch.func.functional_call(self.model, weights, (batch,)).logits, batch)
+        self.losses.append(loss.detach())
+        return loss
+
+
+class Swapped(OwnLoss):
+    def training_step(self, batch, batch_idx):
+        mine = self.model.lm_head.weight
+        self.model.lm_head.weight = torch.nn.Parameter(mine.detach() * 2)
+        logits = self.model(batch).logits
+        self.model.lm_head.weight = mine
+        loss = self.loss(logits, batch)
+        self.losses.append(loss.detach())
+        return loss
+
+
+class SpectralNorm(OwnLoss):
+    def __init__(self):
+        super().__init__()
+        self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.detach().clone())
+        torch.nn.utils.parametrizations.spectral_norm(self.model.lm_head)
+
+
+@pytest.mark.parametrize("module", [Functional, Swapped, SpectralNorm])
+def test_the_loss_uses_the_weight_that_the_heads_call_saw(module):
+    plain, ours = fit([], module), fit([ChunkedLoss(3)], module)
+    assert_close(ours.losses, plain.losses, rtol=1e-5)
+    assert_close(list(ours.buffers()), list(plain.buffers()), atol=1e-5)
+
+
+class Counting(nn.Linear):
+    """Changes a buffer in each call."""
+
+    def __init__(self, *args):
+        super().__init__(*args, bias=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 + 0.1 * self.calls)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
+def test_a_head_that_changes_its_buffers_is_refused():
+    model = changed(head_of(lambda: Counting(32, 64)))
+    chunk_loss(model, 3)
+    with pytest.raises(ValueError, match="Counting.* changes its buffers"):
+        model(input_ids=IDS, labels=IDS)
+
+
+class WeightedLoss(OwnLoss):
+    def loss(self, logits, ids):
+        return F.cross_entropy(logits.transpose(1, 2), ids, weight=torch.ones(logits.shape[-1]))
+
+
+class InPlace(OwnLoss):
+    def loss(self, logits, ids):
+        logits += 0.1
+        return super().loss(logits, ids)
+
+
+@pytest.mark.parametrize(("module", "reason"), [(WeightedLoss, r"weight=\.\.\."), (InPlace, "`logits = logits")])
+@pytest.mark.filterwarnings("ignore:ChunkedLoss")
+def test_a_refusal_names_the_argument_and_the_way_out(module, reason):
+    with pytest.raises(MisconfigurationException, match=reason):
+        fit([ChunkedLoss(3)], module)
+
+
+def test_a_label_out_of_range_is_named():
+    model = changed(lambda model: None)
+    chunk_loss(model, 3)
+    labels = IDS.clone()
+    labels[0, 3] = 64
+    with pytest.raises(IndexError, match="labels .* hold 64, but the logits have 64 classes"):
+        model(input_ids=IDS, labels=labels)
