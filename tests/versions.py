@@ -104,7 +104,7 @@ def run(name: str, arguments: list[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print a table of environments; returns 1 if one of them fails."""
+    """Print a table of environments; returns 1 if one of them fails or none could be run."""
     split = arguments.index("--") if "--" in arguments else len(arguments)
     names, more = arguments[:split] or list(ENVIRONMENTS), arguments[split + 1 :]
     if unknown := set(names) - set(ENVIRONMENTS):
@@ -121,7 +121,8 @@ def main(arguments: list[str]) -> int:
         torch, lightning, transformers = (environment.pins[key] for key in ("torch", "lightning", "transformers"))
         summary = row.partition("\n")[0]
         print(f"{name:<12} {environment.python:<7} {torch:<8} {lightning:<10} {transformers:<13} {summary}")
-    return int(any(row.startswith("FAILED") for row in rows.values()))
+    failed, passed = (any(row.startswith(word) for row in rows.values()) for word in ("FAILED", "passed"))
+    return int(failed or not passed)
 
 
 if __name__ == "__main__":
