@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 HEADING = "## Where upstream's private names are used\n"
 
 VERSIONS = {
-    "bitsandbytes": "0.49-0.50",
+    "bitsandbytes": "0.50",
     "datasets": "4",
     "deepspeed": "0.19.8",
     "lightning": "2.6",
