@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart fast test lint types unit aio format gpu gpu-wheels clean
+.PHONY: quickstart fast test test-versions lint types unit aio format gpu gpu-wheels clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m cli fit --config recipes/quickstart.yaml
@@ -28,6 +28,12 @@ unit: $(STAMP)
 # Under four minutes on two cores: all but what starts processes, compiles, or trains for long.
 fast: $(STAMP)
 	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile -m "not gpu and not slow"
+
+# Unit and technique tests under the oldest and the newest supported versions, each in an environment of its own in
+# .venv-versions (some gigabytes each); `make test-versions ONLY=oldest` takes one.
+ONLY ?=
+test-versions: $(STAMP)
+	$(BIN)/python -m tests.versions $(ONLY)
 
 # Compile what offloading to disk needs, once (minutes; libaio-dev, g++); its tests run from then on.
 aio: $(STAMP)
@@ -56,4 +62,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-versions build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -19,12 +19,12 @@ PAGE = ROOT / "docs" / "architecture.md"
 HEADING = "## Where upstream's private names are used\n"
 
 VERSIONS = {
-    "bitsandbytes": "0.49-0.50",
+    "bitsandbytes": "0.50",
     "datasets": "4",
     "deepspeed": "0.19.8",
     "lightning": "2.6",
     "python": "3.10-3.13",
-    "torch": "2.9-2.13",
+    "torch": "2.11-2.13",
     "torchao": "0.18",
     "torchmetrics": "1.9",
     "transformers": "5.10",
@@ -125,8 +125,11 @@ NAMES: dict[str, str] = {
     "_rigid_load_state_dict": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_scaled_dot_product_attention_math": "torch.ops.aten",
     "_scaled_dot_product_cudnn_attention": "torch.ops.aten",
+    "_scaled_dot_product_cudnn_attention_backward": "torch.ops.aten",
     "_scaled_dot_product_efficient_attention": "torch.ops.aten",
+    "_scaled_dot_product_efficient_attention_backward": "torch.ops.aten",
     "_scaled_dot_product_flash_attention": "torch.ops.aten",
+    "_scaled_dot_product_flash_attention_backward": "torch.ops.aten",
     "_scaled_dot_product_flash_attention_for_cpu": "torch.ops.aten",
     "_schema": "torch._ops.OpOverload",
     "_set_fp32_optimizer_param_groups": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",

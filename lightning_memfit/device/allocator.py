@@ -1,7 +1,7 @@
 """`CachingAllocator`: simulate the bytes that torch's CUDA caching allocator would hold and reserve, without a GPU.
 
 The rules are those of torch's native backend, one stream (`c10/cuda/CUDACachingAllocator.cpp` and
-`c10/core/AllocatorConfig.h`, torch 2.9 to 2.13). Addresses are made up: new segments get higher addresses than older
+`c10/core/AllocatorConfig.h`, torch 2.11 to 2.13). Addresses are made up: new segments get higher addresses than older
 ones, though a driver may place them differently. That only matters for the choice between free blocks of equal size.
 `Block`, `Pool` and `ExpandableSegment` are the parts of `CachingAllocator`.
 """

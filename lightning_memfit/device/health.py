@@ -116,7 +116,7 @@ def check_bitsandbytes(error: str | None, backend: str, cuda: bool) -> Finding:
         cuda: Whether a CUDA device is usable.
     """
     if error is not None:
-        return Finding("bitsandbytes", "problem", error, "pip install 'bitsandbytes>=0.49,<0.51'")
+        return Finding("bitsandbytes", "problem", error, "pip install 'bitsandbytes>=0.50,<0.51'")
     if backend and (not cuda or "cuda" in backend):
         return Finding("bitsandbytes", "ok", backend)
     wanted = "CUDA" if cuda else "CPU"

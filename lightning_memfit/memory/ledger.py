@@ -19,7 +19,7 @@ from lightning_memfit.memory.host import is_on_host, keep_on_host, stands_for_ho
 
 # --- operators on the CPU that are written in Python ------------------------------------------------------------------
 
-# A dispatch mode doesn't see the tensors inside such an operator. Written for bitsandbytes 0.49-0.50, whose CPU
+# A dispatch mode doesn't see the tensors inside such an operator. Written for bitsandbytes 0.50, whose CPU
 # optimizers dequantize, step and quantize with torch operators inside one custom operator; its fake kernel shows none
 # of that. On CUDA the operator is one kernel without scratch memory. A test in `tests/unit/memory` fails when the names
 # move.

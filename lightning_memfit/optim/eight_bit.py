@@ -34,7 +34,7 @@ from lightning_memfit.optim.steps import OwnHook, refuse_sparse, run_closure, st
 
 # --- states -----------------------------------------------------------------------------------------------------------
 
-# Written for bitsandbytes 0.49 and 0.50: `Optimizer8bit.get_config`, `get_state_buffer`, `init_state`, `update_step`,
+# Written for bitsandbytes 0.50: `Optimizer8bit.get_config`, `get_state_buffer`, `init_state`, `update_step`,
 # `name2qmap`, `args`, `mng` and the state keys `state1`, `state2`, `absmax1`, `absmax2`;
 # `tests/unit/optim/test_eight_bit.py` fails when these move.
 

@@ -259,7 +259,7 @@ def _torch(num_states: int, scratch_copies: int | None = 0, factored: bool = Fal
 
 
 def _eight_bit(num_states: int, paged: bool = False) -> StateLayout:
-    # 256 elements share an fp32 scale (bitsandbytes 0.49-0.50, torchao 0.18; Dettmers et al. 2022).
+    # 256 elements share an fp32 scale (bitsandbytes 0.50, torchao 0.18; Dettmers et al. 2022).
     return StateLayout(num_states, 8, 256, paged=paged)
 
 

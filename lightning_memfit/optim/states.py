@@ -4,7 +4,7 @@ torch, bitsandbytes and torchao keep the same moments under other names and in o
 every value; narrowing rounds as the optimizer itself does after each step. States of another family, or of a class
 whose states mean nothing elsewhere, are refused before anything is loaded.
 
-bitsandbytes' 8-bit format: Dettmers et al., 2022, arXiv 2110.02861, section 2. Written for bitsandbytes 0.49-0.50
+bitsandbytes' 8-bit format: Dettmers et al., 2022, arXiv 2110.02861, section 2. Written for bitsandbytes 0.50
 (`state1`, `absmax1`, `qmap1`) and torchao 0.18; `tests/unit/optim/test_states.py` fails when these move.
 """
 
@@ -138,7 +138,7 @@ def _wide_of_bitsandbytes(state: State, key: str) -> Tensor:
     if scales is None or table is None:
         raise ValueError(
             f"`ckpt_path`: 8-bit states lack `absmax{number}` or `qmap{number}`, so that they are not blockwise ones "
-            "of bitsandbytes 0.49-0.50. Start from the weights alone (load_from_checkpoint)."
+            "of bitsandbytes 0.50. Start from the weights alone (load_from_checkpoint)."
         )
     return dequantize(state[key], scales, table)
 

@@ -30,7 +30,7 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
 def step_below_hooks(optimizer: Optimizer, cls: type[Optimizer] | None = None) -> None:
     """Run a class's step without the hooks that torch adds to it: they belong to the step as a whole.
 
-    Written for torch 2.9-2.13, whose hooks are a layer with `__wrapped__` that is marked as `hooked`.
+    Written for torch 2.11-2.13, whose hooks are a layer with `__wrapped__` that is marked as `hooked`.
 
     Args:
         optimizer: The optimizer to step.

@@ -2,7 +2,8 @@
 
 Three things differ between the two in what they allocate: dropout (CUDA keeps a boolean mask), scaled dot-product
 attention (which kernel is chosen, and what it saves) and the list of operators that autocast runs in fp32. The rules
-are those of torch 2.9-2.13: `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `aten/src/ATen/autocast_mode.h`.
+are those of torch 2.11-2.13: `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and
+`aten/src/ATen/autocast_mode.h`.
 """
 
 import sys
@@ -22,7 +23,7 @@ AttentionBackend = Literal["flash", "efficient", "cudnn", "math"]
 _HALF = (torch.float16, torch.bfloat16)
 
 _PREFERS_CUDNN = ((9, 0), (10, 0))
-"""Data-centre Hopper and Blackwell, where torch 2.10 and later ask cuDNN first (`check_prefer_cudnn_attention`)."""
+"""Data-centre Hopper and Blackwell, where torch asks cuDNN first (`check_prefer_cudnn_attention`)."""
 
 
 def choose_attention(

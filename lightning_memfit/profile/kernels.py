@@ -4,7 +4,7 @@ oneDNN's choice of a kernel, and with it the scratch memory, differs from proces
 version: no formula holds for all. An operator that a trace meets is run on zeros outside all modes, and what the
 allocator reports is remembered for the life of the process.
 
-Written for torch 2.9-2.13 (`_enable_profiler_legacy`: the profiler that replaced it takes seconds to start, and some
+Written for torch 2.11-2.13 (`_enable_profiler_legacy`: the profiler that replaced it takes seconds to start, and some
 builds write two lines to stderr whenever it runs); `tests/unit/profile/test_kernels.py` fails when it moves.
 """
 

@@ -7,7 +7,7 @@
 - Optimizers choose `_foreach_` kernels as they would on CUDA.
 - Python code can read fake tensors as numbers, and compare their addresses but not follow them.
 
-Written for torch 2.9-2.13; each part names the private API that it patches, and `tests/unit/profile/test_patches.py`
+Written for torch 2.11-2.13; each part names the private API that it patches, and `tests/unit/profile/test_patches.py`
 fails when that moves.
 """
 
@@ -66,6 +66,9 @@ def refuse_fused_recurrence() -> Iterator[None]:
 class OneDnnWorkspaces(TorchDispatchMode):
     """Give fake results of oneDNN's recurrent layer (`aten.mkldnn_rnn_layer`) the workspace that the real one makes.
 
+    And its gradients the type of the real ones, which are fp32 whatever the weights are (`RNN.cpp` of `native/mkldnn`);
+    those that torch 2.11 fakes have the type of the weights, and so miss the copies that autocast makes.
+
     Args:
         fake_mode: Mode of the fakes; must be active below this one.
     """
@@ -78,6 +81,9 @@ class OneDnnWorkspaces(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is aten.mkldnn_rnn_layer_backward.default:
+            with self.fake_mode:
+                return tuple(gradient.new_empty(gradient.shape, dtype=torch.float32) for gradient in result)
         if func is not aten.mkldnn_rnn_layer.default or not torch.is_grad_enabled():
             return result
         output, hidden, cell, workspace = result

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
+from lightning_memfit.memory.flops import flop_formula
 from lightning_memfit.memory.host import is_on_host, keep_on_host
 from lightning_memfit.memory.ledger import StorageLedger, held_tensors, python_kernel, sparse_parts
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
@@ -271,7 +271,7 @@ class EventRecorder(StorageLedger):
             return
         key = (len(self._phases), self._block)
         self._operators[key] = self._operators.get(key, 0) + 1
-        count = flop_registry.get(func._overloadpacket) or _FLOPS.get(func._overloadpacket)
+        count = flop_formula(func._overloadpacket) or _FLOPS.get(func._overloadpacket)
         if count is not None:
             self._flops[key] = self._flops.get(key, 0) + count(*args, **kwargs, out_val=result)
         elif not isinstance(result, (list, tuple)) or not args or not isinstance(args[0], (list, tuple)):

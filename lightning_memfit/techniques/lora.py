@@ -538,7 +538,7 @@ QLORA = replace(
     callbacks=(CallbackSpec(_QUANTIZED, {"bits": 4}), _LORA),
     cost=_quantized_cost,
     package="bitsandbytes",
-    extra="'bitsandbytes>=0.49,<0.51'",
+    extra="'bitsandbytes>=0.50,<0.51'",
     page="lora",
 )
 

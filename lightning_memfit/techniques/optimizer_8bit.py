@@ -51,7 +51,7 @@ class Optimizer8bit(TechniqueCallback):
     ) -> None:
         super().__init__()
         if find_spec("bitsandbytes") is None:
-            raise ModuleNotFoundError("Optimizer8bit needs bitsandbytes: pip install 'bitsandbytes>=0.49,<0.51'")
+            raise ModuleNotFoundError("Optimizer8bit needs bitsandbytes: pip install 'bitsandbytes>=0.50,<0.51'")
         if bits not in (8, 32) or (bits == 32 and not paged):
             raise ValueError(f"`bits={bits}` with `paged={paged}`: choose bits=8, or bits=32 with paged=True.")
         if min_8bit_size < 0:
@@ -153,7 +153,7 @@ def _paging(size_bytes: float) -> Work:
 
 
 _CLASS_PATH = "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"
-_EXTRA = "'bitsandbytes>=0.49,<0.51'"
+_EXTRA = "'bitsandbytes>=0.50,<0.51'"
 
 OPTIMIZER_8BIT = Technique(
     name="optimizer_8bit",

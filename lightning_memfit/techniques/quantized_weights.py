@@ -45,7 +45,7 @@ class QuantizedWeights(TechniqueCallback):
         if bits not in (4, 8):
             raise ValueError(f"`bits={bits}` must be 4 or 8.")
         if bits == 4 and find_spec("bitsandbytes") is None:
-            raise ModuleNotFoundError("QuantizedWeights needs bitsandbytes: pip install 'bitsandbytes>=0.49,<0.51'")
+            raise ModuleNotFoundError("QuantizedWeights needs bitsandbytes: pip install 'bitsandbytes>=0.50,<0.51'")
         self.bits = bits
         self.target_modules = target_modules
         self._quantized: list[FrozenLinear] = []

@@ -1,3 +1,4 @@
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -6,6 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 
 from lightning_memfit.profile.dispatch import CudaDispatch, choose_attention, cuda_autocast_lists
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import Emulation, trace_step
 
 from .modules import Classifier, batch, trace_cpu
 
@@ -89,6 +92,33 @@ def test_scores_are_kept_by_the_math_kernel_only(fake, kernel):
         assert kept >= scores + inputs_and_output / 4 * 3
     else:
         assert inputs_and_output < kept < inputs_and_output + scores / 4
+
+
+class GroupedAttention(pl.LightningModule):
+    """Eight heads of queries, two of keys and values, as in Llama, Mistral and Qwen."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.pairs = nn.Linear(64, 8 * 16), nn.Linear(64, 2 * 2 * 16)
+
+    def training_step(self, batch, batch_idx):
+        q = self.queries(batch).unflatten(-1, (8, 16)).transpose(1, 2)
+        k, v = self.pairs(batch).unflatten(-1, (4, 16)).transpose(1, 2).chunk(2, dim=1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [(AMPERE, "flash"), (HOPPER, "cudnn")])
+def test_grouped_attention_is_traced_and_its_flops_are_those_of_all_heads(capability, kernel):
+    trace = trace_step(
+        GroupedAttention(), torch.randn(3, 32, 64), StepOptions("bf16-mixed"), Emulation(capability=capability)
+    )
+    assert set(trace.attention_kernels) == {kernel}
+    linears, product = 2 * 3 * 32 * 64 * (8 + 2 + 2) * 16, 2 * 3 * 8 * 32 * 32 * 16
+    assert trace.flops["forward"] == linears + 2 * product
+    assert trace.flops["backward"] == linears + 5 * product  # the input has no gradient
 
 
 def test_attention_runs_in_half_precision_under_autocast(fake):

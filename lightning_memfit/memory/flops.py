@@ -1,0 +1,59 @@
+"""FLOPs of operators, by torch's formulas also where torch's own registry refuses the shapes.
+
+Fused attention takes fewer heads of keys and values than of queries ("grouped-query attention": Llama, Mistral, Qwen).
+The formulas of torch 2.11 raise an `AssertionError` for that; those of 2.13 count what is counted here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+aten = torch.ops.aten
+
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention: 0,
+    aten._scaled_dot_product_efficient_attention: 0,
+    aten._scaled_dot_product_cudnn_attention: 0,
+    aten._scaled_dot_product_flash_attention_backward: 1,
+    aten._scaled_dot_product_efficient_attention_backward: 1,
+    aten._scaled_dot_product_cudnn_attention_backward: 1,
+}
+"""Fused attention and the place of the query among its arguments, which the key and the value follow."""
+
+
+def _of_repeated_heads(operator: Any, query_at: int) -> Callable[..., int]:
+    """The formula of torch for keys and values with as many heads as the query: the kernel multiplies each of those."""
+    formula: Callable[..., int] = flop_registry[operator]
+
+    def count(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        query, key, value = shapes[query_at : query_at + 3]
+        repeated = (_with_heads(shape, query[1]) for shape in (key, value))
+        return formula(*shapes[: query_at + 1], *repeated, *shapes[query_at + 3 :], out_val=out_shape, **kwargs)
+
+    return count
+
+
+def _with_heads(shape: Any, heads: int) -> Any:
+    """The shape (batch, heads, sequence, head) with its heads repeated."""
+    batch, groups, length, width = shape
+    # Heads that no kernel takes are left to the formula, which says so.
+    return shape if heads % groups else torch.Size((batch, heads, length, width))
+
+
+GROUPED_ATTENTION = {operator: _of_repeated_heads(operator, query) for operator, query in _ATTENTION.items()}
+"""Formulas of shapes, as `FlopCounterMode(custom_mapping=...)` takes them."""
+
+_OF_TENSORS: dict[Any, Callable[..., int]] = {
+    operator: shape_wrapper(formula) for operator, formula in GROUPED_ATTENTION.items()
+}
+
+
+def flop_formula(operator: Any) -> Callable[..., int] | None:
+    """The formula for an operator, called with its arguments and `out_val`, its result; None for one without.
+
+    Args:
+        operator: An operator packet, such as `torch.ops.aten.mm`.
+    """
+    return _OF_TENSORS.get(operator) or flop_registry.get(operator)

@@ -1,0 +1,75 @@
+"""FLOPs of attention with fewer heads of keys and values than of queries, counted by hand."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_memfit.memory.flops import GROUPED_ATTENTION, flop_formula
+
+aten = torch.ops.aten
+
+BATCH, HEADS, GROUPS, LENGTH, WIDTH = 2, 8, 2, 16, 32
+PRODUCT = 2 * BATCH * HEADS * LENGTH * LENGTH * WIDTH  # the kernel multiplies each of the query's heads
+
+
+@pytest.fixture
+def fake() -> Iterator[None]:
+    with FakeTensorMode():
+        yield
+
+
+def operands(groups: int = GROUPS) -> list[torch.Tensor]:
+    shapes = [(BATCH, heads, LENGTH, WIDTH) for heads in (HEADS, groups, groups)]
+    return [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+
+
+FORWARD: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten._scaled_dot_product_flash_attention, ()),
+    (aten._scaled_dot_product_efficient_attention, (None, True)),
+    (aten._scaled_dot_product_cudnn_attention, (None, True)),
+]
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(("operator", "more"), FORWARD, ids=str)
+@pytest.mark.parametrize("groups", [1, GROUPS, HEADS])
+def test_forward_multiplies_twice_by_every_head_of_the_query(operator, more, groups):
+    query, key, value = operands(groups)
+    assert flop_formula(operator)(query, key, value, *more, out_val=(query,)) == 2 * PRODUCT
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("groups", [1, GROUPS, HEADS])
+def test_backward_multiplies_five_times(name, groups):
+    operator = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
+    query, key, value = operands(groups)
+    assert flop_formula(operator)(query, query, key, value, None, out_val=(query, key, value)) == 5 * PRODUCT
+
+
+@pytest.mark.usefixtures("fake")
+def test_the_counter_of_torch_takes_the_formulas():
+    query, key, value = operands()
+    with FlopCounterMode(display=False, custom_mapping=GROUPED_ATTENTION) as counter:
+        aten._scaled_dot_product_flash_attention(query, key, value)
+    assert counter.get_total_flops() == 2 * PRODUCT
+
+
+@pytest.mark.usefixtures("fake")
+def test_heads_that_no_kernel_takes_are_refused():
+    query, key, value = operands(groups=3)
+    with pytest.raises(AssertionError, match="shapes|heads"):
+        flop_formula(aten._scaled_dot_product_flash_attention)(query, key, value, out_val=(query,))
+
+
+def test_what_is_registered_later_is_found(monkeypatch):
+    from torch.utils.flop_counter import flop_registry
+
+    packet = aten.cdist
+    assert flop_formula(packet) is None
+    monkeypatch.setitem(flop_registry, packet, len)
+    assert flop_formula(packet) is len
