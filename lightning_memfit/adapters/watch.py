@@ -60,12 +60,12 @@ class Watch(TorchDispatchMode):
     @override
     def __enter__(self) -> Watch:
         self._undo = _list_quantized()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     @override
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._undo()
 
     @override
@@ -109,7 +109,7 @@ def _list_quantized() -> Callable[[], None]:
     def undo() -> None:
         nn.Module.named_parameters = own  # type: ignore[method-assign]
 
-    nn.Module.named_parameters = named_parameters  # type: ignore[method-assign, assignment]
+    nn.Module.named_parameters = named_parameters  # type: ignore[method-assign]
     return undo
 
 

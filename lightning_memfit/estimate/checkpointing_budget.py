@@ -173,9 +173,12 @@ class BudgetPlanner:
         return events.live_bytes(self._rounding)[events.phases[0][0] :]
 
     def _out_of_reach(self, budget_bytes: int, least_bytes: int) -> BudgetError:
+        given, least = format_bytes(budget_bytes), format_bytes(least_bytes)
+        if given == least:
+            given, least = f"{budget_bytes:,} bytes", f"{least_bytes:,} bytes"
         return BudgetError(
-            f"`budget`: {format_bytes(budget_bytes)} is less than the least that any plan needs, "
-            f"{format_bytes(least_bytes)}. Of this, {format_bytes(self.floor_bytes)} are needed outside of the blocks "
+            f"`budget`: {given} is less than the least that any plan needs, {least}. Of this, "
+            f"{format_bytes(self.floor_bytes)} are needed outside of the blocks "
             "(weights, gradients, optimizer). Raise the budget to at least that, make the micro-batch smaller, or "
             "combine it with techniques for the rest (8-bit optimizer, gradient release, chunked loss)."
         )

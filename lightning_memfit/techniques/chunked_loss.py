@@ -193,9 +193,13 @@ class _ChunkedHead:
             return inner(hidden, *args, **kwargs)
         linear = self.head if self.is_plain and isinstance(self.head, nn.Linear) else None
         # Read once, as a plain call would: spectral norm and the like change with each.
-        weights = (None, None) if linear is None else (linear.weight, linear.bias)
-        if linear is not None and not _is_known(weights[0]):
-            linear, weights = None, (None, None)
+        weights: tuple[Tensor | None, Tensor | None] = (None, None)
+        if linear is not None:
+            weight = linear.weight
+            if _is_known(weight):
+                weights = weight, linear.bias
+            else:
+                linear = None
         learns = torch.is_grad_enabled() and self.head.training
         if learns:
             self._check_head(linear)
