@@ -4,11 +4,10 @@ A block's `forward` is replaced on the instance: `state_dict` keys, `isinstance`
 which must not run again when the block is recomputed) stay as they are.
 """
 
-import contextvars
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,14 +15,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.checkpointing.forward import ReplacedForward
 from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
 from lightning_memfit.checkpointing.policies import CHOICES, Choice, kept_operators, selective_contexts
-from lightning_memfit.checkpointing.samples import CHECK, Samples
 from lightning_memfit.checkpointing.state import (
     TENSORS,
     BlockState,
@@ -33,7 +31,6 @@ from lightning_memfit.checkpointing.state import (
     StatePlaces,
     copied,
     first_difference,
-    in_function_transform,
 )
 
 _NUM_LOOKS = 2
@@ -76,38 +73,17 @@ class CheckpointedForward(ReplacedForward):
                 raise NotImplementedError(f"the inputs of {type(self.block).__name__} are offloaded: not compiled.")
             knowledge.refuse_compiling()
             return checkpoint(function, *args, use_reentrant=False, **self.options(), **kwargs)
-        _refuse_transforms(self.block)
-        kept = kept_operators(self.choice)
-        call = _Call(function, knowledge, args, kwargs, kept, is_watched=self.inputs_on_host is None)
+        call = _Call(function, knowledge, args, kwargs, is_watched=self.inputs_on_host is None)
         contexts = partial(_contexts, self.choice, call)
-        offloading = nullcontext() if self.inputs_on_host is None else self.inputs_on_host.saving(self.block)
-        # A call whose operators are compared runs again to its end, where it may change what can't be seen.
-        with offloading, set_checkpoint_early_stop(not call.is_compared):
-            try:
-                return checkpoint(call, *call.saved, use_reentrant=False, context_fn=contexts, determinism_check=CHECK)
-            except RuntimeError as error:
-                if "saved tensor hooks" not in str(error):
-                    raise
-                raise InexactRecomputationError(
-                    knowledge.name,
-                    "its forward uses `torch.func.grad`, `vjp`, `jacrev` or `hessian`, which torch doesn't run in "
-                    "what is recomputed.",
-                ) from error
+        if self.inputs_on_host is None:
+            return checkpoint(call, *call.saved, use_reentrant=False, context_fn=contexts)
+        with self.inputs_on_host.saving(self.block):
+            return checkpoint(call, *call.saved, use_reentrant=False, context_fn=contexts)
 
     def options(self) -> dict[str, Any]:
         """Options of `torch.utils.checkpoint` for a compiled block."""
         kept = kept_operators(self.choice)
         return {"context_fn": selective_contexts(kept)} if kept else {}
-
-
-def _refuse_transforms(block: nn.Module) -> None:
-    """Refuse a call inside a transform, which a recomputation, in the backward pass outside, would run without."""
-    if in_function_transform():
-        raise InexactRecomputationError(
-            type(block).__name__,
-            "it is called inside a transform of `torch.func` (`vmap`, `grad`, `jvp`, ...) or forward-mode "
-            "differentiation, whose tensors don't exist any more when it is recomputed.",
-        )
 
 
 def _contexts(choice: Choice, call: "_Call") -> tuple[Any, Any]:
@@ -145,7 +121,6 @@ class Knowledge:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = tuple(modules)
         self.written: set[Place] = set()
-        self.unsteady: set[int] = set()
         self._places: StatePlaces | None = None
         self._num_looks: dict[tuple[bool, ...], int] = {}
 
@@ -163,7 +138,7 @@ class Knowledge:
         found = list(dict.fromkeys(child for module in self.modules for child in module.modules()))
         if self._places is None or self._places.modules != found:
             self._places = StatePlaces(self.modules)
-            self._num_looks, self.written, self.unsteady = {}, set(), set()
+            self._num_looks, self.written = {}, set()
         flags = tuple(module.training for module in found)
         number = self._num_looks.get(flags, 0)
         if number < _NUM_LOOKS:
@@ -193,11 +168,9 @@ class _Call:
         knowledge: Knowledge,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        kept: frozenset[Any],
         is_watched: bool,
     ) -> None:
         self._function = function
-        self._kept = kept
         self._knowledge = knowledge
         self._places, looking = knowledge.places()
         self._is_looking = looking and is_watched
@@ -222,14 +195,6 @@ class _Call:
         self._fresh: dict[int, torch.Tensor] = {}
         self._look: Look | None = None
         self._results: list[tuple[str, float]] | None = None
-        # A trace has no values.
-        has_values = torch._guards.detect_fake_mode(()) is None
-        self.is_compared = self._is_looking and not self._places.is_gathered and has_values
-        self._samples: Samples | None = None
-        if has_values:
-            state = [tensor for tensor, _ in self._state.copies.values()]
-            self._samples = Samples(knowledge.name, knowledge.unsteady, state, self.is_compared)
-        self._context = contextvars.copy_context()
 
     def __call__(self, *saved: Any) -> Any:
         """Run for the first time, or again."""
@@ -238,22 +203,15 @@ class _Call:
         args, kwargs = self._arguments
         self._arguments = None
         state = self._state
-        with nullcontext() if self._samples is None else self._samples.taken():
-            if self._is_looking:
-                look = self._look = Look(self._copy, (*state.tensors.items(), *self._inputs), self._kept)
-                if self.is_compared:
-                    self._results = look.results
-                with look:
-                    result = self._function(*args, **kwargs)
-                self._look = None
-                if look.changes_kept is not None:
-                    raise InexactRecomputationError(
-                        self._knowledge.name,
-                        f"what its operator {look.changes_kept} returns is kept by a selective choice and then changed "
-                        "in place, as nn.RNN and nn.GRU do on the CPU. Or use mode='full'.",
-                    )
-            else:
+        if self._is_looking:
+            look = self._look = Look(self._copy, (*state.tensors.items(), *self._inputs))
+            if not self._places.is_gathered and torch._guards.detect_fake_mode(()) is None:  # a trace has no values
+                self._results = look.results
+            with look:
                 result = self._function(*args, **kwargs)
+            self._look = None
+        else:
+            result = self._function(*args, **kwargs)
         inputs = [(place, tensor) for place, tensor in self._inputs if place not in self._copies]
         held = [(place, tensor) for place, tensor in inputs if self._leaves[place[1]] is not None]
         state.end_of_forward(self._knowledge.name, inputs, held, self._before)
@@ -293,12 +251,11 @@ class _Call:
             leaves[number] = tensor
         self._fresh = {}
         args, kwargs = tree_unflatten(leaves, self._structure)
-        run = partial(self._context.copy().run, self._function)  # context variables are as they were
         if self._results is None:
-            return run(*args, **kwargs)
+            return self._function(*args, **kwargs)
         with Look(_ignore, ()) as look:
             try:
-                return run(*args, **kwargs)
+                return self._function(*args, **kwargs)
             except RuntimeError as error:
                 if "extra time" not in str(error):
                     raise

@@ -4,14 +4,15 @@ import linecache
 import sysconfig
 import traceback
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-import lightning
-import torch
-
-import lightning_memfit
-
-_MACHINERY = tuple(str(Path(str(package.__file__)).parent) for package in (torch, lightning, lightning_memfit))
+_MACHINERY = tuple(
+    folder
+    for name in ("torch", "lightning", "lightning_memfit")
+    if (spec := find_spec(name)) is not None  # finding them imports none of them
+    for folder in spec.submodule_search_locations or ()
+)
 """Where the trace itself runs: what is raised there may come from fake tensors."""
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {"<"})

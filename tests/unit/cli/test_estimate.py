@@ -282,7 +282,9 @@ def test_a_recipe_under_deepspeed_has_the_figures_of_a_rank(capsys, recipe, stra
     assert bool(peak.get("host")) == host
     assert bool(peak.get("disk")) == disk
     states = sum(tier.get("optimizer_state", 0) for tier in peak.values())
-    assert states == pytest.approx(12 * report["num_parameters"] / 2, rel=0.02)
+    # What would be in files counts whole as states: masters, gradients, moments and weights.
+    each = 20 if strategy == "memfit_zero_infinity" else 12
+    assert states == pytest.approx(each * report["num_parameters"] / 2, rel=0.02)
     assert (report["verdict"]["host_needed_bytes"] > 0) == host
 
 

@@ -39,7 +39,8 @@ class Program(nn.Module):
 
         parameters = list(self.head.parameters())
         on_whole = lambda call, name: self.read.append(name)  # noqa: E731
-        return HeadCall(self.head.forward, self.hidden, self.head, parameters, 4, on_whole, on_loss).lazy()
+        weights = self.head.weight, self.head.bias
+        return HeadCall(self.head.forward, self.hidden, self.head, weights, parameters, 4, on_whole, on_loss).lazy()
 
 
 def flat(logits, labels=LABELS, **options):
