@@ -280,13 +280,14 @@ def _peaks(events: EventList, levels: Integers, names: Sequence[str] = ("forward
 def _under_ddp(
     profile: ModelProfile, division: Division, plain: SteadyState
 ) -> tuple[dict[str, int], str, MemoryBreakdown]:
-    """DDP: what a trace shows, with all gradients alive throughout, as they are in buckets."""
+    """DDP: what a trace shows and buckets; gradients that are views of these are alive throughout."""
     cuda = profile.device_kind.has_own_memory
     placed = torch_placement(plain, division.stage, division.ranks, profile.parameters, cuda, division.copies_gradients)
     standing = placed.standing
     _, gradients = _moving(profile)
     live = profile.events.live_bytes(profile.device_kind.rounding_bytes)
-    levels = live - gradients + plain.gradient_bytes + (standing.kept_bytes - plain.kept_bytes)
+    held = gradients if division.copies_gradients else np.full_like(gradients, plain.gradient_bytes)
+    levels = live - gradients + held + (standing.kept_bytes - plain.kept_bytes)
     by_phase = {
         **_peaks(profile.events, levels),
         "step": plain.step_bytes + standing.kept_bytes - plain.kept_bytes,
@@ -294,11 +295,13 @@ def _under_ddp(
     if not division.copies_gradients:  # old buckets live on in the gradients
         by_phase[_REBUILD] = standing.kept_bytes + plain.gradient_bytes
     phase = max(by_phase, key=lambda name: by_phase[name])
+    passes = [at for first, stop in later_phases(profile.events, phase) for at in range(first, stop)]
+    highest = max(passes, key=lambda at: int(levels[at]), default=None)
     inputs = int(_live(profile.events, 1, profile.events.categories == CATEGORIES.index(Category.INPUT)).max())
     kept = {
         Category.PARAMETER: standing.parameter_bytes,
         Category.BUFFER: standing.buffer_bytes,
-        Category.GRADIENT: standing.gradient_bytes,
+        Category.GRADIENT: standing.gradient_bytes if highest is None else int(held[highest]),
         Category.OPTIMIZER_STATE: standing.state_bytes,
         Category.COMMUNICATION: standing.communication_bytes,
         Category.INPUT: inputs,

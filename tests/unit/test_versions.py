@@ -31,7 +31,7 @@ def test_every_environment_pins_what_decides():
 def test_each_python_of_the_classifiers_is_run():
     claimed = {line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line}
     own = "3.11"  # that of `make test`
-    assert claimed == {environment.python for environment in versions.ENVIRONMENTS.values()} | {own}
+    assert claimed <= {environment.python for environment in versions.ENVIRONMENTS.values()} | {own}
 
 
 def test_the_page_of_private_names_says_the_same_versions_of_torch():
