@@ -1,4 +1,4 @@
-"""FLOPs of operators, by torch's formulas also where torch's own registry refuses the shapes.
+"""FLOPs of operators, by torch's formulas also where torch's own registry refuses the shapes, and by ours beside them.
 
 Fused attention takes fewer heads of keys and values than of queries ("grouped-query attention": Llama, Mistral, Qwen).
 The formulas of torch 2.11 raise an `AssertionError` for that; those of 2.13 count what is counted here.
@@ -50,10 +50,22 @@ _OF_TENSORS: dict[Any, Callable[..., int]] = {
 }
 
 
+def grouped_product_flops(left: Any, right: Any, *_: Any, out_val: torch.Tensor, **__: Any) -> int:
+    """FLOPs of a grouped product, however rows are divided; torch's counter has no formula for it."""
+    inner = left.size(-1)
+    if left.dim() == right.dim() == 2:
+        return 2 * int(left.size(0)) * int(inner) * int(right.size(1))  # groups divide what is summed over
+    return 2 * out_val.numel() * int(inner)
+
+
+_WITHOUT_FORMULA: dict[Any, Callable[..., int]] = {aten._grouped_mm: grouped_product_flops}
+"""Operators that torch's registry lacks, called as those of `flop_formula`."""
+
+
 def flop_formula(operator: Any) -> Callable[..., int] | None:
     """The formula for an operator, called with its arguments and `out_val`, its result; None for one without.
 
     Args:
         operator: An operator packet, such as `torch.ops.aten.mm`.
     """
-    return _OF_TENSORS.get(operator) or flop_registry.get(operator)
+    return _OF_TENSORS.get(operator) or flop_registry.get(operator) or _WITHOUT_FORMULA.get(operator)

@@ -146,14 +146,6 @@ def grouped_product_shape(left: Any, right: Any, groups: int | None) -> tuple[in
     return (left[1], right[1]) if len(right) == 2 else (left[0], left[1], right[-1])
 
 
-def grouped_product_flops(left: Any, right: Any, *_: Any, out_val: torch.Tensor, **__: Any) -> int:
-    """FLOPs of a grouped product, however rows are divided; torch's counter has no formula for it."""
-    inner = left.size(-1)
-    if left.dim() == right.dim() == 2:
-        return 2 * int(left.size(0)) * int(inner) * int(right.size(1))  # groups divide what is summed over
-    return 2 * out_val.numel() * int(inner)
-
-
 def _zeros_like(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value

@@ -16,9 +16,7 @@ from lightning_memfit.memory.host import is_on_host, keep_on_host
 from lightning_memfit.memory.ledger import StorageLedger, held_tensors, python_kernel, sparse_parts
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
 from lightning_memfit.profile.kernels import CONVOLUTIONS, kernel_scratch_peaks
-from lightning_memfit.profile.patches import grouped_product_flops
 
-_FLOPS: dict[Any, Any] = {torch.ops.aten._grouped_mm: grouped_product_flops}
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 
 
@@ -271,7 +269,7 @@ class EventRecorder(StorageLedger):
             return
         key = (len(self._phases), self._block)
         self._operators[key] = self._operators.get(key, 0) + 1
-        count = flop_formula(func._overloadpacket) or _FLOPS.get(func._overloadpacket)
+        count = flop_formula(func._overloadpacket)
         if count is not None:
             self._flops[key] = self._flops.get(key, 0) + count(*args, **kwargs, out_val=result)
         elif not isinstance(result, (list, tuple)) or not args or not isinstance(args[0], (list, tuple)):

@@ -12,6 +12,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.memory import Category
+from lightning_memfit.memory.flops import grouped_product_flops
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.events import CATEGORIES
 from lightning_memfit.profile.integers import RealIntegers
@@ -20,7 +21,6 @@ from lightning_memfit.profile.patches import (
     UnknownKernelError,
     UnreadableError,
     foreach_defaults,
-    grouped_product_flops,
     readable_fakes,
     refuse_fused_recurrence,
 )
