@@ -295,8 +295,8 @@ def _under_ddp(
     if not division.copies_gradients:  # old buckets live on in the gradients
         by_phase[_REBUILD] = standing.kept_bytes + plain.gradient_bytes
     phase = max(by_phase, key=lambda name: by_phase[name])
-    passes = [at for first, stop in later_phases(profile.events, phase) for at in range(first, stop)]
-    highest = max(passes, key=lambda at: int(levels[at]), default=None)
+    spans = later_phases(profile.events, phase)
+    highest = max((first + int(levels[first:stop].argmax()) for first, stop in spans), key=levels.item, default=None)
     inputs = int(_live(profile.events, 1, profile.events.categories == CATEGORIES.index(Category.INPUT)).max())
     kept = {
         Category.PARAMETER: standing.parameter_bytes,

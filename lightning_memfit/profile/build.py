@@ -24,7 +24,7 @@ from lightning_memfit.profile.integers import AssumedValues
 from lightning_memfit.profile.record import LargerSizes, ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.step import OptimizerFactory, StepOptions, kept_random_state, parameter_table, run_step
-from lightning_memfit.profile.trace import Emulation, Trace, TraceError, trace_step
+from lightning_memfit.profile.trace import Emulation, Trace, TraceError, not_known, trace_step
 
 
 def profile_module(
@@ -298,10 +298,7 @@ def measure_step(
     try:
         course, clone = run(True) if make_optimizer else with_or_without_start_hooks(module, run)
     except LimitReached as limit:
-        raise TraceError(
-            f"The training step of {type(module).__name__} was not known after {limit}. Give more room with `limits` "
-            "(`TraceLimits`), or measure a smaller configuration."
-        ) from None
+        raise not_known(module, limit, ", or measure a smaller configuration.") from None
     recorder = course.recorder
     total, per_block = recorder.flops()
     profile = ModelProfile(

@@ -242,7 +242,7 @@ def _phase_callback(course: Course) -> Any:
     recorder = course.recorder
 
     def with_number(inner: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Pass on the number of the batch, the last positional argument that is an integer, as the course says."""
+        """Pass on the number of the batch, the first positional argument that is an integer, as the course says."""
         places = [place for place, value in enumerate(arguments) if type(value) is int]
         if not places:
             return inner(*arguments, **keywords)

@@ -99,6 +99,21 @@ class TraceError(RuntimeError):
         self.assumptions = assumptions
 
 
+def not_known(module: torch.nn.Module, limit: LimitReached, way_out: str) -> TraceError:
+    """The error for a run that came to one of its limits.
+
+    Args:
+        module: The module that was run.
+        limit: Which limit that was.
+        way_out: What to do instead of giving more room, to end the message.
+    """
+    name = type(module).__name__
+    return TraceError(
+        f"The training step of {name} was not known after {limit}. Give more room with `limits` "
+        f"(`TraceLimits`){way_out}"
+    )
+
+
 def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"], several: bool = True) -> "Trace":
     """Trace once if no value has to be assumed, otherwise with several; the trace with the highest peak is returned.
 
@@ -324,10 +339,7 @@ def trace_step(
                 return trace(True)
         return trace(False)
     except LimitReached as limit:  # passes by every attempt to try again
-        raise TraceError(
-            f"The training step of {type(module).__name__} was not known after {limit}. Give more room with `limits` "
-            "(`TraceLimits`) if the step is only long. " + WAY_OUT
-        ) from None
+        raise not_known(module, limit, " if the step is only long. " + WAY_OUT) from None
 
 
 def _trace(

@@ -22,6 +22,7 @@ from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
+from lightning_memfit.memory.wrapping import own_attribute
 
 _STEPS_BETWEEN_CHECKS = 16
 _MAX_RETRIES = 3
@@ -172,10 +173,8 @@ class _Guarded(AbstractContextManager[None]):
     @override
     def __enter__(self) -> None:
         optimizer = self._optimizer
-        step = optimizer.step
-        # As `own_attribute`, for a method that is there: without a scheduler it is the class's.
-        self._own = None if getattr(step, "__func__", step) is getattr(type(optimizer), "step", None) else step
-        optimizer.step = partial(self._guard.step, optimizer, step)
+        self._own = own_attribute(optimizer, "step")
+        optimizer.step = partial(self._guard.step, optimizer, optimizer.step)
 
     @override
     def __exit__(self, *_: Any) -> None:

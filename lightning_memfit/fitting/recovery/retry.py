@@ -177,9 +177,9 @@ class TrainerGuard:
         action: Callable[[], T],
         place: str | Callable[[], str],
         remedy: str,
-        undo: Callable[[], None] | None = None,
-        obstacle: Callable[[], str | None] = lambda: None,
-        repeats: int = NUM_REPEATS,
+        undo: Callable[[], None] | None,
+        obstacle: Callable[[], str | None],
+        repeats: int,
     ) -> T:
         """Go on after a first call that has failed while Lightning ran a hook of this name."""
 
@@ -220,6 +220,7 @@ class TrainerGuard:
             "a larger `accumulate_grad_batches`.",
             undo,
             obstacle,
+            NUM_REPEATS,
         )
 
     @cached_property
