@@ -36,6 +36,7 @@ _FACTORIES_WITH_VALUES = {aten.arange, aten.scalar_tensor, aten.zeros, aten.ones
 _LIKE = {aten.zeros_like, aten.ones_like, aten.full_like}
 _FILLED = {*_LIKE, aten.new_zeros, aten.new_ones, aten.new_full}
 """Factories whose result depends on a tensor's shape and not on its values."""
+_FILLED_FACTORIES = {*_FILLED, aten.zeros, aten.ones, aten.full}
 
 _LARGEST = {aten.topk.default: 1, aten.max.dim: 1, aten.argmax.default: None}
 """Operators that tell where the largest values lie, and which of their results does; None is the only one."""
@@ -101,12 +102,12 @@ def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _filled_elements(packet: Any, args: Any) -> int:
-    """Elements of what a factory fills with one value; none for other operators."""
+    """Elements of what a factory fills with one value."""
     if packet in _LIKE:
         return int(args[0].numel())
     if packet in _FILLED:
         return math.prod(args[1])
-    return math.prod(args[0]) if packet in (aten.zeros, aten.ones, aten.full) else 0
+    return math.prod(args[0])
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -292,7 +293,7 @@ class RealIntegers(TorchDispatchMode):
             return None
         if not tensors and packet not in _FACTORIES_WITH_VALUES:
             return None
-        if kwargs.get("dtype", torch.int64) not in _INTEGER_TYPES and _filled_elements(packet, args) > _MAX_FLOATS:
+        if packet in _FILLED_FACTORIES and self._is_too_large(args, kwargs, _filled_elements(packet, args)):
             return None
         values = {id(tensor): self._filled_like(packet, tensor) for tensor in tensors}
         if any(value is None for value in values.values()):
@@ -309,12 +310,18 @@ class RealIntegers(TorchDispatchMode):
             except (RuntimeError, NotImplementedError):
                 return None
 
+    def _is_too_large(self, args: Any, kwargs: Any, elements: int) -> bool:
+        """Whether a factory fills more elements than are carried of its dtype."""
+        like = args[0].dtype if isinstance(args[0], torch.Tensor) else torch.float32
+        dtype = kwargs.get("dtype") or like
+        return elements > (self.max_elements if dtype in _INTEGER_TYPES else _MAX_FLOATS)
+
     def _filled_like(self, packet: Any, tensor: torch.Tensor) -> torch.Tensor | None:
         """Values of an argument; any will do where only its shape counts."""
         value = self.value_of(tensor)
         if value is None and packet in _FILLED:
             with _disable_current_modes():
-                return torch.zeros(tuple(tensor.shape) if packet in _LIKE else (), dtype=tensor.dtype)
+                return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape if packet in _LIKE else ())
         return value
 
     def _value_sized(self, func: Any, args: Any, kwargs: Any, real: Any, basis: frozenset[str]) -> Any:
