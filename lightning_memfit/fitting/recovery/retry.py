@@ -28,6 +28,11 @@ from lightning_memfit.memory.wrapping import wrap_method
 T = TypeVar("T")
 
 NUM_REPEATS = 2
+_SAVING = "saving a checkpoint"
+_SAVE_LESS = (
+    "A checkpoint is made in host memory: leave more of it free, or save less with "
+    "`ModelCheckpoint(save_weights_only=True)`."
+)
 WITH_SEVERAL_DEVICES = "With several devices it is not repeated, as all of them would have to do so together."
 
 
@@ -137,10 +142,16 @@ class TrainerGuard:
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Guard transfers and checkpoints."""
+        """Guard transfers and checkpoints.
+
+        What `Trainer.save_checkpoint` calls is wrapped instead of itself: with one attribute more, CPython looks up all
+        others of the Trainer more slowly, by 3 microseconds in a training step.
+        """
+        strategy, connector = self._trainer.strategy, self._trainer._checkpoint_connector
         self._undo = [
-            wrap_method(self._trainer.strategy, "batch_to_device", self._transfer),
-            wrap_method(self._trainer, "save_checkpoint", self._save),
+            wrap_method(strategy, "batch_to_device", self._transfer),
+            wrap_method(strategy, "save_checkpoint", self._save),
+            wrap_method(connector, "dump_checkpoint", self._collect),
         ]
 
     def guard_schedulers(self) -> None:
@@ -255,21 +266,21 @@ class TrainerGuard:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _save(self, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
+    def _collect(self, dump: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Collect a checkpoint, with what hooks add to it."""
+        return self._retry(partial(dump, *args, **kwargs), _SAVING, _SAVE_LESS, repeats=1)
+
+    def _save(
+        self, save: Callable[..., None], checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Write a checkpoint."""
         existed = os.path.exists(filepath)
 
         def undo() -> None:
             if not existed and os.path.exists(filepath):  # a `CheckpointIO` that does not write atomically
                 self._trainer.strategy.remove_checkpoint(filepath)
 
-        self._retry(
-            partial(save, filepath, *args, **kwargs),
-            "saving a checkpoint",
-            "A checkpoint is made in host memory: leave more of it free, or save less with "
-            "`ModelCheckpoint(save_weights_only=True)`.",
-            undo,
-            repeats=1,
-        )
+        self._retry(partial(save, checkpoint, filepath, *args, **kwargs), _SAVING, _SAVE_LESS, undo, repeats=1)
 
 
 # --- what a transfer and a scheduler may change ---------------------------------------------------------------------

@@ -32,8 +32,11 @@ from lightning_memfit.fitting.recovery.step_state import (
 
 # --- random generators, cheap enough to save in every step ----------------------------------------------------------
 
+_CPU = torch.device("cpu")
 _MT19937_BYTES = 625 * 4  # 624 words and the position
 _PEEKED_BYTES = 16  # the position and the three words next to it
+_TORCH_HEAD_BYTES = 256  # of the C++ object; its state begins within them
+_TORCH_PEEKED_BYTES = 32  # the seed, the position in three fields, and the three words next to it
 
 
 class RandomState:
@@ -43,26 +46,28 @@ class RandomState:
         device: The device in use.
     """
 
+    __slots__ = ("_accelerator", "_cpu", "_device", "_numpy", "_python")
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._python = _python.state()
         self._numpy = _numpy.state()
-        self._cpu = torch.default_generator.get_state()
+        self._cpu = _torch.state()
         self._accelerator: Tensor | None = None
-        if device.type != "cpu":
+        if device != _CPU and device.type != "cpu":  # the name of a type takes longer than the comparison
             self._accelerator = torch.get_device_module(device).get_rng_state()
 
     def restore(self) -> None:
         """Set all generators back."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)  # noqa: NPY002
-        torch.set_rng_state(self._cpu)
+        torch.set_rng_state(torch.frombuffer(bytearray(self._cpu), dtype=torch.uint8))
         if self._accelerator is not None:
             torch.get_device_module(self._device).set_rng_state(self._accelerator)
 
 
 class _Generator:
-    """A global generator whose state is expensive to ask for, and which training rarely draws from.
+    """A global generator whose state is expensive to ask for, and which many steps don't draw from.
 
     A Mersenne twister moves its position with every draw and renews all words every 624. So the position and a few
     words next to it tell whether anything was drawn since the state was last read; if not, that state is still valid.
@@ -117,8 +122,8 @@ def _peek_python() -> bytes | None:
     return None if _python_bytes is None else _python_bytes.raw
 
 
-def _bytes_at(address: int) -> Any:
-    return (ctypes.c_char * _PEEKED_BYTES).from_address(address)
+def _bytes_at(address: int, size: int = _PEEKED_BYTES) -> Any:
+    return (ctypes.c_char * size).from_address(address)
 
 
 def _find_python_state() -> int | None:
@@ -132,10 +137,45 @@ def _find_python_state() -> int | None:
     return address if (*words[1:], words[0]) == random.getstate()[1] else None
 
 
+def _ask_torch() -> bytes:
+    """Return the state as bytes: as a tensor, it would count on a simulated device in steps that draw, and only there."""
+    return torch.default_generator.get_state().numpy().tobytes()
+
+
+def _find_torch_state() -> int | None:
+    """Return the address of torch's seed, position and words, if a check against its state proves it; or None.
+
+    They lie behind the head of the C++ object, in which they are looked for word by word.
+    """
+    try:
+        address: int = torch.default_generator._cdata  # type: ignore[attr-defined]
+        seed, left, is_seeded, position, *words = struct.unpack_from("=QiiQ624Q", _ask_torch())
+    except (AttributeError, TypeError, RuntimeError, struct.error):
+        return None
+    head = struct.pack("=Qi?", seed, left, is_seeded)
+    rest = struct.pack("=625I", position, *words)  # from byte 16 on, after padding
+    for start in range(address, address + _TORCH_HEAD_BYTES, 8):
+        if ctypes.string_at(start, len(head)) == head and ctypes.string_at(start + 16, len(rest)) == rest:
+            return start
+    return None
+
+
+def _peek_torch() -> bytes | None:
+    return None if _torch_bytes is None else _torch_bytes.raw
+
+
+def _keeps_torch_normal(state: bytes) -> bool:
+    """Whether the legacy layout says so: an `int` after 624 words and three doubles, and a flag after a `float`."""
+    return any(state[5040:5044]) or bool(state[5052])
+
+
 _python_address = _find_python_state()
 _python_bytes = None if _python_address is None else _bytes_at(_python_address)
+_torch_address = _find_torch_state()
+_torch_bytes = None if _torch_address is None else _bytes_at(_torch_address, _TORCH_PEEKED_BYTES)
 _python = _Generator(random.getstate, _peek_python, lambda state: state[2] is not None)
 _numpy = _Generator(_ask_numpy, _NumpyWords(), lambda state: bool(state.get("has_gauss")))
+_torch = _Generator(_ask_torch, _peek_torch, _keeps_torch_normal)
 
 
 # --- snapshots ------------------------------------------------------------------------------------------------------
@@ -300,7 +340,7 @@ def _copy(value: Any) -> Any:
     return value.copy() if isinstance(value, (dict, set, deque)) else value
 
 
-@dataclass
+@dataclass(slots=True)
 class RollbackPoint:
     """State at the start of a loader batch."""
 

@@ -385,20 +385,25 @@ class EffectiveStep:
 
     def _run_whole(self, request: StepRequest, local_batch: LocalBatch, announce: bool) -> ClosureResult:
         """Run a batch that fits at once: nothing is merged, and most steps of most runs are such."""
-        sizes = [local_batch.num_samples]
-        batches = self._splitter.split(request.arguments["batch"], sizes)
-        (weight,) = local_batch.weights_of(batches, sizes) if self._weighs_whole else (local_batch.weight,)
+        num_samples = local_batch.num_samples
+        (batch,) = self._splitter.split(request.arguments["batch"], [num_samples])
+        weight = local_batch.weight
+        if self._weighs_whole:
+            (weight,) = local_batch.weights_of([batch], [num_samples])
+        divisor = self._divisor(weight)
         outputs = self._outputs
         outputs.begin(1)
         try:
-            outputs.logs.begin_part(weight, sizes[0])
-            result = self._loop.forward(request, batches[0], self._divisor(weight))
+            outputs.logs.begin_part(weight, num_samples)
+            result = self._loop.forward(request, batch, divisor)
             if request.zero_grad is not None and not self._is_cleared:
                 self._zero_grad(request.zero_grad)
             self._backward(request, result, weight, announce)
         finally:
             outputs.end()
-        factor = self._divisor(local_batch.weight) / self._loop.trainer.accumulate_grad_batches
+        if self._weighs_whole:
+            divisor = self._divisor(local_batch.weight)
+        factor = divisor / self._loop.trainer.accumulate_grad_batches
         if factor != 1.0 and result.loss is not None:
             result.loss = result.loss * factor
         return result

@@ -106,6 +106,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         self.recover = True
         self._closure: Callable[[], Any] | None = None
         self._guarded_plugin: Any = None
+        self._unwrap_plugin: Callable[[], None] | None = None
 
     # --- taking Lightning's place -----------------------------------------------------------------------------------
 
@@ -117,12 +118,13 @@ class MicroBatchLoop(_AutomaticOptimization):
         self._skip_backward = self._replaced._skip_backward
         epoch_loop.automatic_optimization = self
         self._guarded_plugin = self.trainer.strategy.precision_plugin
-        self._unwrap_plugin = wrap_method(self._guarded_plugin, "_after_closure", self._after_closure)
 
     def uninstall(self) -> None:
         """Restore the Trainer's own loop."""
         if self._replaced is not None:
-            self._unwrap_plugin()
+            if self._unwrap_plugin is not None:
+                self._unwrap_plugin()
+                self._unwrap_plugin = None
             self._replaced.optim_progress = self.optim_progress
             self.trainer.fit_loop.epoch_loop.automatic_optimization = self._replaced
             self._replaced = None
@@ -148,6 +150,8 @@ class MicroBatchLoop(_AutomaticOptimization):
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
         self._closure = train_step_and_backward_closure
+        if self._unwrap_plugin is None and self.recover and self._changes_gradients():
+            self._unwrap_plugin = wrap_method(self._guarded_plugin, "_after_closure", self._after_closure)
         try:
             with self.guard(self.trainer.optimizers[0]):
                 super()._optimizer_step(batch_idx, train_step_and_backward_closure)
@@ -161,7 +165,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         again before the hooks are. What hooks log counts once they have succeeded.
         """
         closure = self._closure
-        if closure is None or not self.recover or not self._changes_gradients():
+        if closure is None:
             after_closure(model, optimizer)
             return
         scaler = getattr(self._guarded_plugin, "scaler", None)

@@ -258,7 +258,7 @@ def _copied(value: Any) -> Any:
         return value
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class KeptBatch:
     """What a batch was before its step.
 

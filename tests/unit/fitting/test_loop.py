@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
@@ -35,7 +36,10 @@ def test_upstream_is_where_it_was() -> None:
     assert parameters(_AutomaticOptimization.__init__) == ["self", "trainer"]
     assert parameters(Precision._after_closure) == ["self", "model", "optimizer"]
     assert parameters(_TrainingEpochLoop._update_learning_rates) == ["self", "interval", "update_plateau_schedulers"]
-    assert parameters(pl.Trainer.save_checkpoint)[:2] == ["self", "filepath"]
+    saving = inspect.getsource(pl.Trainer.save_checkpoint)
+    assert "self._checkpoint_connector.dump_checkpoint(weights_only)" in saving
+    assert "self.strategy.save_checkpoint(checkpoint, filepath, storage_options=storage_options)" in saving
+    assert parameters(Strategy.save_checkpoint)[:3] == ["self", "checkpoint", "filepath"]
     assert parameters(ClosureResult.from_training_step_output) == ["training_step_output", "normalize"]
     assert parameters(_ResultCollection.log)[:4] == ["self", "fx", "name", "value"]
     assert parameters(call._call_strategy_hook)[:2] == ["trainer", "hook_name"]

@@ -267,13 +267,14 @@ def test_with_several_devices_it_is_refused(tmp_path: Path) -> None:
 def test_everything_is_taken_off(tmp_path: Path) -> None:
     for calls in ((), range(3, 100)):
         trainer = quiet_trainer(MicroBatching(), precision="64-true")
-        owners = (trainer, trainer.strategy, trainer.fit_loop.epoch_loop, trainer.strategy.precision_plugin)
+        loop, connector = trainer.fit_loop.epoch_loop, trainer._checkpoint_connector
+        owners = (trainer, trainer.strategy, loop, connector, trainer.strategy.precision_plugin)
         before = [set(vars(owner)) for owner in owners]
         try:
             trainer.fit(Fragile("clipping", calls))
         except MemoryExhausted:
             assert calls
-        names = {"save_checkpoint", "batch_to_device", "_update_learning_rates", "_after_closure"}
+        names = {"save_checkpoint", "dump_checkpoint", "batch_to_device", "_update_learning_rates", "_after_closure"}
         assert not names & set().union(*(set(vars(owner)) - keys for owner, keys in zip(owners, before, strict=True)))
 
 

@@ -121,7 +121,14 @@ def test_host_copies_do_not_count_on_a_simulated_device() -> None:
     assert tensor[9].item() == 9.0
 
 
-@pytest.mark.parametrize(("seed", "draw"), [(numpy.random.seed, numpy.random.rand), (random.seed, random.random)])
+@pytest.mark.parametrize(
+    ("seed", "draw"),
+    [
+        (numpy.random.seed, numpy.random.rand),
+        (random.seed, random.random),
+        (torch.manual_seed, lambda: torch.rand(()).item()),
+    ],
+)
 def test_states_are_right_whether_or_not_a_generator_is_used(seed: object, draw: object) -> None:
     seed(3)  # type: ignore[operator]
     first, again = RandomState(CPU), RandomState(CPU)
@@ -136,13 +143,20 @@ def test_states_are_right_whether_or_not_a_generator_is_used(seed: object, draw:
 
 
 @pytest.mark.parametrize(
-    ("seed", "draw"), [(numpy.random.seed, numpy.random.randn), (random.seed, lambda: random.gauss(0.0, 1.0))]
+    ("seed", "draw"),
+    [
+        (numpy.random.seed, numpy.random.randn),
+        (random.seed, lambda: random.gauss(0.0, 1.0)),
+        (torch.manual_seed, lambda: torch.randn(()).item()),
+        (torch.manual_seed, lambda: torch.randn((), dtype=torch.float64).item()),
+    ],
 )
 def test_a_kept_normal_number_is_part_of_the_state(
     seed: Callable[[int], None], draw: Callable[[], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollback, "_numpy", fresh(rollback._numpy))
     monkeypatch.setattr(rollback, "_python", fresh(rollback._python))
+    monkeypatch.setattr(rollback, "_torch", fresh(rollback._torch))
     seed(3)
     draw()  # two were made, one is kept
     RandomState(CPU)
@@ -155,7 +169,11 @@ def test_a_kept_normal_number_is_part_of_the_state(
 
 @pytest.mark.parametrize(
     ("peek", "draw"),
-    [(rollback._peek_python, random.random), (rollback._NumpyWords(), lambda: numpy.random.bytes(4))],
+    [
+        (rollback._peek_python, random.random),
+        (rollback._NumpyWords(), lambda: numpy.random.bytes(4)),
+        (rollback._peek_torch, lambda: torch.rand(())),
+    ],
 )
 def test_every_draw_shows_in_the_bytes_compared(peek: Callable[[], bytes | None], draw: Callable[[], object]) -> None:
     """Where they can't be read every step asks for the whole state, which is slower but right."""
