@@ -80,6 +80,7 @@ class BudgetPlanner:
             (CheckpointingPlan((c,) * self._num_blocks, int(self._live(trace.events).max()), seconds[c]), trace)
             for c, trace in traces.items()
         ]
+        self._traces = {plan.choices: trace for plan, trace in self._uniform}
 
     @property
     def minimum_bytes(self) -> int:
@@ -145,7 +146,9 @@ class BudgetPlanner:
                 raise self._out_of_reach(budget_bytes, least)
             last = attempt == _MAX_VERIFICATIONS - 1 or target <= self.minimum_bytes
             plan = self.predict(self.minimum_bytes if last else target)
-            trace = self._trace_plan(plan.choices)
+            if plan.choices not in self._traces:
+                self._traces[plan.choices] = self._trace_plan(plan.choices)
+            trace = self._traces[plan.choices]
             needed = needed_by(trace)
             if needed <= budget_bytes:
                 return replace(plan, peak_bytes=needed), trace

@@ -8,6 +8,7 @@ it gets an assumed one, and the assumption is recorded.
 import math
 import weakref
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -89,9 +90,34 @@ class _Known:
     """Values of a fake tensor, and what they rest on."""
 
     fake: weakref.ref[torch.Tensor]
+    storage: int
     values: torch.Tensor
     basis: frozenset[str]
     """`_FINITE_FLOATS`, `_OF_BATCH`, and routings in words."""
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Tensors among the arguments of an operator, which takes them one by one or in lists."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [one for one in value if isinstance(one, torch.Tensor)]
+    return found
+
+
+@cache
+def _is_plain(func: Any) -> bool:
+    """Whether an operator on tensors without values gives tensors without values, and does nothing else."""
+    packet = func._overloadpacket
+    special = {*_VALUE_SIZED, *_FINITE, *_LARGEST}
+    factories = {*_FACTORIES_WITH_VALUES, *_FILLED, *_WITHOUT_VALUES, aten.index}
+    return not (func in special or packet in factories or func._schema.is_mutable)
 
 
 def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -140,16 +166,28 @@ class RealIntegers(TorchDispatchMode):
         self.routings: list[str] = []
         """Assumed places of largest values that decided something, in words."""
         self._values: dict[int, _Known] = {}
+        self._in_storage: dict[int, set[int]] = {}
+        """Which of them lie in a storage."""
 
     def attach(self, fake: torch.Tensor, real: torch.Tensor, basis: frozenset[str] = frozenset()) -> torch.Tensor:
         """Remember the values of a fake tensor, and what they rest on."""
-        key = id(fake)
+        key, storage = id(fake), _storage_of(fake)
 
-        def forget(_: Any, values: dict[int, Any] = self._values, key: int = key) -> None:
-            values.pop(key, None)
+        def forget(_: Any) -> None:
+            self._forget(key)
 
-        self._values[key] = _Known(weakref.ref(fake, forget), real, basis)
+        self._forget(key)
+        self._values[key] = _Known(weakref.ref(fake, forget), storage, real, basis)
+        self._in_storage.setdefault(storage, set()).add(key)
         return fake
+
+    def _forget(self, key: int) -> None:
+        known = self._values.pop(key, None)
+        if known is not None:
+            keys = self._in_storage[known.storage]
+            keys.discard(key)
+            if not keys:
+                del self._in_storage[known.storage]
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Real values of a fake tensor, if known; for a real tensor, such as a literal, a copy of it."""
@@ -159,6 +197,9 @@ class RealIntegers(TorchDispatchMode):
                 return tensor.detach().clone() if known else None
         entry = self._values.get(id(tensor))
         return entry.values if entry is not None and entry.fake() is tensor else None
+
+    def _may_be_known(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._values or not isinstance(tensor, FakeTensor)
 
     def _basis_of(self, tensor: torch.Tensor) -> frozenset[str]:
         entry = self._values.get(id(tensor))
@@ -209,7 +250,9 @@ class RealIntegers(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return self._item(func, args[0])
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors_in(args, kwargs)
+        if _is_plain(func) and not any(map(self._may_be_known, tensors)):
+            return func(*args, **kwargs)
         real = self._real_result(func, args, kwargs, tensors)
         basis = self._joined_basis(tensors) if func._overloadpacket not in _FILLED else frozenset()
         if real is None and func in _FINITE:
@@ -251,17 +294,11 @@ class RealIntegers(TorchDispatchMode):
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Forget the values of tensors that unknown ones were written to, and of their views."""
         given = _by_name(func, args, kwargs)
-        written = {
-            tensor.untyped_storage()._cdata
-            for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tree_leaves(given.get(argument.name))
-            if isinstance(tensor, torch.Tensor)
-        }
-        for key, known in list(self._values.items()):
-            tensor = known.fake()
-            if tensor is not None and tensor.untyped_storage()._cdata in written:
-                del self._values[key]
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _tensors_in((given.get(argument.name),), {}):
+                    for key in (id(tensor), *self._in_storage.get(_storage_of(tensor), ())):
+                        self._forget(key)
 
     def _taken_finite(self, func: Any, args: Any) -> torch.Tensor | None:
         """Answer of `isnan`, `isinf` and the operators that make up `isfinite`, for the finite values of training."""
