@@ -138,7 +138,7 @@ def _find_python_state() -> int | None:
 
 
 def _ask_torch() -> bytes:
-    """Return the state as bytes: as a tensor, it would count on a simulated device in steps that draw, and only there."""
+    """Return the state as bytes: a tensor would count on a simulated device, in steps that draw and only there."""
     return torch.default_generator.get_state().numpy().tobytes()
 
 
