@@ -212,7 +212,11 @@ class MemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; take a sample every `every_n_steps` optimizer steps."""
-        stepped = self._has_stepped(trainer)
+        if self._is_automatic and trainer.accumulate_grad_batches == 1:
+            stepped = True
+        else:  # Lightning's count costs six calls
+            before, self._global_step = self._global_step, trainer.global_step
+            stepped = self._global_step != before
         self._throughput.add(batch, stepped)
         if not stepped:
             return
@@ -239,15 +243,6 @@ class MemoryMonitor(Callback):
             min(self._steps_of.values(), default=wanted) >= wanted or self._num_steps >= _MOST_TRACKED * wanted
         )
         return self._is_warm
-
-    def _has_stepped(self, trainer: Trainer) -> bool:
-        """Whether this batch ended an optimizer step. Lightning's own count costs six calls."""
-        before = self._global_step
-        if self._is_automatic and trainer.accumulate_grad_batches == 1:
-            self._global_step += 1
-        else:
-            self._global_step = trainer.global_step
-        return self._global_step != before
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

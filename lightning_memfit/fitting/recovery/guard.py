@@ -46,13 +46,17 @@ class StepGuard:
         self._is_at_risk = True
         self._is_first = True
         self._in_trial = False
+        self._guarded: _Guarded | None = None
         self.num_retries = 0
 
     def __call__(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Guard the steps of an optimizer within the context."""
         if isinstance(optimizer, LBFGS):  # evaluates its closure several times within a step
             return nullcontext()
-        return _Guarded(self, optimizer)
+        known = self._guarded
+        if known is None or known.optimizer is not optimizer or known.is_entered:  # a trial runs inside a real step
+            known = self._guarded = _Guarded(self, optimizer)
+        return known
 
     @contextmanager
     def trial(self) -> Iterator[None]:
@@ -163,25 +167,28 @@ def _copied(optimizer: Optimizer) -> OptimizerSnapshot | None:
 class _Guarded(AbstractContextManager[None]):
     """Replaces an optimizer's `step` by the guard's. It is a class, not a generator, as it is entered in every step."""
 
-    __slots__ = ("_guard", "_optimizer", "_own")
+    __slots__ = ("_own", "_step", "is_entered", "optimizer")
 
     def __init__(self, guard: StepGuard, optimizer: Optimizer) -> None:
-        self._guard = guard
-        self._optimizer: Any = optimizer
+        self.optimizer: Any = optimizer
+        self._step = partial(guard.step, optimizer)
         self._own: Any = None
+        self.is_entered = False
 
     @override
     def __enter__(self) -> None:
-        optimizer = self._optimizer
+        self.is_entered = True
+        optimizer = self.optimizer
         self._own = own_attribute(optimizer, "step")
-        optimizer.step = partial(self._guard.step, optimizer, optimizer.step)
+        optimizer.step = partial(self._step, optimizer.step)
 
     @override
     def __exit__(self, *_: Any) -> None:
+        self.is_entered = False
         if self._own is None:
-            del self._optimizer.step
+            del self.optimizer.step
         else:
-            self._optimizer.step = self._own
+            self.optimizer.step = self._own
 
 
 def _versions(optimizer: Optimizer) -> list[int]:
