@@ -1,9 +1,13 @@
 """Blocks whose forward changes state, draws random numbers or writes to its inputs, against plain torch."""
 
+import array
+import contextvars
 import copy
+import dataclasses
 import gc
 import importlib
 import random
+import threading
 import weakref
 
 import numpy as np
@@ -553,3 +557,188 @@ def test_a_compiled_block_with_buffers_is_left_to_eager_execution():
     apply_checkpointing(list(net.blocks), ["full"] * 3)
     with pytest.raises(Exception, match="buffers"):
         torch.compile(net.blocks[0], backend="eager", fullgraph=True)(torch.randn(8, WIDTH))
+
+
+# --- what begins late, or in places that are rarely looked at ---------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+
+
+def add_slot(state):
+    state.calls += 1
+    return state.calls
+
+
+def add_item(state):
+    state[0] += 1
+    return state[0]
+
+
+RARE = {
+    "slots": (Slotted, add_slot),
+    "array": (lambda: array.array("d", [0.0]), add_item),
+    "bytearray": (lambda: bytearray(1), add_item),
+}
+
+
+class Rare(Block):
+    """Counts its calls in an object without a `__dict__`."""
+
+    make, add = RARE["slots"]
+
+    def build(self):
+        self.state = type(self).make()
+
+    def forward(self, x):
+        scale = 1 + 0.1 * type(self).add(self.state)
+        return self.inner(x).sin() * scale
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_objects_without_a_dict_are_put_back(name):
+    make, add = RARE[name]
+    kind = type("RareOf", (Rare,), {"make": staticmethod(make), "add": staticmethod(add)})
+    assert train(kind, checkpointed("full"))[0] == train(kind)[0]
+
+
+GAIN = contextvars.ContextVar("gain", default=1.0)
+LOCAL = threading.local()
+
+
+class Surroundings(Block):
+    """Multiplies by what lies around it."""
+
+    def build(self):
+        self.owner = lambda: None
+
+    def forward(self, x):
+        return self.inner(x * GAIN.get() * LOCAL.gain * getattr(self.owner(), "gain", 1.0)).sin()
+
+
+class Unseen(Block):
+    """Multiplies by what Python doesn't show."""
+
+    def forward(self, x):
+        return self.inner(x * getattr(importlib.import_module(__name__), "SEC" + "RET")["number"]).sin()
+
+
+def late_gradients(kind, change, checkpoint, num_calls=4):
+    """Gradients of calls; before the last of them something begins to change between forward and backward."""
+    torch.manual_seed(0)
+    LOCAL.gain = 1.0
+    net = Net(kind)
+    net.blocks[0].owner = weakref.ref(net)
+    checkpoint(net)
+    for call in range(num_calls):
+        net.zero_grad()
+        loss = (change if call == num_calls - 1 else plainly_called)(net, torch.ones(8, WIDTH) / (1 + call))
+        loss.backward()
+    return [None if p.grad is None else p.grad.tolist() for p in net.parameters()]
+
+
+def plainly_called(net, x):
+    return net(x).square().sum()
+
+
+def in_another_context(net, x):
+    token = GAIN.set(1.5)
+    loss = plainly_called(net, x)
+    GAIN.reset(token)
+    return loss
+
+
+def with_a_local(net, x):
+    LOCAL.gain = 1.5
+    loss = plainly_called(net, x)
+    LOCAL.gain = 1.0
+    return loss
+
+
+def with_another_owner(net, x):
+    net.gain = 1.5
+    loss = plainly_called(net, x)
+    net.gain = 1.0
+    return loss
+
+
+def functionally(net, x):
+    weights = {name: value * 1.5 for name, value in net.named_parameters()}
+    return torch.func.functional_call(net, weights, (x,)).square().sum()
+
+
+def with_another_parameter(net, x):
+    inner, mine = net.blocks[1].inner, net.blocks[1].inner.weight
+    inner.weight = nn.Parameter(mine.detach() * 1.5)
+    loss = plainly_called(net, x)
+    inner.weight = mine
+    return loss + 0 * mine.sum()
+
+
+@pytest.mark.parametrize("choice", ["full", "keep_matmul"])
+@pytest.mark.parametrize(
+    "change", [in_another_context, with_a_local, with_another_owner, functionally, with_another_parameter]
+)
+def test_what_begins_late_is_put_back(change, choice):
+    plain = late_gradients(Surroundings, change, lambda net: None)
+    assert late_gradients(Surroundings, change, checkpointed(choice)) == plain
+
+
+def with_another_secret(net, x):
+    SECRET["number"] = 1.5
+    loss = plainly_called(net, x)
+    SECRET["number"] = 1.0
+    return loss
+
+
+def with_other_data(net, x):
+    loss = plainly_called(net, x)
+    net.blocks[1].inner.weight.data = net.blocks[1].inner.weight.data * 1.5
+    return loss
+
+
+@pytest.mark.parametrize("choice", ["full", "keep_matmul"])
+@pytest.mark.parametrize("change", [with_another_secret, with_other_data])
+def test_what_begins_late_unseen_is_refused(change, choice):
+    SECRET["number"] = 1.0
+    with pytest.raises(InexactRecomputationError, match="Unseen would not be exact"):
+        late_gradients(Unseen, change, checkpointed(choice))
+
+
+class ForwardMode(Block):
+    def forward(self, x):
+        value, slope = torch.func.jvp(lambda v: self.inner(v).sin(), (x,), (torch.ones_like(x),))
+        return value + 0.1 * slope
+
+
+class Jacobian(Block):
+    def forward(self, x):
+        return x + torch.func.vmap(torch.func.jacrev(lambda v: self.inner(v).sin()))(x).sum(-1)
+
+
+def test_transforms_of_torch_func():
+    plain = late_gradients(ForwardMode, plainly_called, lambda net: None)
+    assert late_gradients(ForwardMode, plainly_called, checkpointed("full")) == plain
+    with pytest.raises(InexactRecomputationError, match="`jacrev`"):
+        late_gradients(Jacobian, plainly_called, checkpointed("full"))
+    net = Net(Block)
+    apply_checkpointing(list(net.blocks), ["full"] * 3)
+    with pytest.raises(InexactRecomputationError, match="inside a transform"):
+        torch.func.vmap(net.blocks[0])(torch.ones(8, WIDTH))
+
+
+class GatedRecurrent(Block):
+    def build(self):
+        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(x[None])[0][0]
+
+
+def test_kept_products_that_are_changed_in_place_are_refused_in_words():
+    with pytest.raises(InexactRecomputationError, match="nn.GRU.*mode='full'"):
+        late_gradients(GatedRecurrent, plainly_called, checkpointed("keep_matmul"))
+    plain = late_gradients(GatedRecurrent, plainly_called, lambda net: None)
+    assert late_gradients(GatedRecurrent, plainly_called, checkpointed("full")) == plain
