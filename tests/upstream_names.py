@@ -89,6 +89,7 @@ NAMES: dict[str, str] = {
     "_initialize_deepspeed_inference": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_initialize_deepspeed_train": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_inst": "random",
+    "_is_zerotensor": "torch.Tensor",
     "_len_torch_dispatch_stack": "torch._C",
     "_lib": "bitsandbytes.cextension.lib",
     "_load_config": "lightning.pytorch.strategies.DeepSpeedStrategy",

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from lightning_memfit.checkpointing.state import InexactRecomputationError, Look, in_function_transform
+from lightning_memfit.checkpointing.state import InexactRecomputationError, Look
 
 _NUM_ELEMENTS = 64
 _RUN = 8
@@ -191,17 +192,25 @@ def _sample(tensor: Tensor) -> Sample | None:
             return None
         names, _ = tensor.__tensor_flatten__()
         return _sample(getattr(tensor, names[0])) if names else None
-    if in_function_transform() or not tensor.untyped_storage().nbytes():
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor():
+        return None  # there is no memory behind them
+    start = tensor.untyped_storage().data_ptr()
+    if not start:  # freed by a strategy
         return None
-    if tensor.is_cpu:
-        length, places = _runs(tensor.shape, tensor.stride(), tensor.dtype)
-        start = tensor.data_ptr()
-        return b"".join([string_at(start + place, length) for place in places])
+    return _host_sample(tensor, start) if tensor.is_cpu else _device_sample(tensor)
+
+
+def _host_sample(tensor: Tensor, start: int) -> bytes:
+    length, places = _runs(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    return b"".join([string_at(start + place, length) for place in places])
+
+
+def _device_sample(tensor: Tensor) -> Tensor | None:
     if not _is_comparable(tensor.dtype) or not tensor.numel():
         return None
     if tensor.dtype in _INTEGERS and tensor.numel() <= _NUM_SEEDS:
         return None
-    with _outside_of_modes():
+    with _outside_of_modes(), torch.no_grad(), _set_fwd_grad_enabled(False):
         extent, indices = _indices(tensor.shape, tensor.stride(), tensor.device)
         tensor = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
         return tensor.detach().as_strided((extent,), (1,)).index_select(0, indices)
@@ -213,7 +222,9 @@ def _is_comparable(dtype: torch.dtype) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _runs(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
+def _runs(
+    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
+) -> tuple[int, tuple[int, ...]]:
     """Where runs of neighbouring elements are read in host memory, and their length, both in bytes.
 
     One operator takes 40 us of a processor that has just multiplied matrices and reads new code, these reads 5.
@@ -222,7 +233,7 @@ def _runs(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -
         return 0, ()
     length = min(_RUN, shape[-1]) if shape and stride[-1] == 1 else 1
     starts = _spread(shape, stride, prod(shape) // length, _NUM_ELEMENTS // (_RUN if length > 1 else 2), length)
-    return length * dtype.itemsize, tuple(place * dtype.itemsize for place in starts)
+    return length * dtype.itemsize, tuple((offset + place) * dtype.itemsize for place in starts)
 
 
 @lru_cache(maxsize=4096)

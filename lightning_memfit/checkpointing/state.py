@@ -291,7 +291,8 @@ class BlockState:
         for number, value in enumerate(self._inputs):
             self._add(value, ("argument", number), 0, of_library=True)
         # As `torch.func.functional_call` puts others in place for one call.
-        self._parameters = [(module._parameters, dict(module._parameters)) for module in places.modules]
+        scripted = torch.jit.ScriptModule
+        self._parameters = [(m._parameters, dict(m._parameters)) for m in places.modules if not isinstance(m, scripted)]
         self._need_grad: list[tuple[Tensor, bool]] = []
         for number, (_, held) in enumerate(self._parameters):
             for name, parameter in held.items():
@@ -314,6 +315,10 @@ class BlockState:
 
     def _add_module(self, module: nn.Module, number: Any) -> None:
         self._seen.add(id(module))
+        if isinstance(module, torch.jit.ScriptModule):  # it keeps nothing else in Python
+            for name, buffer in module.named_buffers(recurse=False):
+                self._add_tensor(buffer, (number, name))
+            return
         self._add_dict(module._buffers, None, (number, "buffer"), 0)
         self._add_dict(vars(module), None, number, 0)
 
@@ -665,9 +670,9 @@ def _reading(func: Any, result: Any) -> float:
     if value.device.type == "meta" or value.is_quantized or in_function_transform():
         return 0.0
     with _disable_current_modes():  # what keeps count of a device's memory is not to count these
-        dtype = torch.float64 if value.dtype is torch.float64 else torch.float32  # some devices have no other
         if value.is_complex():
             value = torch.view_as_real(value)
+        dtype = torch.float64 if value.dtype is torch.float64 else torch.float32  # some devices have no other
         if not value.is_floating_point():
             return float(value.sum(dtype=torch.int64).item())
         return float(torch.linalg.vector_norm(value.detach(), 1, dtype=dtype).item())
