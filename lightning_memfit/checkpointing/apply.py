@@ -135,6 +135,7 @@ _LIMITS = {
     "not found in storage": "run a second time from the state in which it began, it calls operators that it hadn't "
     "called. It reads something that has changed since its forward, and that its modules, their hooks and the globals "
     "that its code names don't show.",
+    "TorchScript interpreter": "it ends with TorchScript, which torch can't leave when it ends a recomputation early.",
     "saved tensor hooks": "its forward uses `torch.func.grad`, `vjp`, `jacrev` or `hessian`, which torch doesn't run "
     "in what is recomputed.",
 }
