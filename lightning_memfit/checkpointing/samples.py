@@ -67,7 +67,7 @@ class Samples:
         Args:
             look: What watches the operators of the call.
         """
-        self._is_coarse = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+        self._is_coarse = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
 
         def note(tensor: Tensor) -> None:
             if look is not None and _is_plain(tensor) and tensor.untyped_storage()._cdata in look.sides:
