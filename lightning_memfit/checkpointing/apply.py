@@ -4,10 +4,11 @@ A block's `forward` is replaced on the instance: `state_dict` keys, `isinstance`
 which must not run again when the block is recomputed) stay as they are.
 """
 
+import contextvars
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.checkpointing.forward import ReplacedForward
 from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
 from lightning_memfit.checkpointing.policies import CHOICES, Choice, kept_operators, selective_contexts
+from lightning_memfit.checkpointing.samples import Samples
 from lightning_memfit.checkpointing.state import (
     TENSORS,
     BlockState,
@@ -31,6 +33,7 @@ from lightning_memfit.checkpointing.state import (
     StatePlaces,
     copied,
     first_difference,
+    in_function_transform,
 )
 
 _NUM_LOOKS = 2
@@ -73,7 +76,8 @@ class CheckpointedForward(ReplacedForward):
                 raise NotImplementedError(f"the inputs of {type(self.block).__name__} are offloaded: not compiled.")
             knowledge.refuse_compiling()
             return checkpoint(function, *args, use_reentrant=False, **self.options(), **kwargs)
-        call = _Call(function, knowledge, args, kwargs, is_watched=self.inputs_on_host is None)
+        kept = kept_operators(self.choice)
+        call = _Call(function, knowledge, args, kwargs, kept, is_watched=self.inputs_on_host is None)
         contexts = partial(_contexts, self.choice, call)
         if self.inputs_on_host is None:
             return checkpoint(call, *call.saved, use_reentrant=False, context_fn=contexts)
@@ -90,25 +94,52 @@ def _contexts(choice: Choice, call: "_Call") -> tuple[Any, Any]:
     """Contexts of the forward pass and of the recomputation, whose operators a selective one counts."""
     kept = kept_operators(choice)
     forward, recompute = selective_contexts(kept)() if kept else noop_context_fn()
-    return forward, _Recomputing(call, recompute)
+    return _Around(call, call.from_here_on, forward), _Around(call, call.from_its_beginning, recompute)
 
 
-class _Recomputing:
-    """The context of a recomputation. It can be entered anew, for a second backward pass over the same graph."""
+class _Around:
+    """Two contexts, one inside the other, and what the errors of torch in them mean for a block.
 
-    def __init__(self, call: "_Call", inner: AbstractContextManager[Any]) -> None:
+    It can be entered anew, for a second backward pass over the same graph.
+    """
+
+    def __init__(
+        self,
+        call: "_Call",
+        outer: Callable[[], AbstractContextManager[None]],
+        inner: AbstractContextManager[Any],
+    ) -> None:
         self._call = call
+        self._outer = outer
         self._inner = inner
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            stack.enter_context(self._call.from_its_beginning())
+            stack.enter_context(self._outer())
             stack.enter_context(self._inner)
             self._stack = stack.pop_all()
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._stack.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError):
+            self._call.refuse_limits(error)
+
+
+_CHANGES_KEPT = "has been mutated"
+_LIMITS = {
+    "extra time": "it is recomputed more than once (a gradient inside forward, or a graph that is kept), and torch "
+    "hands out the kept results of a selective choice only once. Or use mode='full'.",
+    _CHANGES_KEPT: "what a selective choice keeps is changed in place afterwards, as nn.GRU and nn.RNN do on the "
+    "CPU. Or use mode='full'.",
+    "not found in storage": "run a second time from the state in which it began, it calls operators that it hadn't "
+    "called. It reads something that has changed since its forward, and that its modules, their hooks and the globals "
+    "that its code names don't show.",
+    "TorchScript interpreter": "it ends with TorchScript, which torch can't leave when it ends a recomputation early.",
+    "saved tensor hooks": "its forward uses `torch.func.grad`, `vjp`, `jacrev` or `hessian`, which torch doesn't run "
+    "in what is recomputed.",
+}
+"""What the messages of torch's errors mean."""
 
 
 class Knowledge:
@@ -121,6 +152,7 @@ class Knowledge:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = tuple(modules)
         self.written: set[Place] = set()
+        self._unsteady: dict[tuple[bool, ...], set[int]] = {}
         self._places: StatePlaces | None = None
         self._num_looks: dict[tuple[bool, ...], int] = {}
 
@@ -133,17 +165,22 @@ class Knowledge:
         """What errors call the modules."""
         return " and ".join(dict.fromkeys(type(module).__name__ for module in self.modules))
 
-    def places(self) -> tuple[StatePlaces, bool]:
-        """Where the modules keep state, and whether to watch this call."""
+    def places(self) -> tuple[StatePlaces, bool, set[int]]:
+        """Where the modules keep state, whether to watch this call, and which saved tensors are unsteady."""
         found = list(dict.fromkeys(child for module in self.modules for child in module.modules()))
         if self._places is None or self._places.modules != found:
             self._places = StatePlaces(self.modules)
-            self._num_looks, self.written = {}, set()
+            self._num_looks, self.written, self._unsteady = {}, set(), {}
         flags = tuple(module.training for module in found)
         number = self._num_looks.get(flags, 0)
         if number < _NUM_LOOKS:
             self._num_looks[flags] = number + 1
-        return self._places, number < _NUM_LOOKS
+        return self._places, number < _NUM_LOOKS, self._unsteady.setdefault(flags, set())
+
+    def steps_in_backward(self) -> bool:
+        """Whether weights may change before backward ends."""
+        own = [p for module in self.modules for p in module.parameters() if p.requires_grad]
+        return not own or any(parameter._post_accumulate_grad_hooks for parameter in own)
 
     def refuse_compiling(self) -> None:
         """Raise an error while tracing, unless the block has no buffers, which compiled recomputation writes again.
@@ -168,19 +205,26 @@ class _Call:
         knowledge: Knowledge,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        kept: frozenset[Any],
         is_watched: bool,
     ) -> None:
+        if in_function_transform():
+            raise InexactRecomputationError(
+                knowledge.name,
+                "it is called inside a transform of `torch.func` (`vmap`, `grad`, `jvp`, ...) or forward-mode "
+                "differentiation, whose tensors don't exist any more when it is recomputed.",
+            )
         self._function = function
         self._knowledge = knowledge
-        self._places, looking = knowledge.places()
-        self._is_looking = looking and is_watched
+        self._places, looking, unsteady = knowledge.places()
+        self._is_watched = looking and is_watched
         self._arguments: tuple[Any, Any] | None = (args, kwargs)
         self._leaves, self._structure = tree_flatten((args, kwargs))
         tensors = [(("argument", i), leaf) for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
         self._needs_grad = {place[1]: leaf.requires_grad for place, leaf in tensors}
         self._inputs = [(place, leaf) for place, leaf in tensors if type(leaf) in TENSORS]
         self._copies = {place: copied(leaf) for place, leaf in self._inputs if place in knowledge.written}
-        held = {place for place, _ in self._inputs} if self._is_looking else set(self._copies)
+        held = {place for place, _ in self._inputs} if self._is_watched else set(self._copies)
         self._numbers = [place[1] for place, _ in tensors if place not in held]
         # An alias of the others, without their count of writes, tells `checkpoint` the device.
         self.saved = [
@@ -193,8 +237,23 @@ class _Call:
         self._state = BlockState(self._places, knowledge.written, self._objects)
         self._before = self._state.versions() | {place: tensor._version for place, tensor in self._inputs}
         self._fresh: dict[int, torch.Tensor] = {}
-        self._look: Look | None = None
+        watched = (*self._state.tensors.items(), *self._inputs) if self._is_watched else ()
+        self._look = Look(self._copy, watched, kept) if looking else None
         self._results: list[tuple[str, float]] | None = None
+        self._context = contextvars.copy_context()
+        self._samples: Samples | None = None
+        if torch._guards.detect_fake_mode(()) is None:  # a trace has no values
+            self._samples = Samples(knowledge.name, unsteady, knowledge.steps_in_backward)
+
+    def from_here_on(self) -> AbstractContextManager[None]:
+        """In this context, samples of what is saved for backward are taken."""
+        return nullcontext() if self._samples is None else self._samples.taken(self._look)
+
+    def refuse_limits(self, error: RuntimeError) -> None:
+        """Say in words what an error of torch's means for the block."""
+        for message, meaning in _LIMITS.items():
+            if message in str(error):
+                raise InexactRecomputationError(self._knowledge.name, meaning) from error
 
     def __call__(self, *saved: Any) -> Any:
         """Run for the first time, or again."""
@@ -203,15 +262,17 @@ class _Call:
         args, kwargs = self._arguments
         self._arguments = None
         state = self._state
-        if self._is_looking:
-            look = self._look = Look(self._copy, (*state.tensors.items(), *self._inputs))
-            if not self._places.is_gathered and torch._guards.detect_fake_mode(()) is None:  # a trace has no values
+        look = self._look
+        if look is None:
+            result = self._function(*args, **kwargs)
+        else:
+            if self._is_watched and not self._places.is_gathered and self._samples is not None:
                 self._results = look.results
             with look:
                 result = self._function(*args, **kwargs)
             self._look = None
-        else:
-            result = self._function(*args, **kwargs)
+            if look.changes_kept:
+                raise InexactRecomputationError(self._knowledge.name, _LIMITS[_CHANGES_KEPT])
         inputs = [(place, tensor) for place, tensor in self._inputs if place not in self._copies]
         held = [(place, tensor) for place, tensor in inputs if self._leaves[place[1]] is not None]
         state.end_of_forward(self._knowledge.name, inputs, held, self._before)
@@ -228,7 +289,8 @@ class _Call:
         if self._look is not None:  # forward itself asks for a gradient
             self._look.is_paused = True
         try:
-            with self._state.again(self._knowledge.name, self._places):
+            compared = nullcontext() if self._samples is None else self._samples.compared()
+            with self._state.again(self._knowledge.name, self._places), compared:
                 yield
         finally:
             if self._look is not None:
@@ -251,19 +313,15 @@ class _Call:
             leaves[number] = tensor
         self._fresh = {}
         args, kwargs = tree_unflatten(leaves, self._structure)
+        run = partial(self._context.copy().run, self._function)  # context variables are as they were
         if self._results is None:
-            return self._function(*args, **kwargs)
+            return run(*args, **kwargs)
         with Look(_ignore, ()) as look:
             try:
-                return self._function(*args, **kwargs)
+                return run(*args, **kwargs)
             except RuntimeError as error:
-                if "extra time" not in str(error):
-                    raise
-                raise InexactRecomputationError(
-                    self._knowledge.name,
-                    "it is recomputed more than once (a gradient inside forward, or a graph that is kept), and torch "
-                    "hands out the kept results of a selective choice only once. Or use mode='full'.",
-                ) from error
+                self.refuse_limits(error)
+                raise
             finally:
                 self._compare(look.results)
 

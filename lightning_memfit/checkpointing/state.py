@@ -10,11 +10,15 @@ A recomputation begins in the state that the first run saw and leaves what it fo
 """
 
 import argparse
+import array
+import copy
 import functools
 import math
 import random
 import sys
+import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +44,7 @@ TENSORS = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 _SIMPLE = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _INTERNALS = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_fabric", "forward"}
 _CONTAINERS = (list, dict, set, deque)
+_ARRAYS = (np.ndarray, array.array, bytearray)
 _OPAQUE = (
     *(type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.CodeType),
     *(torch.optim.Optimizer, torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.jit.ScriptModule),
@@ -48,7 +53,11 @@ _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
     *("torch", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
     *("lightning_memfit", "transformers", "peft", "timm", "deepspeed", "bitsandbytes", "torchao", "numpy", "einops"),
 }
-_PLAIN = (types.SimpleNamespace, argparse.Namespace, functools.partial)
+_PLAIN = (types.SimpleNamespace, argparse.Namespace, functools.partial, threading.local)
+
+
+_EMPTY = object()
+"""Held by a slot that has no value."""
 
 
 class InexactRecomputationError(RuntimeError):
@@ -76,7 +85,6 @@ class StatePlaces:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = list(dict.fromkeys(child for module in modules for child in module.modules()))
-        self.parameters = [(("parameters", i), p) for i, p in enumerate(_parameters(self.modules))]
         own = (p for module in self.modules for p in module._parameters.values() if p is not None)
         self.is_gathered = any(map(_is_put_away, own))
         self.inside = set(map(id, self.modules))
@@ -139,12 +147,6 @@ class StatePlaces:
                 self._add_function(value)
 
 
-def _parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """All parameters but those that ZeRO-3 gathers and puts away again."""
-    found = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
-    yield from (parameter for parameter in found.values() if not _is_put_away(parameter))
-
-
 def _is_put_away(tensor: Tensor) -> bool:
     """Whether DeepSpeed has the values of a tensor, and gives and takes them around its module's forward."""
     return hasattr(tensor, "ds_id")
@@ -181,18 +183,24 @@ def _may_change(value: Any) -> bool:
 
 
 def _holds_something(value: Any) -> bool:
-    kinds = (Tensor, np.ndarray, tuple, frozenset, *_CONTAINERS)
-    return isinstance(value, kinds) or is_random_source(value) or _attributes(value) is not None
+    kinds = (Tensor, tuple, frozenset, weakref.ref, *_CONTAINERS, *_ARRAYS)
+    return isinstance(value, kinds) or is_random_source(value) or _is_plain(value)
 
 
-def _attributes(value: Any, of_library: bool = False) -> dict[str, Any] | None:
-    """The attributes of a plain object that a user wrote; None for everything else."""
+def _is_plain(value: Any, of_library: bool = False) -> bool:
+    """Whether a value is an object that a user wrote, whose attributes are state."""
     if isinstance(value, (*_OPAQUE, Tensor, nn.Module)) or is_random_source(value):
-        return None
+        return False
     if not of_library and _is_library(type(value).__module__) and not isinstance(value, _PLAIN):
-        return None
-    attributes = getattr(value, "__dict__", None)
-    return attributes if isinstance(attributes, dict) else None
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict) or any(True for _ in _slots(type(value)))
+
+
+def _slots(kind: type) -> Iterator[types.MemberDescriptorType]:
+    """What reads and sets the attributes that objects of a class have in slots."""
+    for base in kind.__mro__:
+        if not _is_library(base.__module__):
+            yield from (value for value in vars(base).values() if isinstance(value, types.MemberDescriptorType))
 
 
 # --- contents that are put back ---------------------------------------------------------------------------------------
@@ -231,9 +239,6 @@ def restore_dict(target: dict[Any, Any], values: dict[Any, Any], keep: frozenset
             target[key] = value
 
 
-# --- comparing values -----------------------------------------------------------------------------------------------
-
-
 # --- the state --------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +269,8 @@ class BlockState:
         self._inside = places.inside
         self._dicts: list[tuple[dict[str, Any], dict[str, Any], bool]] = []
         self._contents: list[tuple[Any, Any]] = []
+        self._slots: list[tuple[Any, types.MemberDescriptorType, Any]] = []
+        self._locals: list[tuple[threading.local, dict[str, Any]]] = []
         self._sources: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
@@ -283,20 +290,35 @@ class BlockState:
             self._add(value, ("object", number), 0)
         for number, value in enumerate(self._inputs):
             self._add(value, ("argument", number), 0, of_library=True)
-        self._parameters = [(p, p.requires_grad) for _, p in places.parameters]
-        for place, parameter in places.parameters:
-            if type(parameter) in TENSORS:
-                self.tensors[place] = parameter
-                if place in written:
-                    self.copy(parameter)
+        # As `torch.func.functional_call` puts others in place for one call.
+        scripted = torch.jit.ScriptModule
+        self._parameters = [(m._parameters, dict(m._parameters)) for m in places.modules if not isinstance(m, scripted)]
+        self._need_grad: list[tuple[Tensor, bool]] = []
+        for number, (_, held) in enumerate(self._parameters):
+            for name, parameter in held.items():
+                if parameter is not None and not _is_put_away(parameter) and id(parameter) not in self._seen:
+                    self._add_parameter(parameter, ("parameters", number, name))
         for tensor in also:
             self.copy(tensor)
         self._versions: list[tuple[Tensor, int]] = []
 
     # --- saving ---
 
+    def _add_parameter(self, parameter: Tensor, place: Place) -> None:
+        self._seen.add(id(parameter))
+        if parameter.is_leaf:
+            self._need_grad.append((parameter, parameter.requires_grad))
+        if type(parameter) in TENSORS:
+            self.tensors[place] = parameter
+            if place in self._written:
+                self.copy(parameter)
+
     def _add_module(self, module: nn.Module, number: Any) -> None:
         self._seen.add(id(module))
+        if isinstance(module, torch.jit.ScriptModule):  # it keeps nothing else in Python
+            for name, buffer in module.named_buffers(recurse=False):
+                self._add_tensor(buffer, (number, name))
+            return
         self._add_dict(module._buffers, None, (number, "buffer"), 0)
         self._add_dict(vars(module), None, number, 0)
 
@@ -322,14 +344,26 @@ class BlockState:
         elif is_random_source(value):
             self._seen.add(id(value))
             self._sources.append((value, random_source_state(value)))
-        elif isinstance(value, np.ndarray):
+        elif isinstance(value, _ARRAYS):
             self._seen.add(id(value))
-            self._contents.append((value, value.copy()))
-        else:
-            attributes = _attributes(value, of_library)
-            if attributes is not None and len(attributes) <= _MAX_ITEMS:
-                self._seen.add(id(value))
-                self._add_dict(attributes, None, place, depth + 1)
+            self._contents.append((value, copy.copy(value)))
+        elif isinstance(value, weakref.ref):
+            self._add(value(), place, depth, of_library)
+        elif _is_plain(value, of_library):
+            self._add_object(value, place, depth + 1)
+
+    def _add_object(self, value: Any, place: Place, depth: int) -> None:
+        self._seen.add(id(value))
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(value, threading.local):
+            self._locals.append((value, dict(value.__dict__)))
+            self._add(dict(value.__dict__), place, depth)
+        elif isinstance(attributes, dict) and len(attributes) <= _MAX_ITEMS:
+            self._add_dict(attributes, None, place, depth)
+        for slot in _slots(type(value)):
+            held = getattr(value, slot.__name__, _EMPTY)
+            self._slots.append((value, slot, held))
+            self._add(held, (place, slot.__name__), depth)
 
     def _add_container(self, value: Any, place: Any, depth: int, of_library: bool) -> None:
         self._seen.add(id(value))
@@ -406,7 +440,7 @@ class BlockState:
             if id(tensor) not in self.copies and type(tensor) is not FakeTensor
         ]
         self.tensors = {}
-        for _, saved, _ in self._dicts:
+        for saved in (*(saved for _, saved, _ in self._dicts), *(saved for _, saved in self._parameters)):
             for key, value in saved.items():
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     saved[key] = _without_graph(value)
@@ -454,15 +488,23 @@ class BlockState:
         for kind, name, value in self._classes:
             if vars(kind).get(name) is not value:
                 setattr(kind, name, value)
+        for value, slot, held in self._slots:
+            _fill_slot(value, slot, held)
+        for local, attributes in self._locals:
+            restore_dict(local.__dict__, attributes)  # those of the thread that runs backward
+        for owner, parameters in self._parameters:
+            for name, parameter in parameters.items():
+                if owner.get(name) is not parameter and not _is_freed(parameter):
+                    owner[name] = parameter
         for container, content in self._contents:
             _fill(container, content)
         for source, state in self._sources:
             set_random_source_state(source, state)
-        for parameter, requires_grad in self._parameters:
-            if parameter.requires_grad is not requires_grad:
-                parameter.requires_grad_(requires_grad)
-        for tensor, copy in self.copies.values():
-            tensor.data.copy_(copy)
+        for leaf, requires_grad in self._need_grad:
+            if leaf.requires_grad is not requires_grad:
+                leaf.requires_grad_(requires_grad)
+        for tensor, values in self.copies.values():
+            tensor.data.copy_(values)
         if random.getstate() != self._python:
             random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
@@ -475,12 +517,32 @@ def _fill(container: Any, content: Any) -> None:
         if list(container) != list(content) or any(container[key] is not value for key, value in content.items()):
             container.clear()
             container.update(content)
-    elif isinstance(container, list):
+    elif isinstance(container, (list, array.array, bytearray)):
         container[:] = content
     else:
         container.clear()
         extend = container.update if isinstance(container, set) else container.extend
         extend(content)
+
+
+def _fill_slot(value: Any, slot: types.MemberDescriptorType, held: Any) -> None:
+    now = getattr(value, slot.__name__, _EMPTY)
+    if now is held:
+        return
+    if held is _EMPTY:
+        slot.__delete__(value)
+    else:
+        slot.__set__(value, held)  # also if the object is frozen
+
+
+def _is_freed(tensor: Tensor | None) -> bool:
+    """Whether a strategy that divides weights has freed these, which it gathers anew."""
+    return (
+        isinstance(tensor, TENSORS)
+        and type(tensor) in TENSORS
+        and bool(tensor.numel())
+        and not tensor.untyped_storage().nbytes()
+    )
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -518,11 +580,22 @@ class Look(TorchDispatchMode):
     Args:
         on_write: Called with the tensors that an operator is about to write.
         watched: Tensors to watch, by place.
+        kept: Operators whose results are kept for the recomputation.
+
+    Attributes:
+        results: What each operator returned, in numbers.
+        changes_kept: Whether a result that is kept has been written in place, which torch doesn't always see.
+        sides: Storages of what operators returned besides their first result.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, on_write: Callable[[Place, Tensor], None], watched: Iterable[tuple[Place, Tensor]]) -> None:
+    def __init__(
+        self,
+        on_write: Callable[[Place, Tensor], None],
+        watched: Iterable[tuple[Place, Tensor]],
+        kept: frozenset[Any] = frozenset(),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_write = on_write
         self._watched: dict[int, list[tuple[Place, Tensor]]] = {}
@@ -530,6 +603,10 @@ class Look(TorchDispatchMode):
             if type(tensor) in TENSORS and tensor.layout is torch.strided:
                 self._watched.setdefault(tensor.untyped_storage()._cdata, []).append((place, tensor))
         self.results: list[tuple[str, float]] = []
+        self.sides: set[int] = set()
+        self.changes_kept = False
+        self._kept = kept
+        self._kept_storages: set[int] = set()
         self.is_paused = False
 
     @override
@@ -537,19 +614,29 @@ class Look(TorchDispatchMode):
         """Run an operator."""
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable and self._watched:
+        if schema is not None and schema.is_mutable and (self._watched or self._kept_storages):
             for number, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._note_write(args[number] if number < len(args) else kwargs.get(argument.name))
         result = func(*args, **kwargs)
+        self._note_result(func, result)
         is_left_out = func.is_view or func._opname in _COPIES or func.namespace in _COLLECTIVES
         if schema is not None and not self.is_paused and not is_left_out:
             self.results.append((func.name(), _reading(func, result)))
         return result
 
+    def _note_result(self, func: Any, result: Any) -> None:
+        for number, value in enumerate(result if isinstance(result, tuple) else (result,)):
+            if type(value) in TENSORS and value.layout is torch.strided:
+                storage = value.untyped_storage()._cdata
+                (self.sides.add if number else self.sides.discard)(storage)
+                if func in self._kept and not self.is_paused:
+                    self._kept_storages.add(storage)
+
     def _note_write(self, value: Any) -> None:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if type(tensor) in TENSORS and tensor.layout is torch.strided:
+                self.changes_kept |= tensor.untyped_storage()._cdata in self._kept_storages
                 for place, watched in self._watched.pop(tensor.untyped_storage()._cdata, ()):
                     self._on_write(place, watched)
 
@@ -570,17 +657,22 @@ def _same(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=1e-30) or (one != one and other != other)
 
 
+def in_function_transform() -> bool:
+    """Whether a transform of `torch.func` runs, whose tensors can't be read: some would end the process."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
 def _reading(func: Any, result: Any) -> float:
     """A number that tells a result from others; 0 where there is none to compare."""
     value = result[0] if isinstance(result, (list, tuple)) and result else result
     if type(value) not in (Tensor, nn.Parameter) or not value.numel() or value.layout is not torch.strided:
         return 0.0
-    if value.device.type == "meta" or value.is_quantized:
+    if value.device.type == "meta" or value.is_quantized or in_function_transform():
         return 0.0
     with _disable_current_modes():  # what keeps count of a device's memory is not to count these
-        dtype = torch.float64 if value.dtype is torch.float64 else torch.float32  # some devices have no other
         if value.is_complex():
             value = torch.view_as_real(value)
+        dtype = torch.float64 if value.dtype is torch.float64 else torch.float32  # some devices have no other
         if not value.is_floating_point():
             return float(value.sum(dtype=torch.int64).item())
         return float(torch.linalg.vector_norm(value.detach(), 1, dtype=dtype).item())

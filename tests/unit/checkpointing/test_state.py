@@ -1,9 +1,13 @@
 """Blocks whose forward changes state, draws random numbers or writes to its inputs, against plain torch."""
 
+import array
+import contextvars
 import copy
+import dataclasses
 import gc
 import importlib
 import random
+import threading
 import weakref
 
 import numpy as np
@@ -12,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from lightning_memfit.checkpointing import samples
 from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segments
 from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.checkpointing.state import InexactRecomputationError
@@ -553,3 +558,317 @@ def test_a_compiled_block_with_buffers_is_left_to_eager_execution():
     apply_checkpointing(list(net.blocks), ["full"] * 3)
     with pytest.raises(Exception, match="buffers"):
         torch.compile(net.blocks[0], backend="eager", fullgraph=True)(torch.randn(8, WIDTH))
+
+
+# --- what begins late, or in places that are rarely looked at ---------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+
+
+def add_slot(state):
+    state.calls += 1
+    return state.calls
+
+
+def add_item(state):
+    state[0] += 1
+    return state[0]
+
+
+RARE = {
+    "slots": (Slotted, add_slot),
+    "array": (lambda: array.array("d", [0.0]), add_item),
+    "bytearray": (lambda: bytearray(1), add_item),
+}
+
+
+class Rare(Block):
+    """Counts its calls in an object without a `__dict__`."""
+
+    make, add = RARE["slots"]
+
+    def build(self):
+        self.state = type(self).make()
+
+    def forward(self, x):
+        scale = 1 + 0.1 * type(self).add(self.state)
+        return self.inner(x).sin() * scale
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_objects_without_a_dict_are_put_back(name):
+    make, add = RARE[name]
+    kind = type("RareOf", (Rare,), {"make": staticmethod(make), "add": staticmethod(add)})
+    assert train(kind, checkpointed("full"))[0] == train(kind)[0]
+
+
+GAIN = contextvars.ContextVar("gain", default=1.0)
+LOCAL = threading.local()
+
+
+class Surroundings(Block):
+    """Multiplies by what lies around it."""
+
+    def build(self):
+        self.owner = lambda: None
+
+    def forward(self, x):
+        return self.inner(x * GAIN.get() * LOCAL.gain * getattr(self.owner(), "gain", 1.0)).sin()
+
+
+class Unseen(Block):
+    """Multiplies by what Python doesn't show."""
+
+    def forward(self, x):
+        return self.inner(x * getattr(importlib.import_module(__name__), "SEC" + "RET")["number"]).sin()
+
+
+def late_gradients(kind, change, checkpoint, num_calls=4):
+    """Gradients of calls; before the last of them something begins to change between forward and backward."""
+    torch.manual_seed(0)
+    LOCAL.gain = 1.0
+    net = Net(kind)
+    net.blocks[0].owner = weakref.ref(net)
+    checkpoint(net)
+    for call in range(num_calls):
+        net.zero_grad()
+        loss = (change if call == num_calls - 1 else plainly_called)(net, torch.ones(8, WIDTH) / (1 + call))
+        loss.backward()
+    return [None if p.grad is None else p.grad.tolist() for p in net.parameters()]
+
+
+def plainly_called(net, x):
+    return net(x).square().sum()
+
+
+def in_another_context(net, x):
+    token = GAIN.set(1.5)
+    loss = plainly_called(net, x)
+    GAIN.reset(token)
+    return loss
+
+
+def with_a_local(net, x):
+    LOCAL.gain = 1.5
+    loss = plainly_called(net, x)
+    LOCAL.gain = 1.0
+    return loss
+
+
+def with_another_owner(net, x):
+    net.gain = 1.5
+    loss = plainly_called(net, x)
+    net.gain = 1.0
+    return loss
+
+
+def functionally(net, x):
+    weights = {name: value * 1.5 for name, value in net.named_parameters()}
+    return torch.func.functional_call(net, weights, (x,)).square().sum()
+
+
+def with_another_parameter(net, x):
+    inner, mine = net.blocks[1].inner, net.blocks[1].inner.weight
+    inner.weight = nn.Parameter(mine.detach() * 1.5)
+    loss = plainly_called(net, x)
+    inner.weight = mine
+    return loss + 0 * mine.sum()
+
+
+@pytest.mark.parametrize("choice", ["full", "keep_matmul"])
+@pytest.mark.parametrize(
+    "change", [in_another_context, with_a_local, with_another_owner, functionally, with_another_parameter]
+)
+def test_what_begins_late_is_put_back(change, choice):
+    plain = late_gradients(Surroundings, change, lambda net: None)
+    assert late_gradients(Surroundings, change, checkpointed(choice)) == plain
+
+
+def with_another_secret(net, x):
+    SECRET["number"] = 1.5
+    loss = plainly_called(net, x)
+    SECRET["number"] = 1.0
+    return loss
+
+
+def with_other_data(net, x):
+    loss = plainly_called(net, x)
+    net.blocks[1].inner.weight.data = net.blocks[1].inner.weight.data * 1.5
+    return loss
+
+
+@pytest.mark.parametrize("choice", ["full", "keep_matmul"])
+@pytest.mark.parametrize("change", [with_another_secret, with_other_data])
+def test_what_begins_late_unseen_is_refused(change, choice):
+    SECRET["number"] = 1.0
+    with pytest.raises(InexactRecomputationError, match="Unseen would not be exact"):
+        late_gradients(Unseen, change, checkpointed(choice))
+
+
+class ForwardMode(Block):
+    def forward(self, x):
+        value, slope = torch.func.jvp(lambda v: self.inner(v).sin(), (x,), (torch.ones_like(x),))
+        return value + 0.1 * slope
+
+
+class Jacobian(Block):
+    def forward(self, x):
+        return x + torch.func.vmap(torch.func.jacrev(lambda v: self.inner(v).sin()))(x).sum(-1)
+
+
+def test_transforms_of_torch_func():
+    plain = late_gradients(ForwardMode, plainly_called, lambda net: None)
+    assert late_gradients(ForwardMode, plainly_called, checkpointed("full")) == plain
+    with pytest.raises(InexactRecomputationError, match="`jacrev`"):
+        late_gradients(Jacobian, plainly_called, checkpointed("full"))
+    net = Net(Block)
+    apply_checkpointing(list(net.blocks), ["full"] * 3)
+    with pytest.raises(InexactRecomputationError, match="inside a transform"):
+        torch.func.vmap(net.blocks[0])(torch.ones(8, WIDTH))
+
+
+class GatedRecurrent(Block):
+    def build(self):
+        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(x[None])[0][0]
+
+
+def test_kept_products_that_are_changed_in_place_are_refused_in_words():
+    with pytest.raises(InexactRecomputationError, match="nn.GRU.*mode='full'"):
+        late_gradients(GatedRecurrent, plainly_called, checkpointed("keep_matmul"))
+    plain = late_gradients(GatedRecurrent, plainly_called, lambda net: None)
+    assert late_gradients(GatedRecurrent, plainly_called, checkpointed("full")) == plain
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+class UnseenSlope(Block):
+    """The hidden number is read inside forward-mode differentiation, some of whose zeros have no memory."""
+
+    def forward(self, x):
+        factor = getattr(importlib.import_module(__name__), "SEC" + "RET")["number"]
+        value, slope = torch.func.jvp(lambda v: (self.inner(v) * factor).sin(), (x,), (torch.ones_like(x),))
+        return value + 0.1 * slope
+
+
+class UnseenIndex(Block):
+    def forward(self, x):
+        first = int(getattr(importlib.import_module(__name__), "SEC" + "RET")["number"] > 1)
+        return self.inner(x).sin().index_select(1, torch.tensor([first, *range(1, WIDTH)]))
+
+
+class UnseenBranch(Block):
+    def forward(self, x):
+        y = self.inner(x)
+        is_long = getattr(importlib.import_module(__name__), "SEC" + "RET")["number"] > 1
+        return y.sin().cos().exp() if is_long else y.sin()
+
+
+@pytest.mark.parametrize("kind", [UnseenSlope, UnseenIndex, UnseenBranch])
+def test_what_begins_late_is_refused_wherever_it_shows(kind):
+    SECRET["number"] = 1.0
+    with pytest.raises(InexactRecomputationError, match=f"{kind.__name__} would not be exact: .*tensor"):
+        late_gradients(kind, with_another_secret, checkpointed("full"))
+
+
+def step_at_once(net):
+    """Step a weight as soon as its gradient is there."""
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
+
+
+@pytest.mark.parametrize("is_hasty", [False, True])
+def test_on_a_device_differences_are_told_when_backward_ends_or_before_a_weight_steps(is_hasty, monkeypatch):
+    monkeypatch.setattr(samples, "_host_sample", lambda tensor, start: samples._device_sample(tensor))
+    plain = late_gradients(Surroundings, functionally, lambda net: None)
+    assert late_gradients(Surroundings, functionally, checkpointed("full")) == plain
+    SECRET["number"] = 1.0
+    seen = []
+
+    def change(net, x):
+        if is_hasty:
+            step_at_once(net)
+        seen.extend((net, copy.deepcopy(net)))
+        return with_another_secret(net, x)
+
+    with pytest.raises(InexactRecomputationError, match="Unseen would not be exact"):
+        late_gradients(Unseen, change, checkpointed("full"))
+    assert (seen[0].blocks[-1].inner.weight.grad is None) == is_hasty  # backward had gone on
+    for parameter, before in zip(seen[0].parameters(), seen[1].parameters(), strict=True):
+        assert torch.equal(parameter, before)
+
+
+SHAPES = [(), (1,), (7,), (64,), (1000,), (3, 5), (2, 3), (40, 30), (4, 1, 9), (2, 3, 4, 50), (0, 3)]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+)
+def test_samples_are_elements_of_the_tensor(dtype):
+    """Whatever its strides: read by address, nothing beside it is read."""
+    for shape in SHAPES:
+        large = torch.full([2 * size + 3 for size in shape], 0, dtype=dtype)
+        parts = [
+            large[tuple(slice(2, 2 + size) for size in shape)],
+            large[tuple(slice(1, 1 + 2 * s, 2) for s in shape)],
+        ]
+        for part in (*parts, *(part.mT for part in parts if part.dim() > 1)):
+            large.zero_()
+            part.fill_(1)
+            read = samples._sample(part)
+            if not part.numel():
+                assert not read
+                continue
+            values = torch.frombuffer(bytearray(read), dtype=dtype)
+            assert torch.equal(values, torch.ones_like(values)), (shape, part.stride())
+            assert min(part.numel(), 16) <= len(values) <= 64
+
+
+class LateStatistics(Block):
+    """Statistics of instance norm pass through a tensor that its kernel writes after it has been saved."""
+
+    def build(self):
+        self.norm, self.calls = nn.InstanceNorm1d(2, track_running_stats=True), 0
+
+    def change(self, y):
+        self.calls += 1
+        return self.norm(y.view(-1, 2, WIDTH // 2)).reshape(y.shape) if self.calls > 3 else y
+
+
+class ComplexDoubles(Block):
+    def change(self, y):
+        return torch.fft.irfft(torch.fft.rfft(y.double()) * (1 + 1j), n=WIDTH).float()
+
+
+class Scripted(Block):
+    def build(self):
+        self.scripted = torch.jit.trace(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), torch.ones(2, 6))
+
+    def forward(self, x):
+        return self.inner(self.scripted(x)).sin()
+
+
+class EndsInTorchScript(Scripted):
+    def forward(self, x):
+        return self.scripted(self.inner(x))
+
+
+SCRIPT = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+
+
+@SCRIPT
+@pytest.mark.parametrize("kind", [LateStatistics, ComplexDoubles, Scripted])
+def test_what_is_exact_is_not_refused(kind):
+    assert train(kind, checkpointed("full")) == train(kind)
+
+
+@SCRIPT
+def test_a_block_that_ends_in_torchscript_is_refused_in_words():
+    with pytest.raises(InexactRecomputationError, match="EndsInTorchScript .*ends with TorchScript"):
+        train(EndsInTorchScript, checkpointed("full"))
