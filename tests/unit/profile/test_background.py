@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.trace import TraceError
@@ -79,3 +80,26 @@ assert torch.get_num_threads() == 2
 
 def test_parallel_operators_run_in_a_fork_of_a_process_that_ran_some() -> None:
     subprocess.run([sys.executable, "-c", PARALLEL_IN_BOTH], check=True, timeout=60)
+
+
+def backward(*_: object) -> int:
+    torch.ones((), requires_grad=True).backward()
+    return os.getpid()
+
+
+def test_a_backward_pass_runs_after_one_in_this_process() -> None:
+    """Builds for CUDA refuse it in a process that is forked after the first one, so that it has to run here."""
+    backward()
+    assert in_child(backward)() > 0
+
+
+def test_a_child_without_autograd_leaves_the_work_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, works = os.getpid(), torch.Tensor.backward
+
+    def refusing(tensor: torch.Tensor) -> None:
+        if os.getpid() != here:
+            raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+        works(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "backward", refusing)
+    assert in_child(backward)() == here
