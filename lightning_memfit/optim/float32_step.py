@@ -182,6 +182,16 @@ class Float32Step(Optimizer):
     def state(self, state: Any) -> None:
         self.wrapped.state = state
 
+    @property  # type: ignore[explicit-override]  # mypy 2.4 misses it where there is a setter
+    @override
+    def defaults(self) -> dict[str, Any]:
+        """Defaults of the wrapped optimizer."""
+        return self.wrapped.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.wrapped.defaults = defaults
+
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every weight that has a gradient once."""

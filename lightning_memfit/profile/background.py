@@ -17,9 +17,9 @@ T = TypeVar("T")
 def in_child(function: Callable[[], T]) -> Callable[[], T]:
     """Start a function in a forked process; the returned callable waits for its result, or raises its exception.
 
-    Where a fork is not safe (other threads, a CUDA context, a system other than Linux) or has no core of its own, and
-    if the child dies, the function runs in this process when its result is asked for. A result that nobody asks for
-    costs only the child's time: the child is a daemon and ends with this process.
+    Where a fork is not safe (other threads, a CUDA context, a system other than Linux) or has no core of its own, if
+    autograd does not work in it, and if the child dies, the function runs in this process when its result is asked for.
+    A result that nobody asks for costs only the child's time: the child is a daemon and ends with this process.
 
     Args:
         function: Its result or exception must be picklable. It runs with one thread.
@@ -63,8 +63,23 @@ def _run(function: Callable[[], T], sending: "Connection") -> None:
     # A forked child has none of the threads that this process may have started for parallel operators, and such an
     # operator would wait for them for ever.
     torch.set_num_threads(1)
-    try:
-        sending.send((function(), None))
-    except Exception as error:
-        sending.send((None, error))
+    if _autograd_works():
+        try:
+            sending.send((function(), None))
+        except Exception as error:
+            sending.send((None, error))
     sending.close()
+
+
+def _autograd_works() -> bool:
+    """Whether this process can run a backward pass.
+
+    A build of torch for an accelerator starts threads for devices at the first backward pass, with or without a device,
+    and refuses every other one in processes that are forked from then on. Only these know.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            torch.ones((), requires_grad=True).backward()
+        except RuntimeError:
+            return False
+    return True

@@ -565,6 +565,9 @@ def test_peak_without_whole_logits(fake, name):
             model = gpt2(vocab_size=4096, n_layer=1, n_positions=128) if name == "gpt2" else MODELS[name](4096)
             if chunked:
                 chunk_loss(model.train(), 32)
+            if name == "bart":
+                # LayerDrop of transformers up to 5.17 asks for the value of a random number, which a fake one lacks.
+                model.model.encoder.training = model.model.decoder.training = False
             ids = torch.ones(2, 128, dtype=torch.long)
             with StorageLedger() as ledger:
                 ledger.track_module(model)

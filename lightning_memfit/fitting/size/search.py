@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
+from lightning_memfit.fitting.recovery.oom import release
+
 PeakPredictor = Callable[[int], int]
 """From a micro-batch size to the predicted peak of a training step in bytes; must not decrease as the size grows."""
 
@@ -162,7 +164,10 @@ def _promised(
         errors = [(probe.peak_bytes or 0) - predict(probe.size) for probe in measured[-1:]]
         return predict.largest_under(limit_bytes - sum(errors), upper), ""
     except NoPrediction as error:
-        return -1, str(error)
+        refused = error
+    reason = str(refused)
+    release(refused)  # frames of a refused trace may form a cycle that holds the batch (contextlib of Python 3.12)
+    return -1, reason
 
 
 def largest_under(predict: PeakPredictor, limit_bytes: int, upper: int) -> int:

@@ -1,5 +1,7 @@
+import gc
 import math
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -224,3 +226,32 @@ def test_a_share_that_fits_is_tried_whole() -> None:
 
 def test_nothing_fits_beside_what_is_there() -> None:
     assert find_by_trials(64, REST, REST, lambda size: Probe(size, False)).largest == 0
+
+
+def test_a_refused_trace_leaves_nothing_alive() -> None:
+    """An error that a frame of its own traceback names holds that frame, and what is in it, until a collection."""
+    alive: list[weakref.ref[object]] = []
+
+    class Unpredictable:
+        def __call__(self, size: int) -> int:
+            return size
+
+        def calibrate(self, rest_bytes: int) -> None:
+            pass
+
+        def largest_under(self, limit_bytes: int, upper: int) -> int:
+            batch = Unpredictable()
+            alive.append(weakref.ref(batch))
+            try:
+                raise ValueError("values")
+            except ValueError as error:
+                cycle = [error]  # noqa: F841
+                raise NoPrediction("values") from error
+
+    gc.disable()
+    try:
+        with pytest.raises(NoPrediction, match="values"):
+            find_largest(8, Unpredictable(), 100, lambda size: Probe(size, True, size))
+        assert alive[0]() is None
+    finally:
+        gc.enable()

@@ -1,5 +1,5 @@
 import math
-import timeit
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -109,6 +109,9 @@ def test_a_size_of_other_ranks_counts_as_ours() -> None:
     assert passed[-1] == 64
 
 
-def test_steps_at_the_target_cost_nothing() -> None:
+def test_steps_at_the_target_have_nothing_to_do() -> None:
     sizes = MicroBatchSize(64, 64)
-    assert min(timeit.repeat(sizes.succeed, number=2000, repeat=5)) / 2000 < 1e-6
+    run(sizes, lambda step, size: True, STEPS_BEFORE_GROWTH)
+    before = pickle.dumps(sizes)
+    assert sizes.succeed() == 64
+    assert pickle.dumps(sizes) == before  # seconds would depend on the processor and on who else uses it

@@ -1,8 +1,10 @@
 import copy
+import inspect
 
 import bitsandbytes as bnb
 import pytest
 import torch
+from lightning.fabric.utilities.types import Optimizable
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -161,6 +163,17 @@ def test_schedules_hooks_closures_and_other_dtypes():
     assert all(p.grad is None for p in ours)
     assert inner is optimizer
     assert isinstance(inner, Float32Step)
+
+
+def test_it_is_an_optimizer_without_being_asked():
+    """Lightning asks `isinstance` of a protocol, which from Python 3.12 on doesn't call `__getattr__`."""
+    optimizer = Float32Step(torch.optim.SGD(weights(), lr=1e-2, momentum=0.5), Stochastic())
+    for name in Optimizable.__annotations__:
+        inspect.getattr_static(optimizer, name)
+    assert isinstance(optimizer, Optimizable)
+    assert optimizer.defaults is optimizer.wrapped.defaults
+    optimizer.defaults = {"lr": 1.0}
+    assert optimizer.wrapped.defaults == {"lr": 1.0}
 
 
 def test_a_kept_parameter_may_be_the_first_in_a_chunk():

@@ -4,8 +4,10 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.trace import TraceError
@@ -17,17 +19,20 @@ def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "active_count", lambda: 1)  # the test runner has its own
 
 
-def test_the_function_runs_in_another_process_meanwhile() -> None:
-    def work() -> tuple[int, float]:
-        time.sleep(0.3)
-        return os.getpid(), time.monotonic()
+def test_the_function_runs_in_another_process_meanwhile(tmp_path: Path) -> None:
+    done, here = tmp_path / "done", os.getpid()
+
+    def work() -> int:
+        if os.getpid() != here:
+            done.touch()
+        return os.getpid()
 
     result = in_child(work)
-    time.sleep(0.6)
-    asked = time.monotonic()
-    pid, finished = result()
-    assert pid != os.getpid()
-    assert finished < asked
+    deadline = time.monotonic() + 60
+    while not done.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert done.exists()  # before anyone asked
+    assert result() != here
 
 
 def test_its_exception_is_raised_here() -> None:
@@ -79,3 +84,26 @@ assert torch.get_num_threads() == 2
 
 def test_parallel_operators_run_in_a_fork_of_a_process_that_ran_some() -> None:
     subprocess.run([sys.executable, "-c", PARALLEL_IN_BOTH], check=True, timeout=60)
+
+
+def backward(*_: object) -> int:
+    torch.ones((), requires_grad=True).backward()
+    return os.getpid()
+
+
+def test_a_backward_pass_runs_after_one_in_this_process() -> None:
+    """Builds for CUDA refuse it in a process that is forked after the first one, so that it has to run here."""
+    backward()
+    assert in_child(backward)() > 0
+
+
+def test_a_child_without_autograd_leaves_the_work_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, works = os.getpid(), torch.Tensor.backward
+
+    def refusing(tensor: torch.Tensor) -> None:
+        if os.getpid() != here:
+            raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+        works(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "backward", refusing)
+    assert in_child(backward)() == here
