@@ -97,7 +97,7 @@ class _Known:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -128,6 +128,10 @@ def _hook_in(error: BaseException) -> str | None:
     return next((name for name in reversed(names) if isinstance(name, str)), None)
 
 
+def _no_obstacle() -> str | None:
+    return None
+
+
 class TrainerGuard:
     """Repeats what a Trainer does between steps if memory runs out in it.
 
@@ -171,7 +175,7 @@ class TrainerGuard:
         place: str | Callable[[], str],
         remedy: str,
         undo: Callable[[], None] | None = None,
-        obstacle: Callable[[], str | None] = lambda: None,
+        obstacle: Callable[[], str | None] = _no_obstacle,
         repeats: int = NUM_REPEATS,
     ) -> T:
         hook = self._module._current_fx_name
@@ -207,16 +211,7 @@ class TrainerGuard:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def _transfer(self, transfer: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        undo: Callable[[], None] | None = None
-        obstacle: Callable[[], str | None] = lambda: None  # noqa: E731
-        if self._has_own_transfer:  # Lightning's own changes nothing
-            contents, random = _BatchContents(batch), RandomState(self._trainer.strategy.root_device)
-
-            def undo_transfer() -> None:
-                contents.restore()
-                random.restore()
-
-            undo, obstacle = undo_transfer, contents.obstacle
+        undo, obstacle = self._way_back(batch) if self._has_own_transfer else (None, _no_obstacle)
         hook = self._module._current_fx_name
         try:  # without what only a second call needs, as this runs in every step
             return transfer(batch, *args, **kwargs)
@@ -233,6 +228,16 @@ class TrainerGuard:
             obstacle,
             NUM_REPEATS,
         )
+
+    def _way_back(self, batch: Any) -> tuple[Callable[[], None], Callable[[], str | None]]:
+        """Return what undoes a transfer by the user's hooks, and what says why that is not possible."""
+        contents, random = _BatchContents(batch), RandomState(self._trainer.strategy.root_device)
+
+        def undo() -> None:
+            contents.restore()
+            random.restore()
+
+        return undo, contents.obstacle
 
     @cached_property
     def _has_own_transfer(self) -> bool:

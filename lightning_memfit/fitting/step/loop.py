@@ -145,7 +145,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         )
         if not hasattr(self, "run_step"):
             self.begin()
-        return _WholeBatchClosure(lambda: self.run_step(request))
+        return _WholeBatchClosure(partial(self.run_step, request))
 
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
