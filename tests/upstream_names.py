@@ -39,6 +39,7 @@ NAMES: dict[str, str] = {
     "_ExcludeDispatchKeyGuard": "torch._C",
     "_VF": "torch",
     "_actions": "argparse.ArgumentParser",
+    "_checkpoint_connector": "lightning.pytorch.Trainer",
     "_apply": "torch.distributed.tensor.parallel.style.ParallelStyle",
     "_attn_implementation": "transformers.PreTrainedConfig",
     "_autograd": "torch._C",
