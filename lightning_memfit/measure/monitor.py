@@ -214,6 +214,7 @@ class MemoryMonitor(Callback):
         """Count the batch; take a sample every `every_n_steps` optimizer steps."""
         if self._is_automatic and trainer.accumulate_grad_batches == 1:
             stepped = True
+            self._global_step += 1
         else:  # Lightning's count costs six calls
             before, self._global_step = self._global_step, trainer.global_step
             stepped = self._global_step != before

@@ -1,5 +1,6 @@
 """Step times, losses and predictions of a small real fit."""
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,10 @@ def test_buckets_of_ddp_are_one_copy_of_the_gradients(tmp_path, view):
         wrapped(torch.zeros(2, 10)).sum().backward()
         copied = 0 if view else sum(4 * p.numel() for p in module.parameters())
         assert bucket_bytes(wrapped) == copied
+        # Its reducer must not be the last to let go of the process group: that would wait, with the interpreter's lock
+        # held, for threads that want it.
+        del wrapped
+        gc.collect()
     finally:
         torch.distributed.destroy_process_group()
     assert bucket_bytes(module) == 0
