@@ -537,12 +537,9 @@ def _fill_slot(value: Any, slot: types.MemberDescriptorType, held: Any) -> None:
 
 def _is_freed(tensor: Tensor | None) -> bool:
     """Whether a strategy that divides weights has freed these, which it gathers anew."""
-    return (
-        isinstance(tensor, TENSORS)
-        and type(tensor) in TENSORS
-        and bool(tensor.numel())
-        and not tensor.untyped_storage().nbytes()
-    )
+    if tensor is None or type(tensor) not in TENSORS:
+        return False
+    return bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class Throughput:
             count = count_tokens(batch)
             self._tokens = None if count is None else self._tokens + count
         if self._samples is not None:
-            count = batch.shape[0] if type(batch) is torch.Tensor and batch.ndim else count_samples(batch)
+            count = count_samples(batch)
             self._samples = None if count is None else self._samples + count
 
     def synchronize(self) -> None:

@@ -348,8 +348,8 @@ class RealIntegers(TorchDispatchMode):
                 return None
 
     def _is_too_large(self, args: Any, kwargs: Any, elements: int) -> bool:
-        """Whether a factory fills more elements than are carried of its dtype."""
-        like = args[0].dtype if isinstance(args[0], torch.Tensor) else torch.float32
+        """Whether a factory fills more elements than are carried of its dtype, which `full` takes from its value."""
+        like = args[0].dtype if isinstance(args[0], torch.Tensor) else torch.int64
         dtype = kwargs.get("dtype") or like
         return elements > (self.max_elements if dtype in _INTEGER_TYPES else _MAX_FLOATS)
 

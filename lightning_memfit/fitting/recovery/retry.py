@@ -36,6 +36,10 @@ _SAVE_LESS = (
 WITH_SEVERAL_DEVICES = "With several devices it is not repeated, as all of them would have to do so together."
 
 
+def _no_obstacle() -> str | None:
+    return None
+
+
 class MemoryExhausted(torch.OutOfMemoryError):
     """Memory ran out, and everything that can be tried has been; nobody should try again."""
 
@@ -46,7 +50,7 @@ def retry(
     remedy: str,
     undo: Callable[[], None] = lambda: None,
     prepare: Callable[[], object] = lambda: None,
-    obstacle: Callable[[], str | None] = lambda: None,
+    obstacle: Callable[[], str | None] = _no_obstacle,
     repeats: int = NUM_REPEATS,
     failure: Exception | None = None,
 ) -> T:
@@ -126,10 +130,6 @@ def _hook_in(error: BaseException) -> str | None:
         if frame.f_code.co_name.startswith("_call_")
     ]
     return next((name for name in reversed(names) if isinstance(name, str)), None)
-
-
-def _no_obstacle() -> str | None:
-    return None
 
 
 class TrainerGuard:

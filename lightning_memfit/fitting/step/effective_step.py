@@ -294,14 +294,9 @@ class EffectiveStep:
     def _weigh_in(self, request: StepRequest, local_batch: LocalBatch, needs_check: bool) -> bool:
         """Add the weight of this batch, over all ranks, to that of its window; return whether any rank has to check."""
         if request.zero_grad is not None:
-            if self._past:
-                self._past = []
+            self._past.clear()
             self._is_cleared = False
             self._window_total = 0.0
-            if self._is_alone:
-                total = self._window_total = self._batch_total = local_batch.weight
-                self._reference = max(total, 1e-30) * self._loop.trainer.accumulate_grad_batches
-                return needs_check
         self._batch_total = 0.0
         return self._weigh_again(request, local_batch, needs_check)
 
