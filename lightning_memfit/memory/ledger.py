@@ -186,7 +186,7 @@ class StorageLedger(TorchDispatchMode):
         if isinstance(result, torch.Tensor):
             self._see(func, args, result)
         elif isinstance(result, (list, tuple)):
-            for tensor in _tensors(result):
+            for tensor in tensors_among(result):
                 self._see(func, args, tensor)
         return result
 
@@ -223,7 +223,7 @@ class StorageLedger(TorchDispatchMode):
         """Whether an operator of an optimizer's step works on host memory, judged by its first tensor."""
         if not self._step_open or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return False
-        first = next(_tensors(args), None)
+        first = next(tensors_among(args), None)
         return first is not None and first.layout is torch.strided and is_on_host(first)
 
     # --- bookkeeping ------------------------------------------------------------------------------------------------
@@ -326,15 +326,16 @@ def held_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _on_cpu(args: Any) -> bool:
-    return all(tensor.device.type == "cpu" for tensor in _tensors(args))
+    return all(tensor.device.type == "cpu" for tensor in tensors_among(args))
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def tensors_among(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operator, which takes them one by one or in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_among(value)
 
 
 def _inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:

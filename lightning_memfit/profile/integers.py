@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
+from lightning_memfit.memory.ledger import tensors_among
 from lightning_memfit.profile.fake import fake_clone
 
 aten = torch.ops.aten
@@ -98,17 +99,6 @@ class _Known:
 
 def _storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Tensors among the arguments of an operator, which takes them one by one or in lists."""
-    found: list[torch.Tensor] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [one for one in value if isinstance(one, torch.Tensor)]
-    return found
 
 
 @cache
@@ -250,7 +240,7 @@ class RealIntegers(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return self._item(func, args[0])
-        tensors = _tensors_in(args, kwargs)
+        tensors = list(tensors_among((*args, *kwargs.values())))
         if _is_plain(func) and not any(map(self._may_be_known, tensors)):
             return func(*args, **kwargs)
         real = self._real_result(func, args, kwargs, tensors)
@@ -296,7 +286,7 @@ class RealIntegers(TorchDispatchMode):
         given = _by_name(func, args, kwargs)
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors_in((given.get(argument.name),), {}):
+                for tensor in tensors_among((given.get(argument.name),)):
                     for key in (id(tensor), *self._in_storage.get(_storage_of(tensor), ())):
                         self._forget(key)
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.flops import flop_formula
 from lightning_memfit.memory.host import is_on_host, keep_on_host
-from lightning_memfit.memory.ledger import StorageLedger, held_tensors, python_kernel, sparse_parts
+from lightning_memfit.memory.ledger import StorageLedger, held_tensors, python_kernel, sparse_parts, tensors_among
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
 from lightning_memfit.profile.kernels import CONVOLUTIONS, kernel_scratch_peaks
 
@@ -426,13 +426,7 @@ class EventRecorder(StorageLedger):
 
 def _bytes_of(values: Any) -> int:
     """Bytes of the tensors among values and in lists among them."""
-    total = 0
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            total += value.numel() * value.element_size()
-        elif isinstance(value, (list, tuple)):
-            total += _bytes_of(value)
-    return total
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_among(values))
 
 
 def _requiring_grad(values: Any) -> Iterator[torch.Tensor]:
