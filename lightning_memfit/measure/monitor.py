@@ -4,18 +4,22 @@
 `MemoryMonitor` decides when to sample, adds speed and loss, and makes the report.
 """
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_memfit.measure.report import RunReport, versions
-from lightning_memfit.measure.resident_tensors import held_bytes, stepped_parameters
+from lightning_memfit.measure.resident_tensors import held_bytes, stepped_parameters, untracked_bytes
 from lightning_memfit.measure.throughput import Throughput
 from lightning_memfit.memory import GIB, Category, MemoryBreakdown, Tier
+from lightning_memfit.memory.allocations import AllocationReader, ProfilerRunningError, profiler_runs
 from lightning_memfit.memory.attach import TrainerAttachment, hide_idle_hooks
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import StorageLedger
@@ -130,6 +134,10 @@ class MemoryMonitor(Callback):
         loss_name: Logged validation metric for the table. None takes the first one whose name starts with `val` and
             contains `loss`.
         report_path: JSON file for the report. If the file exists, a number is added to the name.
+        exact: On the CPU, read the allocator's events during the tracked steps, so that the measured peak holds what
+            kernels take while they run, too, which tracking tensors doesn't show. It includes batches that the loader
+            makes in this process. Those steps are slower, and no other profiler of torch can run meanwhile. On CUDA
+            the allocator's counter is exact anyway.
 
     Attributes:
         predicted: Predicted bytes of this run by category, set by whatever made the prediction; None is shown as
@@ -143,7 +151,12 @@ class MemoryMonitor(Callback):
         every_n_steps: int | None = None,
         loss_name: str | None = None,
         report_path: str | Path | None = None,
+        exact: bool = False,
     ) -> None:
+        if exact and tracked_steps == 0:
+            raise ValueError(
+                "`exact=True` reads what is allocated in the tracked steps: `tracked_steps` must not be 0."
+            )
         if tracked_steps < 0:
             raise ValueError(f"`tracked_steps={tracked_steps}` must not be negative; 0 follows no tensors.")
         if every_n_steps is not None and every_n_steps < 1:
@@ -152,9 +165,11 @@ class MemoryMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.loss_name = loss_name
         self.report_path = report_path
+        self.exact = exact
         self.predicted: MemoryBreakdown | None = None
         self.report: RunReport | None = None
         self._attachment: TrainerAttachment | None = None
+        self._reader = AllocationReader()
         self._reset(torch.device("cpu"))
         hide_idle_hooks(self)
 
@@ -166,6 +181,8 @@ class MemoryMonitor(Callback):
         self._measured: MemoryBreakdown | None = None
         self._measured_over = ""
         self._limit_bytes: int | None = None
+        self._held_bytes = 0
+        self._exact_bytes: int | None = None
         self._num_steps = 0
         self._global_step = 0
         self._is_automatic = False
@@ -186,8 +203,14 @@ class MemoryMonitor(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the last run."""
+        """Forget the last run.
+
+        Raises:
+            MisconfigurationException: If `exact` was asked for and another profiler of torch runs or will.
+        """
         self._reset(trainer.strategy.root_device)
+        if self._reads_events and (profiler_runs() or isinstance(getattr(trainer, "profiler", None), PyTorchProfiler)):
+            raise MisconfigurationException(f"`MemoryMonitor(exact=True)`: {ProfilerRunningError()}.")
         if DeviceKind.of(self._device).has_caching_allocator:
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -206,6 +229,15 @@ class MemoryMonitor(Callback):
             self._limit_bytes = limit.limit_bytes
         elif self.tracked_steps:
             self._follow(trainer, pl_module)
+        ledger = self._ledger or (self._attachment.ledger if self._attachment is not None else None)
+        if self._reads_events and ledger is not None:
+            others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+            self._held_bytes = ledger.live_bytes + untracked_bytes((pl_module, *others), ledger)
+            self._reader.start()
+
+    @property
+    def _reads_events(self) -> bool:
+        return self.exact and DeviceKind.of(self._device).is_host
 
     @override
     def on_train_batch_end(
@@ -295,7 +327,7 @@ class MemoryMonitor(Callback):
             for parameter in stepped_parameters(optimizer):
                 if id(parameter) not in its_own:  # a float32 copy that only the optimizer knows
                     ledger.track(parameter, Category.OPTIMIZER_STATE)
-        self._attachment = TrainerAttachment(ledger, trainer.strategy)
+        self._attachment = TrainerAttachment(ledger, trainer.strategy, copies=not self._reads_events)
 
     def _count_step(self, optimizer: Any, *_: Any) -> None:
         self._steps_of[id(optimizer)] += 1
@@ -304,6 +336,9 @@ class MemoryMonitor(Callback):
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._reader.is_running:
+            peak = max(accumulate(self._reader.stop()), default=0)
+            self._exact_bytes = self._held_bytes + max(0, peak)
         if self._attachment is None:
             return
         ledger = self._attachment.ledger
@@ -354,6 +389,8 @@ class MemoryMonitor(Callback):
             predicted=self.predicted,
             measured=self._measured,
             measured_over=self._measured_over,
+            exact_peak_bytes=self._exact_bytes,
+            is_host=DeviceKind.of(self._device).is_host,
             limit_bytes=self._limit_bytes,
             peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if counted else None,
             peak_reserved_bytes=torch.cuda.max_memory_reserved(self._device) if counted else None,

@@ -29,6 +29,10 @@ class RunReport:
     """Live tensor bytes by category at the measured peak."""
     measured_over: str = ""
     """Which part of the run `measured` covers."""
+    exact_peak_bytes: int | None = None
+    """CPU: peak by the allocator's events over the tracked steps, memory inside kernels included."""
+    is_host: bool = False
+    """Whether the run trained on the CPU, where tracked tensors don't show what kernels take while they run."""
     limit_bytes: int | None = None
     """Memory limit that the run had to keep."""
     peak_allocated_bytes: int | None = None
@@ -71,9 +75,14 @@ class RunReport:
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Measured peak to compare it with: the allocator's figure on CUDA, otherwise the tracked live bytes."""
+        """Measured peak to compare it with: the allocator's figure on CUDA, otherwise the tracked live bytes.
+
+        On the CPU the exact peak counts where it was read.
+        """
         if self.peak_allocated_bytes is not None:
             return self.peak_allocated_bytes
+        if self.exact_peak_bytes is not None:
+            return self.exact_peak_bytes
         return None if self.measured is None else self.measured.total()
 
     @property
@@ -145,6 +154,7 @@ class RunReport:
         if self.predicted is not None and self.peak_reserved_bytes is not None:
             reserved = self.predicted.total() - self.predicted.get(Category.RUNTIME_CONTEXT)
         rows = [
+            ("peak with memory inside kernels", "", self.exact_peak_bytes),
             ("memory limit", "", self.limit_bytes),
             ("peak allocated (CUDA)", "", self.peak_allocated_bytes),
             ("peak reserved (CUDA)", _bytes(reserved), self.peak_reserved_bytes),
@@ -176,6 +186,8 @@ class RunReport:
         parts = []
         if self.measured is not None:
             parts.append(f"Categories measured over {self.measured_over}.")
+        if self.is_host and self.measured is not None and self.exact_peak_bytes is None:
+            parts.append("Memory inside kernels is not in them: `MemoryMonitor(exact=True)` measures it.")
         error = self.prediction_error
         if error is not None:
             parts.append(f"The prediction is off by {format_percent(error)}.")

@@ -1,15 +1,18 @@
 """Bytes that a module and its optimizers hold between steps, by category and by tier."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.host import host_memory_of, stands_for_host
 from lightning_memfit.memory.kind import DeviceKind
-from lightning_memfit.memory.ledger import held_tensors
+from lightning_memfit.memory.ledger import StorageLedger, held_tensors
 
 
 class _Sum:
@@ -66,6 +69,49 @@ def held_bytes(module: torch.nn.Module, optimizers: Iterable[Any], device: torch
     for storage, category in host_memory_of((*module.parameters(), *module.buffers())):
         total.add_storage(storage, Tier.HOST, category)
     return MemoryBreakdown(total.sizes)
+
+
+def untracked_bytes(holders: Iterable[Any], ledger: StorageLedger) -> int:
+    """Bytes of host tensors that objects hold in attributes and containers, and that a ledger doesn't track.
+
+    Trainers, data modules, loaders, data sets and optimizers that they refer to are not looked into.
+
+    Args:
+        holders: Modules and callbacks.
+        ledger: Knows what is counted already.
+    """
+    total = _Sum(torch.device("cpu"))
+    waiting = [value for holder in holders for value in vars(holder).values()]
+    known: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if type(value) in _ATOMS or id(value) in known:
+            continue
+        known.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "cpu" and not ledger.is_tracked(value):
+                total.add(value, Category.ACTIVATION)
+        elif isinstance(value, Mapping):
+            waiting.extend(value.values())
+        elif isinstance(value, (list, tuple, set, deque)):
+            waiting.extend(value)
+        elif not isinstance(value, _OTHERS) and type(getattr(value, "__dict__", None)) is dict:
+            waiting.extend(vars(value).values())
+    return sum(total.sizes.values())
+
+
+_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
+
+_OTHERS = (
+    Trainer,
+    LightningDataModule,
+    torch.optim.Optimizer,
+    Dataset,
+    DataLoader,
+    ModuleType,
+    FunctionType,
+    type,
+)
 
 
 def stepped_parameters(optimizer: Any) -> Iterator[torch.Tensor]:

@@ -30,10 +30,16 @@ class TrainerAttachment:
 
     On the CPU moving a batch copies nothing, and the loader's tensors represent host memory. The batch is copied
     there, and the copy counts as device memory.
+
+    Args:
+        ledger: The ledger.
+        strategy: The Trainer's strategy.
+        copies: False counts the loader's own tensors on the CPU, where nothing but the run itself must allocate.
     """
 
-    def __init__(self, ledger: StorageLedger, strategy: "Strategy") -> None:
+    def __init__(self, ledger: StorageLedger, strategy: "Strategy", copies: bool = True) -> None:
         self.ledger = ledger
+        self._copies = copies
         self._strategy = strategy
         self._inside = False
         self._undo = [wrap_method(strategy, name, self._activated) for name in _DEVICE_WORK]
@@ -60,7 +66,8 @@ class TrainerAttachment:
         return apply_to_collection(self._activated(method, *args, **kwargs), torch.Tensor, self._on_device)
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if DeviceKind.of(self._strategy.root_device).is_host and not self.ledger.is_tracked(tensor):
+        is_host = DeviceKind.of(self._strategy.root_device).is_host
+        if self._copies and is_host and not self.ledger.is_tracked(tensor):
             tensor = tensor.clone()
         self.ledger.track(tensor, Category.INPUT)
         return tensor

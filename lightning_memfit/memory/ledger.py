@@ -146,10 +146,19 @@ class StorageLedger(TorchDispatchMode):
             self._parameter_keys.add(parameter.untyped_storage()._cdata)
             if parameter.grad is not None:
                 self.track(parameter.grad, Category.GRADIENT, name)
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._label_gradient))
+        self.track_trained(module)
         for name, buffer in module.named_buffers():
             self.track(buffer, Category.BUFFER, name)
+
+    def track_trained(self, module: torch.nn.Module) -> None:
+        """Label the later gradients of a module's parameters that are trained, and weren't before."""
+        for parameter in module.parameters():
+            # Its hooks tell: torch can't swap a parameter that has weak references, as `Module.to` may do.
+            if (
+                parameter.requires_grad
+                and self._label_gradient not in (parameter._post_accumulate_grad_hooks or {}).values()
+            ):
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._label_gradient))
 
     def track_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Enter the optimizer's states, and label those that later steps make.
@@ -236,8 +245,13 @@ class StorageLedger(TorchDispatchMode):
             return
         if stands_for_host(storage):
             return
-        key = storage._cdata
-        entry = _Entry(self._next_identity, self._rounded(storage.nbytes()), category)
+        self._enter_key(storage._cdata, storage, self._rounded(storage.nbytes()), category, name)
+
+    def _enter_key(
+        self, key: int, storage: torch.UntypedStorage, size_bytes: int, category: Category, name: str
+    ) -> None:
+        """Enter memory that lives as long as a storage."""
+        entry = _Entry(self._next_identity, size_bytes, category)
         self._next_identity += 1
         self._entries[key] = entry
 

@@ -68,6 +68,8 @@ def _run(function: Callable[[], T], sending: "Connection") -> None:
             sending.send((function(), None))
         except Exception as error:
             sending.send((None, error))
+        except BaseException:
+            pass  # the other process runs the function itself, and sees it there
     sending.close()
 
 

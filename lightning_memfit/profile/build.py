@@ -14,17 +14,29 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
+from lightning_memfit.profile.callbacks import CallbackError, acting_callbacks
 from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.course import Course, LimitReached, RunLength, TraceLimits
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
-from lightning_memfit.profile.fingerprint import attached_datamodule, describe_processor
-from lightning_memfit.profile.hooks import with_or_without_start_hooks
+from lightning_memfit.profile.fingerprint import describe_processor
+from lightning_memfit.profile.hooks import StartHooks, with_start_hooks
 from lightning_memfit.profile.integers import AssumedValues
+from lightning_memfit.profile.kernel_records import keeping_learned
+from lightning_memfit.profile.ranks import Ranks, is_alone_under_ddp, own_rank
 from lightning_memfit.profile.record import LargerSizes, ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
-from lightning_memfit.profile.step import OptimizerFactory, StepOptions, kept_random_state, parameter_table, run_step
+from lightning_memfit.profile.seal import RefusedError
+from lightning_memfit.profile.step import (
+    OptimizerFactory,
+    StepOptions,
+    copied_others,
+    parameter_table,
+)
+from lightning_memfit.profile.threads import one_at_a_time
 from lightning_memfit.profile.trace import Emulation, Trace, TraceError, not_known, trace_step
+from lightning_memfit.profile.trial import run_copy, trial
+from lightning_memfit.profile.watched import RealCounters
 
 
 def profile_module(
@@ -40,6 +52,7 @@ def profile_module(
     overlap: bool = False,
     cache: ProfileCache | None = None,
     limits: TraceLimits | None = None,
+    ranks: Ranks | None = None,
 ) -> ModelProfile:
     """Profile one training step of a module.
 
@@ -48,7 +61,8 @@ def profile_module(
         batch: One real batch as the loader gives it, at the micro-batch size of interest.
         options: Precision, accumulation, clipping.
         emulation: Device whose operators are traced.
-        callbacks: Technique callbacks to apply to the clone.
+        callbacks: Technique callbacks to apply to the clone. Of the other callbacks of the Trainer that the module
+            belongs to, those that act in a step are traced as well; what can't be traced is named in the remarks.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         any_micro_batch: Trace one or two more sizes, so that every other follows by arithmetic.
         shorten: Trace five repeated blocks and unroll where they are proved alike.
@@ -57,11 +71,69 @@ def profile_module(
             has done nothing else yet, such as that of a command.
         cache: Where profiles are kept between runs; none by default.
         limits: Where each trace ends at the latest: after 60 seconds by default.
+        ranks: Profile one rank of a run on several devices, under the run's own strategy. By default that of the
+            Trainer that the module belongs to, if it is DDP on one device.
 
     Raises:
         TraceError: If the step can't be traced; use `measure_step` then.
     """
     options, emulation, limits = options or StepOptions(), emulation or Emulation(), limits or TraceLimits()
+    if ranks is None and make_optimizer is None:
+        ranks = own_rank(module)
+    settings = (any_micro_batch, shorten, check_assumptions, overlap, cache, limits, ranks)
+
+    def profile(callbacks: tuple[Any, ...]) -> ModelProfile:
+        return _traced(module, batch, options, emulation, callbacks, make_optimizer, *settings)
+
+    found = _with_others(callbacks, module, make_optimizer, profile)
+    return _without_buckets(found) if ranks is None and is_alone_under_ddp(module) else found
+
+
+def _without_buckets(profile: ModelProfile) -> ModelProfile:
+    """Say that the buckets of DDP are missing."""
+    remark = (
+        "the buckets of DDP, as large as the gradients, are not in the figures, as they can only be traced in a "
+        "process that belongs to no process group"
+    )
+    return replace(profile, remarks=(*profile.remarks, remark))
+
+
+def _with_others(
+    given: tuple[Any, ...],
+    module: Any,
+    make_optimizer: OptimizerFactory | None,
+    profile: Callable[[tuple[Any, ...]], ModelProfile],
+) -> ModelProfile:
+    """Profile with callbacks and those of the module's Trainer that act in a step, as far as they can run in it."""
+    others = () if make_optimizer else acting_callbacks(module)
+    callbacks = (*given, *(other for other in others if all(other is not one for one in given)))
+    remarks: list[str] = []
+    while True:
+        try:
+            found = profile(callbacks)
+        except CallbackError as error:
+            callbacks = tuple(callback for callback in callbacks if type(callback) is not error.kind)
+            remarks.append(str(error))
+            continue
+        return replace(found, remarks=(*found.remarks, *remarks)) if remarks else found
+
+
+def _traced(
+    module: torch.nn.Module,
+    batch: Any,
+    options: StepOptions,
+    emulation: Emulation,
+    callbacks: tuple[Any, ...],
+    make_optimizer: OptimizerFactory | None,
+    any_micro_batch: bool,
+    shorten: bool,
+    check_assumptions: bool,
+    overlap: bool,
+    cache: ProfileCache | None,
+    limits: TraceLimits,
+    ranks: Ranks | None,
+) -> ModelProfile:
+    """See `profile_module`."""
     key = None
     if cache is not None:
         settings = (
@@ -73,6 +145,7 @@ def profile_module(
             shorten,
             limits,
             RunLength.of(module),
+            ranks.settings() if ranks is not None else None,
         )
         key = profile_key(module, batch, *settings, describe_processor(emulation.device))
         known = None if key is None else cache.load(key)
@@ -82,7 +155,7 @@ def profile_module(
 
     def trace(value: Any, check: bool) -> Trace:
         settings = (options, emulation, callbacks, make_optimizer, shorten, check)
-        return trace_step(module, value, *settings, limits=limits)
+        return trace_step(module, value, *settings, limits=limits, ranks=ranks)
 
     ahead = in_child(lambda: trace(_grown(batch, 1), False)) if overlap and any_micro_batch else None
     first = trace(batch, check_assumptions)
@@ -195,7 +268,7 @@ def _profile(
         growth=None if first.growth is None else replace(first.growth, bytes_per_sample=sizes.growth_slope),
         remarks=first.remarks,
         host=first.host.to_dict(),
-        assumptions=first.assumptions,
+        assumptions=(*first.assumptions, *first.taken),
         only_this_size=sizes.reason,
         versions=package_versions(),
         seconds=seconds,
@@ -265,40 +338,52 @@ def measure_step(
         module: LightningModule with real weights, or with `make_optimizer` a Hugging Face model.
         batch: One real batch as the loader gives it.
         options: Precision, accumulation, clipping.
-        callbacks: Technique callbacks to apply to the copy.
+        callbacks: Technique callbacks to apply to the copy. Other callbacks of the module's Trainer: as in a trace.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         limits: Where the run ends at the latest: after 60 seconds by default.
 
     Raises:
-        TraceError: If the limits were reached before every optimizer's second step.
+        TraceError: If the limits were reached before every optimizer's second step, or the step would change something
+            outside of its copy, such as a file.
     """
     options, limits = options or StepOptions(), limits or TraceLimits()
+
+    def profile(callbacks: tuple[Any, ...]) -> ModelProfile:
+        return _measured(module, batch, options, callbacks, make_optimizer, limits)
+
+    found = _with_others(callbacks, module, make_optimizer, profile)
+    return _without_buckets(found) if is_alone_under_ddp(module) else found
+
+
+def _measured(
+    module: torch.nn.Module,
+    batch: Any,
+    options: StepOptions,
+    callbacks: tuple[Any, ...],
+    make_optimizer: OptimizerFactory | None,
+    limits: TraceLimits,
+) -> ModelProfile:
+    """See `measure_step`."""
     started = time.perf_counter()
     trainer = getattr(module, "_trainer", None)
-    data = attached_datamodule(module)
 
-    def run(with_start_hooks: bool) -> tuple[Course, Any]:
-        clone = copied(module, {id(trainer): None} if trainer is not None else {})
-        recorder, own_batch = EventRecorder(python_kernels=True), copied(batch)
-        with kept_random_state():
-            course = run_step(
-                recorder,
-                clone,
-                own_batch,
-                options,
-                callbacks,
-                make_optimizer,
-                datamodule=data,
-                with_start_hooks=with_start_hooks,
-                limits=limits,
-                length=RunLength.of(module),
-            )
+    def run(start_hooks: StartHooks) -> tuple[Course, Any]:
+        with trial(module, *callbacks) as outside:
+            clone = copied(module, {id(trainer): None} if trainer is not None else {})
+            techniques, others = copied_others(callbacks, module, clone, lambda value, known: copied(value, known))
+            recorder, own_batch = EventRecorder(python_kernels=True), copied(batch)
+            settings = (options, techniques, others, make_optimizer, start_hooks, limits, outside)
+            with RealCounters() as counters:
+                course = run_copy(module, clone, recorder, own_batch, *settings, counters.access)
         return course, clone
 
     try:
-        course, clone = run(True) if make_optimizer else with_or_without_start_hooks(module, run)
+        with one_at_a_time(), keeping_learned():
+            course, clone = run("all") if make_optimizer else with_start_hooks(module, run)
     except LimitReached as limit:
         raise not_known(module, limit, ", or measure a smaller configuration.") from None
+    except RefusedError as error:
+        raise TraceError(f"The training step of {type(module).__name__} can't be measured: {error}.") from error
     recorder = course.recorder
     total, per_block = recorder.flops()
     profile = ModelProfile(
@@ -317,7 +402,7 @@ def measure_step(
         measured=True,
         traced_batches=course.batches,
         growth=course.growth,
-        remarks=tuple(course.remarks),
+        remarks=(*course.remarks, *recorder.remarks()),
         host=recorder.host_memory(0).to_dict(),
         versions=package_versions(),
         seconds=time.perf_counter() - started,

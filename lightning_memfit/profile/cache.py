@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import warnings
 import zlib
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -39,16 +40,26 @@ class ProfileCache:
     def load(self, key: str) -> ModelProfile | None:
         """The profile of a key; None where there is none that can be read."""
         path = self.folder / f"{key}.npz"
-        if not path.is_file():
-            return None
         try:
-            return ModelProfile.load(path)
+            return ModelProfile.load(path) if path.is_file() else None
         except (ValueError, KeyError, OSError, TypeError, EOFError, BadZipFile, zlib.error):
             return None  # written by another version or cut off: traced anew and replaced
 
     def save(self, key: str, profile: ModelProfile) -> None:
-        """Keep a profile."""
-        profile.save(self.folder / f"{key}.npz")
+        """Keep a profile; a folder that can't be written is said once, and changes nothing else."""
+        try:
+            profile.save(self.folder / f"{key}.npz")
+        except OSError as error:
+            _say_unwritten(str(self.folder), str(error))
+
+
+@cache
+def _say_unwritten(folder: str, why: str) -> None:
+    warnings.warn(
+        f"Profiles can't be kept in {folder} ({why}), so that steps are traced anew each time. Name another folder "
+        "with `MEMFIT_CACHE`.",
+        stacklevel=4,
+    )
 
 
 @cache
@@ -67,7 +78,7 @@ def package_versions() -> dict[str, str]:
 def own_code() -> str:
     """Hash of the modules that make traces, so that a change in our code makes old profiles stale."""
     digest = hashlib.sha256()
-    for folder in ("profile", "memory", "checkpointing", "techniques", "optim"):
+    for folder in ("profile", "memory", "checkpointing", "techniques", "optim", "strategies"):
         for path in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -85,8 +96,9 @@ def text_key(*parts: object) -> str:
 def profile_key(module: Any, batch: Any, *settings: Any) -> str | None:
     """Key of a module, a batch and trace settings; None if one of them can't be described, so that nothing is kept.
 
-    It covers the source files of every class in the module, all stored attributes, shapes and dtypes of its tensors,
-    the batch's shapes and integer values, and the class and simple attributes of a data module that the module can ask.
+    It covers the source files of every class in the module, all stored attributes, what the user's code reads besides
+    (closures, globals, classes, the environment), shapes and dtypes of its tensors, the batch's shapes and integer
+    values, and the class and simple attributes of a data module that the module can ask.
     """
     try:
         data = attached_datamodule(module)

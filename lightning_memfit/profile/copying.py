@@ -1,8 +1,9 @@
 """`copied`: `copy.deepcopy` for modules that hold what can't be copied, such as locks, open files or generators.
 
 A trial step runs on a copy, so that nothing of the user's changes. Locks are made anew. Queues have no bound in a copy,
-in which no thread takes anything from them. What is written to a copied file goes nowhere. Anything else that can't be
-copied is replaced by an object that refuses to be used and says which attribute it stands for: most steps don't use it.
+in which no thread takes anything from them. What is written to a copied file goes nowhere, and one that is read is
+opened once more. Anything else that can't be copied is replaced by an object that refuses to be used and says which
+attribute it stands for: most steps don't use it.
 """
 
 import copy
@@ -10,10 +11,14 @@ import copyreg
 import csv
 import io
 import logging
+import operator
+import os
 import queue
 import sys
 import threading
 import types
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -47,8 +52,11 @@ def copied(value: T, memo: dict[int, Any] | None = None) -> T:
     kept: list[Any] = []  # as ids of objects are in `known`
     with _reduced():
         for _ in range(_MOST):
+            attempt = dict(known)
             try:
-                return copy.deepcopy(value, dict(known))
+                made = copy.deepcopy(value, attempt)
+                _rebind(made, attempt)
+                return made
             except Exception as error:
                 stuck = _innermost_object(error)
                 if stuck is None or stuck is value or isinstance(stuck, torch.nn.Module) or id(stuck) in known:
@@ -57,6 +65,63 @@ def copied(value: T, memo: dict[int, Any] | None = None) -> T:
                 kept.append(stuck)
     names = ", ".join(sorted({_kind(one) for one in kept}))
     raise UncopiedError(f"more than {_MOST} objects of {type(value).__name__} can't be copied ({names})")
+
+
+def _rebind(made: Any, memo: dict[int, Any]) -> None:
+    """Let functions that a copy holds refer to the copies of what they enclose: `copy.deepcopy` copies no functions.
+
+    Args:
+        made: The copy.
+        memo: Copies by the `id` of their originals, all of which are alive.
+    """
+    cells: dict[int, types.CellType] = {}
+    for owner in made.modules() if isinstance(made, torch.nn.Module) else (made,):
+        attributes = getattr(owner, "__dict__", None)
+        if type(attributes) is not dict:
+            continue
+        for container in (attributes, *attributes.values()):
+            if type(container) in (dict, OrderedDict):
+                entries: Any = list(container.items())
+            elif type(container) is list:
+                entries = list(enumerate(container))
+            else:
+                continue
+            for key, function in entries:
+                if type(function) is types.FunctionType and function.__closure__:
+                    rebound = _rebound(function, memo, cells)
+                    if rebound is not function:
+                        container[key] = rebound
+
+
+def _rebound(function: Any, memo: dict[int, Any], cells: dict[int, types.CellType]) -> Any:
+    """A function that encloses copies; the function itself if it encloses nothing that was copied."""
+    enclosed = tuple(_rebound_cell(cell, memo, cells) for cell in function.__closure__)
+    if all(map(operator.is_, enclosed, function.__closure__)):
+        return function
+    new = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, enclosed
+    )
+    new.__kwdefaults__ = function.__kwdefaults__
+    new.__dict__.update(function.__dict__)
+    new.__qualname__, new.__module__ = function.__qualname__, function.__module__
+    return new
+
+
+def _rebound_cell(cell: types.CellType, memo: dict[int, Any], cells: dict[int, types.CellType]) -> types.CellType:
+    if id(cell) not in cells:
+        cells[id(cell)] = cell  # a function that calls itself encloses itself
+        try:
+            inside = cell.cell_contents
+        except ValueError:  # it is empty
+            return cell
+        new = memo.get(id(inside), inside)
+        if isinstance(inside, weakref.ref) and id(inside()) in memo:
+            new = weakref.ref(memo[id(inside())])
+        elif type(inside) is types.FunctionType and inside.__closure__:
+            new = _rebound(inside, memo, cells)
+        if new is not inside:
+            cells[id(cell)] = types.CellType(new)
+    return cells[id(cell)]
 
 
 def _innermost_object(error: BaseException) -> Any:
@@ -78,12 +143,31 @@ def _substitute(value: Any, name: str) -> Any:
         return value.detach().clone()  # of a step that came before: its graph is no part of the copy
     if isinstance(value, io.IOBase) and not value.closed and value.writable() and not value.readable():
         return _Sink()
+    if isinstance(value, io.IOBase) and (reopened := _reopened(value)) is not None:
+        return reopened
     if isinstance(value, _CSV_WRITER):
         return csv.writer(_Sink())
     synchronize = sys.modules.get("multiprocessing.synchronize")
     if synchronize is not None and isinstance(value, (synchronize.Lock, synchronize.RLock)):
         return threading.RLock()
     return Untouchable(f"{name}a {_kind(value)}")
+
+
+def _reopened(file: Any) -> Any:
+    """The same file, opened once more to be read from the same place; None if that is not possible."""
+    try:
+        if file.closed or file.writable() or not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
+            return None
+        place = file.tell()
+        if isinstance(file, io.TextIOBase):
+            options = {"encoding": file.encoding, "errors": file.errors}
+            made: Any = open(file.name, **options)  # type: ignore[attr-defined, call-overload]  # noqa: SIM115
+        else:
+            made = open(file.name, "rb")  # noqa: SIM115  (closed with the copy)
+        made.seek(place)
+        return made
+    except (OSError, AttributeError, TypeError):  # it is a pipe, has been removed, or is being iterated over
+        return None
 
 
 def _kind(value: Any) -> str:

@@ -7,7 +7,8 @@ states that are made later. What still grows when the run has to end is a `Growt
 
 Two windows don't show what a step does once in a while. So a step that asks for its number, or draws from Python's or
 NumPy's generator, is run for a few more batches: at the numbers at which its own comparisons and remainders change
-(`WatchedInt`), and with the lowest and highest draws.
+(`profile.watched`, which finds the module's own counters, too), and with the lowest and highest draws. Where hooks run
+at the start of every epoch, so are the epochs in which these may do something else.
 """
 
 import random
@@ -16,19 +17,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from types import FrameType, ModuleType
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 from lightning_memfit.memory import Category
+from lightning_memfit.profile.culprit import calling_line
 from lightning_memfit.profile.events import EventList, leave_out
 from lightning_memfit.profile.record import Growth
 from lightning_memfit.profile.recorder import EventRecorder, Mark
+from lightning_memfit.profile.watched import AskedNumbers, Counters, WatchedInt
 
 # --- limits -----------------------------------------------------------------------------------------------------------
 
@@ -42,7 +45,8 @@ class TraceLimits:
     """
 
     seconds: float = 60.0
-    """Time of one run. A third of it is for batches beyond those that show every optimizer's second step."""
+    """Time of one run, less what it waited for a core that other programs used (Linux). A third of it is for batches
+    beyond those that show every optimizer's second step."""
     batches: int = 1000
     """Batches from the loader."""
     operators: int = 5_000_000
@@ -76,16 +80,12 @@ class Budget:
 
     def start(self) -> None:
         """Start the clock anew."""
-        self._started, self._computed = time.monotonic(), time.thread_time()
+        self._started, self._waited = time.monotonic(), _seconds_without_core()
 
     @property
     def is_mostly_used(self) -> bool:
-        """Whether there is no time for more batches than needed.
-
-        By this thread's own time, on which other programs have no influence, as long as there is enough of the other.
-        """
-        computed, passed = time.thread_time() - self._computed, time.monotonic() - self._started
-        return computed > self.limits.seconds * _EXTRA_SHARE or passed > 2 * self.limits.seconds * _EXTRA_SHARE
+        """Whether there is no time for more batches than needed."""
+        return self._is_over(self.limits.seconds * _EXTRA_SHARE)
 
     def count_operator(self) -> None:
         """Count an operator.
@@ -106,232 +106,24 @@ class Budget:
         Raises:
             LimitReached: If the time is over.
         """
-        if time.monotonic() - self._started > self.limits.seconds:
+        if self._is_over(self.limits.seconds):
             raise LimitReached(f"{self.limits.seconds:g} s{calling_line()}")
 
+    def _is_over(self, seconds: float) -> bool:
+        """Whether that much time has passed; a busy machine must not end a run that would be known on a quiet one."""
+        passed = time.monotonic() - self._started
+        return passed > seconds and passed - (_seconds_without_core() - self._waited) > seconds
 
-def calling_line() -> str:
-    """The innermost line of the user's code that is being run, as ` at file:line, in function`; empty if there is none.
 
-    Code of installed packages is nobody's own.
+def _seconds_without_core() -> float:
+    """Seconds for which this thread could have run but had no core; 0 where the system doesn't tell.
+
+    The second number of Linux's `schedstat` (Documentation/scheduler/sched-stats.rst), in nanoseconds.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if not _is_installed(frame) and not code.co_filename.startswith("<"):
-            return f" at {code.co_filename}:{frame.f_lineno}, in `{code.co_name}`"
-        frame = frame.f_back
-    return ""
-
-
-_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_memfit", "torch", "torchmetrics")
-
-
-def is_asked_by_user() -> bool:
-    """Whether the caller of the calling property, past properties of the same name, is the user's code."""
-    name = sys._getframe(1).f_code.co_name
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name == name:
-        frame = frame.f_back
-    return frame is not None and not _is_installed(frame)
-
-
-def _is_installed(frame: FrameType) -> bool:
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return (
-        package in _LIBRARIES
-        or package in sys.stdlib_module_names
-        or any(folder in frame.f_code.co_filename for folder in ("site-packages", "dist-packages"))
-    )
-
-
-# --- numbers that a step asks for -------------------------------------------------------------------------------------
-
-
-@dataclass
-class AskedNumbers:
-    """What a step did with the numbers of its batch, its step and its epoch."""
-
-    thresholds: set[int] = field(default_factory=set)
-    """Numbers that they were compared with."""
-    remainders: set[tuple[int, int]] = field(default_factory=set)
-    """`(divisor, shift)` of `(number + shift) % divisor`."""
-    in_arithmetic: bool = False
-    """Whether they went into other arithmetic, whose effect can't be told."""
-
-    def __bool__(self) -> bool:
-        return bool(self.thresholds or self.remainders or self.in_arithmetic)
-
-    def telling_numbers(self, last: int | None) -> list[int]:
-        """Numbers at which a step may do something else than before, ascending.
-
-        Args:
-            last: The last number of the real run, if that is known.
-        """
-        found = {number for at in self.thresholds for number in (at - 1, at, at + 1)}
-        for divisor, shift in self.remainders:
-            at = divisor * (1 + max(0, shift) // divisor) - shift
-            found |= {at - 1, at, at + 1}
-        if self.in_arithmetic:
-            powers = {10**power for power in range(1, 7)}
-            found |= powers if last is None else {last * share // 4 for share in (1, 2, 3, 4)}
-        return sorted(number for number in found if number >= 0 and (last is None or number <= last))[:_MOST_NUMBERS]
-
-
-_MOST_NUMBERS = 32
-
-
-class WatchedInt(int):
-    """A number that notes what it is compared with and divided by: `(number + shift) // scale` of the one asked for."""
-
-    asked: AskedNumbers
-    shift: int
-    scale: int
-
-    @classmethod
-    def of(cls, value: int, asked: AskedNumbers, shift: int = 0, scale: int = 1) -> "WatchedInt":
-        """Watch a number."""
-        number = cls(value)
-        number.asked, number.shift, number.scale = asked, shift, scale
-        return number
-
-    def _plain(self) -> int:
-        return int.__int__(self)
-
-    def _compared(self, other: Any) -> None:
-        if isinstance(other, (int, float)) and abs(other) < 1 << 62:
-            self.asked.thresholds |= {(int(other) + more) * self.scale - self.shift for more in (0, 1)}
-        else:
-            self.asked.in_arithmetic = True
-
-    @override
-    def __eq__(self, other: object) -> bool:
-        self._compared(other)
-        return self._plain() == other
-
-    @override
-    def __ne__(self, other: object) -> bool:
-        self._compared(other)
-        return self._plain() != other
-
-    @override
-    def __lt__(self, other: Any) -> Any:
-        self._compared(other)
-        return self._plain() < other
-
-    @override
-    def __le__(self, other: Any) -> Any:
-        self._compared(other)
-        return self._plain() <= other
-
-    @override
-    def __gt__(self, other: Any) -> Any:
-        self._compared(other)
-        return self._plain() > other
-
-    @override
-    def __ge__(self, other: Any) -> Any:
-        self._compared(other)
-        return self._plain() >= other
-
-    @override
-    def __hash__(self) -> int:
-        return hash(self._plain())
-
-    @override
-    def __bool__(self) -> bool:
-        self._compared(0)
-        return bool(self._plain())
-
-    @override
-    def __add__(self, other: Any) -> Any:
-        return self._moved(self._plain() + other, other)
-
-    @override
-    def __radd__(self, other: Any) -> Any:
-        return self._moved(other + self._plain(), other)
-
-    @override
-    def __sub__(self, other: Any) -> Any:
-        return self._moved(self._plain() - other, -other)
-
-    def _moved(self, value: Any, by: Any) -> Any:
-        if not isinstance(by, int):
-            return self._used(value)
-        return WatchedInt.of(value, self.asked, self.shift + int(by) * self.scale, self.scale)
-
-    @override
-    def __mod__(self, other: Any) -> Any:
-        if not isinstance(other, int) or other <= 0:
-            return self._used(self._plain() % other)
-        self.asked.remainders.add((int(other) * self.scale, self.shift))
-        return self._plain() % int(other)
-
-    @override
-    def __floordiv__(self, other: Any) -> Any:
-        if not isinstance(other, int) or other <= 0:
-            return self._used(self._plain() // other)
-        return WatchedInt.of(self._plain() // other, self.asked, self.shift, self.scale * int(other))
-
-    def _used(self, value: Any) -> Any:
-        self.asked.in_arithmetic = True
-        return value
-
-    @override
-    def __truediv__(self, other: Any) -> Any:
-        return self._used(self._plain() / other)
-
-    @override
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._used(other / self._plain())
-
-    @override
-    def __mul__(self, other: Any) -> Any:
-        return self._used(self._plain() * other)
-
-    @override
-    def __rmul__(self, other: Any) -> Any:
-        return self._used(other * self._plain())
-
-    @override
-    def __rsub__(self, other: Any) -> Any:
-        return self._used(other - self._plain())
-
-    @override
-    def __pow__(self, other: Any, modulo: Any = None) -> Any:
-        return self._used(pow(self._plain(), other, modulo))
-
-    @override
-    def __rpow__(self, other: Any, modulo: Any = None) -> Any:
-        return self._used(pow(other, self._plain(), modulo))
-
-    @override
-    def __rmod__(self, other: Any) -> Any:
-        return self._used(other % self._plain())
-
-    @override
-    def __rfloordiv__(self, other: Any) -> Any:
-        return self._used(other // self._plain())
-
-    @override
-    def __divmod__(self, other: Any) -> Any:
-        return self // other, self % other
-
-    @override
-    def __and__(self, other: Any) -> Any:
-        return self._used(self._plain() & other)
-
-    @override
-    def __float__(self) -> float:
-        self.asked.in_arithmetic = True
-        return float(self._plain())
-
-    def __deepcopy__(self, memo: Any) -> int:
-        return self._plain()
-
-    @override
-    def __reduce__(self) -> Any:
-        return int, (self._plain(),)
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -479,6 +271,7 @@ class Course:
         limits: Where it ends at the latest.
         window_batches: Batches of an optimizer step in automatic optimization.
         length: Length of the real run.
+        counters: Finds numbers that change from batch to batch.
 
     Attributes:
         batches: Batches that have ended.
@@ -486,10 +279,17 @@ class Course:
         remarks: What the figures don't cover, or are the largest of, in clauses.
         draws: Whether a step drew from Python's or NumPy's generator.
         is_extra: Whether the batch at hand is one beyond those that show steady steps.
+        callback_bytes: What the user's callbacks made.
+        begins_epoch: Whether the next batch is the first of another epoch.
     """
 
     def __init__(
-        self, recorder: EventRecorder, limits: TraceLimits, window_batches: int = 1, length: RunLength | None = None
+        self,
+        recorder: EventRecorder,
+        limits: TraceLimits,
+        window_batches: int = 1,
+        length: RunLength | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self.recorder = recorder
         self.limits = limits
@@ -499,6 +299,9 @@ class Course:
         self.remarks: list[str] = []
         self.draws = False
         self.is_extra = False
+        self.callback_bytes = 0
+        self.begins_epoch = False
+        self._counters = counters or Counters(())
         self._budget = Budget(limits)
         recorder.on_operator = self._budget.count_operator
         self._window_batches = window_batches
@@ -509,25 +312,36 @@ class Course:
         self._windows: list[_Window] = []
         self._alike = 0
         self._marks: list[Mark] = []  # the run's beginning, then the end of every window and of every extra batch
-        self._window_first_batch = 0
+        self._window_first_batch, self._window_start = 0, recorder.mark()
         self._in_batch = False
         self._generators: Any = None
         self._extra: Iterator[None] | None = None
         self._asked = {name: AskedNumbers() for name in ("batch", "step", "epoch")}
         self._number: int | None = None
+        self._epoch = 0
+        self._epoch_hooks = False
+        self._in_run = False
+        self._in_hook = False
+        self._found_in_epoch = False
+        self._asks_for_last = False
+        self._is_last = False
         self._draw = ExitStack()
         self._tried: list[str] = []
         """What was tried in each extra batch, in words."""
 
     # --- following the run ------------------------------------------------------------------------------------------
 
-    def follow(self, optimizers: list[Any], manual: bool) -> None:
+    def follow(self, optimizers: list[Any], manual: bool, epoch_hooks: bool = False) -> None:
         """Count the steps of optimizers, which are thrown away after the run.
 
         Args:
             optimizers: Those of the run.
             manual: Whether the module steps them itself, so that windows are told by their steps.
+            epoch_hooks: Whether hooks of the user's run at the start of every epoch.
         """
+        self._in_run, self._epoch_hooks = True, epoch_hooks
+        if epoch_hooks:
+            self._counters.note()
         self._by_batches = not manual
         self._optimizers = list(optimizers)
         self._steps = {id(optimizer): 0 for optimizer in optimizers}
@@ -536,6 +350,12 @@ class Course:
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.register_step_post_hook(lambda stepped, *_: self.stepped(stepped))
 
+    def note_left_out(self, hooks: list[str]) -> None:
+        """Say that hooks at the start of training are not in the figures."""
+        if hooks:
+            names = " and ".join(f"`{name}`" for name in hooks)
+            self.remarks.append(f"tensors that {names} may make are not in the figures, as no trial step ran with it")
+
     def stepped(self, optimizer: Any) -> None:
         """Count a step of an optimizer."""
         self._steps[id(optimizer)] = self.steps_of(optimizer) + 1
@@ -543,6 +363,18 @@ class Course:
     def steps_of(self, optimizer: Any) -> int:
         """Steps of an optimizer so far."""
         return self._steps.get(id(optimizer), 0)
+
+    @contextmanager
+    def in_callback(self) -> Iterator[None]:
+        """Count what is made by a hook of one of the user's callbacks."""
+        before, outer = self.recorder.mark(), self._in_hook
+        self._in_hook = True
+        try:
+            yield
+        finally:
+            self._in_hook = outer
+        made = self.recorder.made_between(before, self.recorder.mark(), ())
+        self.callback_bytes += sum(count * size for (_, size), count in made.items())
 
     def begin_batch(self) -> None:
         """Note where a batch begins.
@@ -557,21 +389,28 @@ class Course:
         if not self._marks:
             self._budget.start()  # before, callbacks may have planned by traces of their own
             self._marks.append(self.recorder.mark())
+        if not self._counters.is_noted:
+            self._counters.note()
+        if self.batches == self._window_first_batch:
+            self._window_start = self.recorder.mark()  # the first batch, unlike others, was fetched before the run
         self._generators = _generators()
         self._in_batch = True
 
     def end_batch(self) -> bool:
         """Note where a batch ended, if one had begun; True if the run may end."""
-        if not self._in_batch:
+        if not self._in_batch:  # an epoch begins
+            self._counters.note(self._counters.by_epoch if self._epoch_hooks else None)
+            self._found_in_epoch = self._counters.unwatched
             return False
         self._in_batch = False
         self.batches += 1
         self._draw.close()
+        self._counters.note(self._counters.by_batch)
         if self._extra is not None:
             self._marks.append(self.recorder.mark())
             return self._go_beyond(self._extra)
         self.draws = self.draws or _generators() != self._generators
-        if not self._closes_window() or not self._is_known():
+        if not self._closes_window() or not self._is_known() or self._has_unseen_state():
             return False
         self._extra = self._extra_batches()
         return self._go_beyond(self._extra)
@@ -586,8 +425,8 @@ class Course:
             return False
         if any(self._steps[key] == self._steps_before[key] for key in self._awaited()):
             return False
-        start, now = self._marks[-1], self.recorder.mark()
-        made = self.recorder.made_between(start, now, _LASTING)
+        now = self.recorder.mark()
+        made = self.recorder.made_between(self._window_start, now, _LASTING)
         self._windows.append(_Window(batches, made, now.kept_bytes))
         self._marks.append(now)
         self._window_first_batch, self._steps_before = self.batches, dict(self._steps)
@@ -622,6 +461,20 @@ class Course:
         self._note_growth()
         return True
 
+    def _has_unseen_state(self) -> bool:
+        """Whether the last batch changed what it may act on in the next one."""
+        if self._is_late:
+            return False
+        unsettled = self._counters.unsettled
+        if unsettled and len(self._windows) >= _UNSETTLED_WINDOWS:
+            names = " and ".join(f"`{name}`" for name in unsettled[:_MOST_NAMES])
+            self.remarks.append(
+                f"{names} {'change' if len(unsettled) > 1 else 'changes'} with every batch: what a step does once in a "
+                f"while depending on that is in the figures only as far as {self.batches} batches show it"
+            )
+            return False
+        return bool(unsettled) or self._counters.unwatched
+
     def _growth_per_batch(self) -> int:
         """How fast memory grew in the second half of the windows."""
         first = len(self._windows) // 2 if len(self._windows) > 2 else 0
@@ -645,7 +498,7 @@ class Course:
         """Prepare one more batch; True if there is none."""
         self._number = None
         self.is_extra = False
-        if self._is_late and (self.draws or any(self._asked.values())):
+        if self._is_late and (self.draws or self._asks or self._epoch_hooks):
             self.remarks.append(
                 f"{self._reason()}: not all that this may change was tried in {self.limits.seconds:g} s"
             )
@@ -661,17 +514,72 @@ class Course:
                     self._draw.enter_context(extreme_draws(highest))
                     self._tried.append(f"with its {'highest' if highest else 'lowest'} draws")
                     yield
-        for number in self._telling_numbers():
+        if self._asks_for_last:
             for _ in range(self._window_batches):
-                self._number = number
-                self._tried.append(f"at {number:,}")
+                self._is_last = True
+                self._tried.append("in the last batch of an epoch")
                 yield
+            self._is_last = False
+        yield from self._at_numbers()
+        if self._epoch_hooks:
+            yield from self._in_epochs()
 
-    def _telling_numbers(self) -> list[int]:
+    def _at_numbers(self) -> Iterator[None]:
+        """Prepare a batch at each number at which the step may do something else."""
+        counters, first = self._counters, self.batches
+        tried: set[int] = set()
+        counters.fix(counters.by_batch, first)
+        while numbers := sorted(self._telling_numbers(first) - tried):
+            if len(tried) >= _MOST_NUMBERS:
+                self.remarks.append(
+                    f"{self._reason()}: more than {_MOST_NUMBERS} numbers decide what it does, not all were tried"
+                )
+                return
+            tried.add(numbers[0])
+            for _ in range(self._window_batches):
+                self._number = numbers[0]
+                counters.go_on(counters.by_batch, numbers[0])
+                self._tried.append(f"at {numbers[0]:,}")
+                yield
+            counters.fix(counters.by_batch, numbers[0] + 1)
+
+    def _telling_numbers(self, first: int) -> set[int]:
+        """Numbers at which the step may do something else.
+
+        Args:
+            first: The batch that would come next.
+        """
+        begin = {"batch": first, "step": min(first, sum(self._steps.values())), "epoch": 1}
         found: set[int] = set()
         for name, asked in self._asked.items():
-            found |= set(asked.telling_numbers(self._last(name)))
-        return sorted(number for number in found if number >= self.batches)
+            found |= set(asked.telling_numbers(self._last(name), begin[name]))
+        batches, epochs = self.length.batches, self.length.epochs
+        last = None if batches is None or epochs is None else batches * epochs - 1
+        return found | self._counters.telling_turns(self._counters.by_batch, last)
+
+    def _in_epochs(self) -> Iterator[None]:
+        """Prepare batches of the second epoch, and of those in which a hook at their start may do something else."""
+        counters, last = self._counters, self._last("epoch")
+        for number in range(_MOST_EPOCHS + 1):
+            counters.fix(counters.by_epoch, self._epoch + 1)
+            telling = counters.telling_turns(counters.by_epoch, last) | {
+                1,
+                *self._asked["epoch"].telling_numbers(last, 1),
+            }
+            if self._found_in_epoch:
+                telling.add(self._epoch + 1)
+            epochs = sorted(epoch for epoch in telling if epoch > self._epoch and (last is None or epoch <= last))
+            if not epochs:
+                return
+            if number == _MOST_EPOCHS:
+                self.remarks.append(f"{self._reason()}: epochs from {epochs[0]} on were not tried")
+                return
+            self._epoch = epochs[0]
+            counters.go_on(counters.by_epoch, self._epoch)
+            for turn in range(2 * self._window_batches):  # twice, as states are made at the end of a step
+                self.begins_epoch = turn == 0
+                self._tried.append(f"in epoch {self._epoch:,}")
+                yield
 
     def _last(self, name: str) -> int | None:
         """The last number of the real run; None if that isn't known."""
@@ -685,12 +593,24 @@ class Course:
             name: `batch`, `step` or `epoch`.
             value: The real one.
         """
-        if not self._in_batch:
+        if not self._in_run:
             return value
+        if name == "epoch":
+            value = self._epoch
         if self._number is not None:
             last = self._last(name)
             value = self._number if last is None else min(self._number, last)
         return WatchedInt.of(value, self._asked[name])
+
+    def is_last_batch(self) -> bool:
+        """Whether the batch at hand shall be the last of its epoch for a step that asks."""
+        self._asks_for_last = True
+        return self._is_last
+
+    @property
+    def in_hook(self) -> bool:
+        """Whether a hook of one of the user's callbacks runs."""
+        return self._in_hook
 
     # --- the result -------------------------------------------------------------------------------------------------
 
@@ -733,15 +653,24 @@ class Course:
             where = self._tried[extra.index(max(extra))]
             share = 100 * max(extra) / max(peaks[:last]) - 100
             self.remarks.append(
-                f"{self._reason()}: it was tried beyond the first {last} steps, and the figures are those {where}, "
+                f"{self._reason()}: more than the first {last} steps were tried, and the figures are those {where}, "
                 f"{share:.1f} % above the first"
             )
 
     def _reason(self) -> str:
         """Why a step was tried further."""
         names = [_ASKED[name] for name, asked in self._asked.items() if asked]
+        names += ["whether its batch is the last"] * self._asks_for_last
+        names += [f"`{name}`, which counts" for name in self._counters.asked_names()[:_MOST_NAMES]]
         parts = ["draws random numbers"] * self.draws + [f"asks for {' and '.join(names)}"] * bool(names)
+        if self._epoch_hooks and not parts:
+            return "hooks run at the start of every epoch"
         return f"the step {' and '.join(parts)}"
+
+    @property
+    def _asks(self) -> bool:
+        """Whether a step asked for what later ones have otherwise."""
+        return any(self._asked.values()) or self._asks_for_last or bool(self._counters.asked_names())
 
     def _peaks(self, events: EventList) -> list[int]:
         """Highest level of every window and extra batch."""
@@ -761,6 +690,15 @@ class Course:
 _ENDED = object()
 
 _KEPT_WINDOWS = 4
+
+_MOST_NUMBERS = 32
+
+_MOST_EPOCHS = 16
+
+_UNSETTLED_WINDOWS = 8
+"""Windows of a step that changes more than numbers."""
+
+_MOST_NAMES = 3
 
 _ASKED = {"batch": "the number of its batch", "step": "`global_step`", "epoch": "`current_epoch`"}
 

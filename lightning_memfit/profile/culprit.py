@@ -1,21 +1,93 @@
-"""Which line an error that stopped a trace comes from, and whether it is the module's own."""
+"""Which line of the user's code an error, or what runs at the moment, comes from, and whose code a file holds."""
 
+import ast
+import functools
+import inspect
 import linecache
+import sys
 import sysconfig
+import textwrap
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Literal
+
+Owner = Literal["user", "library", "machinery", "standard"]
+"""Whose code it is: the user's own, that of an installed package, that of torch, Lightning and this package, or
+Python's."""
 
 _MACHINERY = tuple(
     folder
-    for name in ("torch", "lightning", "lightning_memfit")
+    for name in ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memfit")
     if (spec := find_spec(name)) is not None  # finding them imports none of them
     for folder in spec.submodule_search_locations or ()
 )
 """Where the trace itself runs: what is raised there may come from fake tensors."""
 
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {"<"})
+_INSTALLED = ("site-packages", "dist-packages")
+
+_STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+
+
+def definition_of(value: type | FunctionType) -> ast.stmt | None:
+    """The statement that defines a class or function; None where its source can't be had."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return None
+
+
+@functools.cache
+def owner_of(filename: str, is_main: bool = False) -> Owner:
+    """Whose code a file holds. The user's is what lies nowhere in the installation.
+
+    Args:
+        filename: As code objects have it, such as `<string>` for generated code.
+        is_main: Whether it runs as `__main__`, which makes generated code the user's.
+    """
+    if filename.startswith(_MACHINERY):
+        return "machinery"
+    if any(folder in filename for folder in _INSTALLED):
+        return "library"
+    if filename.startswith(_STANDARD) or (filename.startswith("<") and not is_main):
+        return "standard"
+    return "user"
+
+
+def owner_of_frame(frame: FrameType) -> Owner:
+    """Whose code a frame runs."""
+    return owner_of(frame.f_code.co_filename, frame.f_globals.get("__name__") == "__main__")
+
+
+def running_frames() -> Iterator[FrameType]:
+    """The caller's frame and those that it was called from."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def calling_line() -> str:
+    """The innermost line of the user's code that is being run, as ` at file:line, in function`; empty if there is none.
+
+    Code of installed packages is nobody's own.
+    """
+    for frame in running_frames():
+        if owner_of_frame(frame) == "user":
+            return f" at {frame.f_code.co_filename}:{frame.f_lineno}, in `{frame.f_code.co_name}`"
+    return ""
+
+
+def is_asked_by_user() -> bool:
+    """Whether the caller of the calling property, past properties of the same name, is the user's code."""
+    frames = running_frames()
+    next(frames)
+    name = next(frames).f_code.co_name
+    asking = next((frame for frame in frames if frame.f_code.co_name != name), None)
+    return asking is not None and owner_of_frame(asking) == "user"
 
 
 @dataclass(frozen=True)
@@ -25,25 +97,23 @@ class Culprit:
     place: str
     """The last line of the user's own code, or else of the library that the module comes from; empty if none ran."""
     is_own: bool
-    """Whether code outside of torch, Lightning and this package raised the error, as it will in training."""
+    """Whether code outside of torch, Lightning and this package raised the error."""
 
     @classmethod
     def of(cls, error: BaseException) -> "Culprit":
         """Read the traceback of an error."""
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = [frame for frame in frames if not frame.filename.startswith(_MACHINERY)]
-        # The user's code is what lies nowhere in the installation; else that of a library such as transformers counts.
-        users = [frame for frame in theirs if not frame.filename.startswith(_LIBRARIES)]
-        found = (users or [frame for frame in theirs if not _is_standard(frame.filename)])[-1:]
-        return cls("".join(map(_words, found)), bool(found) and frames[-1] is theirs[-1])
+        frames = [
+            (owner_of_frame(frame), place_of(frame, line)) for frame, line in traceback.walk_tb(error.__traceback__)
+        ]
+        users = [place for owner, place in frames if owner == "user"]
+        found = (users or [place for owner, place in frames if owner == "library"])[-1:]
+        return cls("".join(found), bool(found) and frames[-1][0] != "machinery")
 
 
-def _is_standard(filename: str) -> bool:
-    library = sysconfig.get_path("stdlib")
-    return filename.startswith("<") or (filename.startswith(library) and "site-packages" not in filename)
-
-
-def _words(frame: traceback.FrameSummary) -> str:
-    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-    shown = f": `{line}`" if line else ""
-    return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}{shown}"
+def place_of(frame: FrameType, line: int | None = None) -> str:
+    """A line of a frame in words, the one that it is at by default."""
+    line = line or frame.f_lineno
+    code = frame.f_code
+    source = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+    shown = f": `{source}`" if source else ""
+    return f"{Path(code.co_filename).name}, line {line}, in {code.co_name}{shown}"

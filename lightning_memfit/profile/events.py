@@ -156,6 +156,28 @@ def leave_out(trace: EventList, spans: Sequence[tuple[int, int]]) -> EventList:
     )
 
 
+def without_setup(trace: EventList) -> EventList:
+    """The trace without what comes and goes before its first phase, and without empty storages that are made there."""
+    first = trace.phases[0][0] if trace.phases else len(trace)
+    trace = leave_out(trace, [(0, first)])
+    first = trace.phases[0][0] if trace.phases else len(trace)
+    made = trace.storages[:first][trace.events[:first] > 0]
+    empty = np.zeros(len(trace.sizes), dtype=bool)
+    empty[made] = trace.sizes[made] == 0
+    kept = ~empty[trace.storages]
+    numbers, places = np.cumsum(~empty), np.concatenate(([0], np.cumsum(kept)))
+    return replace(
+        trace,
+        events=np.sign(trace.events[kept]) * numbers[trace.storages[kept]],
+        event_blocks=trace.event_blocks[kept],
+        sizes=trace.sizes[~empty],
+        categories=trace.categories[~empty],
+        sites=trace.sites[~empty],
+        phases=tuple((int(places[at]), name) for at, name in trace.phases),
+        between=places[trace.between[kept[trace.between]]],
+    )
+
+
 def with_kept(trace: EventList, size_bytes: int, site: str) -> EventList:
     """The trace with one more storage, an activation that is alive from before the first event to the end."""
     return replace(
@@ -171,6 +193,98 @@ def with_kept(trace: EventList, size_bytes: int, site: str) -> EventList:
     )
 
 
+SCRATCH_SITE = "kernel scratch"
+"""Where memory is made that a kernel gives back before it ends; such a storage is freed by the event after its own."""
+
+
+def _with_equal_scratch(first: EventList, second: EventList) -> tuple[EventList, EventList]:
+    """The traces with as much scratch memory between two other events in both, where one kernel takes another path.
+
+    Of several in a row the largest stands for all, and where one trace has none, it gets one of no bytes.
+    """
+    counts = [_scratch_counts(trace) for trace in (first, second)]
+    if len(counts[0]) != len(counts[1]):
+        return first, second
+    places = set(np.flatnonzero(counts[0] != counts[1]).tolist())
+    return _with_one_scratch(first, places), _with_one_scratch(second, places)
+
+
+def _is_scratch(trace: EventList) -> npt.NDArray[np.bool_]:
+    """Shape (events,): whether an event is that of scratch memory."""
+    named = np.array([name.endswith(SCRATCH_SITE) for name in trace.site_names], dtype=bool)
+    return named[trace.sites][trace.storages]
+
+
+def _scratch_counts(trace: EventList) -> Integers:
+    """How often scratch memory is allocated before each other event, and after the last."""
+    scratch = _is_scratch(trace)
+    place = np.cumsum(~scratch)
+    return np.bincount(place[scratch & (trace.events > 0)], minlength=int(np.sum(~scratch)) + 1)
+
+
+def _with_one_scratch(trace: EventList, places: set[int]) -> EventList:
+    """The trace with exactly one storage of scratch memory at each of some places, counted in other events."""
+    scratch, place = _is_scratch(trace), 0
+    before = np.cumsum(~scratch)
+    largest: dict[int, int] = {}  # storage of the largest by place
+    for index in np.flatnonzero(scratch & (trace.events > 0)).tolist():
+        at, storage = int(before[index]), int(trace.storages[index])
+        if at in places and (at not in largest or trace.sizes[storage] > trace.sizes[largest[at]]):
+            largest[at] = storage
+    order: list[tuple[int, int]] = []  # old storage, or -1, and sign
+    blocks: list[int] = []
+    moved: list[int] = []
+    for index, (event, block) in enumerate(zip(trace.events.tolist(), trace.event_blocks.tolist(), strict=True)):
+        moved.append(len(order))
+        if scratch[index]:
+            if place in places and abs(event) - 1 != largest[place]:
+                continue
+        else:
+            if place in places and place not in largest:
+                order += [(-1, 1), (-1, -1)]
+                blocks += [block, block]
+            place += 1
+        order.append((abs(event) - 1, 1 if event > 0 else -1))
+        blocks.append(block)
+    moved.append(len(order))
+    if place in places and place not in largest:
+        order += [(-1, 1), (-1, -1)]
+        blocks += [OUTSIDE, OUTSIDE]
+    return _renumbered(trace, order, blocks, moved)
+
+
+def _renumbered(trace: EventList, order: list[tuple[int, int]], blocks: list[int], moved: list[int]) -> EventList:
+    """A trace of some of its events and of new storages without bytes.
+
+    Args:
+        trace: Whose storages are meant.
+        order: Old number of each event's storage, -1 for a new one, and 1 for an allocation, -1 for a free.
+        blocks: Block of each event.
+        moved: New index of each old event, and of the end.
+    """
+    numbers: dict[int, int] = {}
+    kept: list[int] = []
+    events: list[int] = []
+    for storage, sign in order:
+        if sign > 0:
+            numbers[storage] = len(kept)
+            kept.append(storage)
+        events.append(sign * (numbers[storage] + 1))
+    old = np.array(kept, dtype=np.int64)
+    site = next((at for at, name in enumerate(trace.site_names) if name.endswith(SCRATCH_SITE)), len(trace.site_names))
+    return replace(
+        trace,
+        events=np.array(events, dtype=np.int64),
+        event_blocks=np.array(blocks, dtype=np.int64),
+        sizes=np.where(old < 0, 0, trace.sizes[old]),
+        categories=np.where(old < 0, CATEGORIES.index(Category.TEMPORARY), trace.categories[old]),
+        sites=np.where(old < 0, site, trace.sites[old]),
+        site_names=(*trace.site_names, SCRATCH_SITE) if site == len(trace.site_names) else trace.site_names,
+        phases=tuple((moved[at], name) for at, name in trace.phases),
+        between=np.array([moved[at] for at in trace.between.tolist()], dtype=np.int64),
+    )
+
+
 def fit_slopes(first: EventList, second: EventList, first_size: int, second_size: int) -> tuple[EventList, Floats]:
     """Fit every storage's size as `intercept + slope * micro_batch_size` from traces at two micro-batch sizes.
 
@@ -183,7 +297,10 @@ def fit_slopes(first: EventList, second: EventList, first_size: int, second_size
     Raises:
         AlignmentError: If the traces differ in structure, for example because a branch depends on the batch.
     """
-    first, second = canonical(first), canonical(second)
+    a, b = canonical(first), canonical(second)
+    if not np.array_equal(a.events, b.events):
+        a, b = map(canonical, _with_equal_scratch(first, second))
+    first, second = a, b
     if not np.array_equal(first.events, second.events):
         raise AlignmentError(
             f"the step does not allocate in the same order at micro-batch sizes {first_size} and {second_size} "

@@ -4,7 +4,7 @@ Written for torch 2.11-2.13 (`torch._subclasses.fake_tensor`) and transformers 5
 `tests/unit/profile/test_fake.py` fails when either moves.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -91,6 +91,7 @@ def fake_clone(
     dtype: torch.dtype | None = None,
     on_copy: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
     left_out: Iterable[torch.nn.Module] = (),
+    known: Mapping[int, Any] | None = None,
 ) -> T:
     """Deep-copy any object, with fake CPU tensors in place of its tensors (real or meta). The original is untouched.
 
@@ -100,8 +101,9 @@ def fake_clone(
         dtype: Floating dtype of the clone, as after `module.to(dtype)`.
         on_copy: Called with every tensor that is not a parameter, and its fake.
         left_out: Modules that the clone replaces by empty ones, which can't be called.
+        known: What stands in the clone for objects, by their `id`.
     """
-    memo: dict[int, Any] = {id(module): torch.nn.Module() for module in left_out}
+    memo: dict[int, Any] = {**(known or {}), **{id(module): torch.nn.Module() for module in left_out}}
     trainer = getattr(value, "_trainer", None)
     if trainer is not None:
         memo[id(trainer)] = None  # a fitted module points at its trainer, which is not part of it
@@ -112,7 +114,7 @@ def fake_clone(
     if isinstance(clone, torch.nn.Module):
         for child in clone.modules():
             # `.to()`, `.half()` and `.cpu()` would swap real data pointers, which fakes don't have.
-            object.__setattr__(child, "_apply", _return_unchanged(child))
+            object.__setattr__(child, "_apply", _Unchanged(child))
     return clone
 
 
@@ -122,11 +124,14 @@ def _generators(value: Any) -> Iterator[torch.Generator]:
         yield from (leaf for leaf in tree_leaves(dict(vars(child))) if isinstance(leaf, torch.Generator))
 
 
-def _return_unchanged(module: torch.nn.Module) -> Any:
-    def apply(function: Any, recurse: bool = True) -> torch.nn.Module:
-        return module
+class _Unchanged:
+    """Stands for a module's `_apply`, and in a copy of the module for that of the copy."""
 
-    return apply
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, function: Any, recurse: bool = True) -> torch.nn.Module:
+        return self.module
 
 
 @contextmanager

@@ -8,25 +8,40 @@ import hashlib
 import os
 import platform
 import sys
-from collections import deque
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
+    GetSetDescriptorType,
     MappingProxyType,
     MemberDescriptorType,
     MethodDescriptorType,
     MethodType,
+    MethodWrapperType,
+    ModuleType,
+    WrapperDescriptorType,
 )
 from typing import Any
 
 from typing_extensions import override
 
-_MAX_DEPTH = 8
-"""Deeper nesting is named by its class only."""
+from lightning_memfit.profile.reads import (
+    Names,
+    Undescribed,
+    globals_of,
+    is_opaque,
+    is_users_function,
+    is_users_module,
+    names_in,
+)
+
+_MAX_DEPTH = 25
+"""Deeper nesting is described apart, so that it doesn't exceed what Python allows of recursion."""
 
 _MAX_ITEMS = 1_000_000
 
@@ -35,6 +50,8 @@ _MAX_PATH = 1000
 _EXACT = (bool, int, float, complex, str, bytes, type(None))
 """Values that describe themselves; the order puts `bool` before its base."""
 
+_CONTAINERS = {dict, list, tuple, OrderedDict}
+
 _PRINTABLE = sys.stdlib_module_names | {"torch", "numpy"}
 """Packages whose objects have a short and stable `repr`, or one with an address, which isn't used."""
 
@@ -42,6 +59,39 @@ _NOT_STATE = {"_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_co
     "log",  # Lightning binds these to the module while it runs
     "log_dict",
 }
+
+_NOT_CLASS_STATE = {
+    "__dict__",
+    "__weakref__",
+    "__doc__",
+    "__module__",
+    "__annotations__",
+    "__annotate__",
+    "__annotations_cache__",
+    "__abstractmethods__",
+    "__parameters__",
+    "__orig_bases__",
+    "__dataclass_fields__",
+    "__firstlineno__",
+    "__static_attributes__",
+    "_abc_impl",
+}
+"""What Python itself keeps in a class."""
+
+_BUILT_IN = (
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+)
+
+_WITHOUT_CONTENTS = {"_thread.lock", "_thread.RLock", "torch._C.Generator", "logging.Logger", "logging.RootLogger"}
+"""Classes whose objects have no part in how much memory a step needs."""
+
+_RUNS = ("lightning.pytorch.trainer.", "pytorch_lightning.trainer.")
+"""Where the classes of Trainers are, whose settings a trace gets apart."""
 
 _COVERED_BY_VERSION = {"builtins", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers"}
 
@@ -53,17 +103,19 @@ _PROCESSOR_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABIL
 
 
 def describe_module(module: Any) -> object:
-    """Classes with the hashes of their source files, simple attributes, and the shapes of all tensors."""
-    parts: list[object] = []
+    """Classes, simple attributes, what the code reads besides, source files, and the shapes of all tensors.
+
+    Raises:
+        Undescribed: If something that the module's code reads can't be described.
+    """
     defined_in = {kind.__module__ for child in module.modules() for kind in type(child).__mro__}
     sources = {path: _file_hash(path) for name in defined_in for path in _source_files(name)}
-    for name, child in module.named_modules():
-        stored = {key: value for key, value in _stored(type(child), child) if key not in _NOT_STATE}
-        attributes = [(key, describe(value)) for key, value in stored.items()]
-        parts.append((name, type(child).__qualname__, attributes))
-    for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
-        parts.append((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad))
-    return parts, sorted(sources.values())
+    description = _Description(values=False)
+    parts = description.of(module, 0)
+    found = parts, description.rest(), sorted(sources.values())
+    data = attached_datamodule(module)
+    asked = data is not None and "datamodule" in description.attributes
+    return (*found, describe(type(data))) if asked else found
 
 
 def describe_settings(value: Any) -> object:
@@ -110,26 +162,35 @@ def describe(value: Any, values: bool = False) -> object:
     """A stable description of a value; tensors by shape and dtype, with `values` also by integer contents.
 
     Nothing on an object that isn't torch's or Python's is called or asked: of any other the class and the stored
-    attributes count, read past whatever the class does on attribute access.
+    attributes count, read past whatever the class does on attribute access. What the user's functions and classes in it
+    read besides their arguments counts as well.
 
     Raises:
-        Exception: If the value can't be described: tensors of classes that refuse, or more than a million items.
+        Exception: If the value can't be described: tensors of classes that refuse, objects that hold something out of
+            sight, or more than a million items.
     """
-    return _Description(values).of(value, 0)
+    description = _Description(values)
+    return description.of(value, 0), description.rest()
 
 
 class _Description:
     """One description; an object that occurs again is named by the number of its first occurrence.
+
+    Functions, classes and modules are named by a number where they occur and described in `rest`.
 
     Args:
         values: Whether integer contents of tensors and arrays count.
     """
 
     def __init__(self, values: bool) -> None:
+        self.attributes: set[str] = set()
+        """Names of all attributes that the user's code reads."""
         self._values = values
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # an id must not be given to another object in between
         self._num_items = 0
+        self._later: deque[Any] = deque()
+        self._reads_environment = False
 
     def of(self, value: Any, depth: int) -> object:
         """Describe a value at a depth of nesting."""
@@ -139,23 +200,79 @@ class _Description:
         kind = type(value)
         if kind in _EXACT:
             return _describe_text(value) if kind is str else value
+        if kind in _CONTAINERS and not value:  # most of what modules hold
+            return kind.__qualname__
         for base in _EXACT:
             if issubclass(kind, base):  # with a `__repr__` of its own, perhaps
                 return kind.__qualname__, base.__repr__(value)  # type: ignore[call-arg]
         torch = sys.modules.get("torch")
         if torch is not None and issubclass(kind, torch.Tensor):
             return _describe_tensor(value, self._values)
-        if issubclass(kind, type):
-            return type.__repr__(value)
-        if issubclass(kind, (BuiltinFunctionType, MethodDescriptorType)):
+        if issubclass(kind, _BUILT_IN):
             return value.__module__ if issubclass(kind, BuiltinFunctionType) else None, value.__qualname__
-        if depth >= _MAX_DEPTH or (torch is not None and issubclass(kind, torch.nn.Module)):
-            return kind.__qualname__
+        if issubclass(kind, (tuple, frozenset, CodeType)) and depth < _MAX_DEPTH:
+            return self._of_object(kind, value, depth + 1)  # equal ones may be one object or not
+        if issubclass(kind, type) and not is_users_module(value.__module__):
+            return type.__repr__(value)
         if id(value) in self._seen:
             return "again", self._seen[id(value)]
+        self._see(value)
+        is_module = torch is not None and issubclass(kind, torch.nn.Module)
+        if depth >= _MAX_DEPTH or is_module or issubclass(kind, (FunctionType, type, ModuleType)):
+            self._later.append(value)
+            return "first", self._seen[id(value)]
+        return self._of_object(kind, value, depth + 1)
+
+    def rest(self) -> object:
+        """What the values that were described so far refer to, and the environment if code among it asks for that."""
+        found: list[object] = []
+        while self._later:
+            value = self._later.popleft()
+            torch = sys.modules.get("torch")
+            if torch is not None and issubclass(type(value), torch.nn.Module):
+                found.append(self._of_torch_module(value))
+            else:
+                found.append(self._of_object(type(value), value, 1))
+        return found, sorted(os.environ.items()) if self._reads_environment else None
+
+    def _see(self, value: Any) -> None:
         self._seen[id(value)] = len(self._seen)
         self._kept.append(value)
-        return self._of_object(kind, value, depth + 1)
+
+    def _of_torch_module(self, module: Any) -> object:
+        parts: list[object] = []
+        children = list(module.named_modules())
+        for _, child in children:
+            if id(child) not in self._seen:
+                self._see(child)
+        for name, child in children:
+            stored = [(key, value) for key, value in _stored(type(child), child) if key not in _NOT_STATE]
+            attributes = [(key, self.of(value, 1)) for key, value in stored]
+            parts.append((name, self._seen[id(child)], self.of(type(child), 1), attributes))
+        for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
+            registered = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+            hooks = [self.of(list((one or {}).values()), 1) for one in registered]  # their keys count all in a process
+            parts.append((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad, hooks))
+        libraries = {base for _, child in children for base in type(child).__mro__ if base is not object}
+        theirs = [base for base in libraries if not is_users_module(base.__module__)]
+        theirs.sort(key=lambda base: (base.__module__, base.__qualname__))
+        return parts, [(type.__repr__(base), self._put_there(vars(base))) for base in theirs]
+
+    def _put_there(self, space: Any, names: frozenset[str] | None = None) -> list[object]:
+        """Simple values, and the user's functions and classes, in a library's class or module."""
+        found: list[object] = []
+        for name in sorted(space if names is None else names & space.keys()):
+            value = space[name]
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            if type(value) in _EXACT and not name.startswith("__"):
+                found.append((name, value))
+            elif type(value) is FunctionType:
+                if is_users_function(value) and not value.__code__.co_filename.startswith("<"):
+                    found.append((name, self.of(value, 1)))
+            elif names is not None and issubclass(type(value), type) and is_users_module(value.__module__):
+                found.append((name, self.of(value, 1)))
+        return found
 
     def _of_object(self, kind: type, value: Any, depth: int) -> object:
         if issubclass(kind, FunctionType):
@@ -164,6 +281,16 @@ class _Description:
             return self.of(value.__func__, depth), self.of(value.__self__, depth)
         if issubclass(kind, CodeType):
             return self._of_code(value, depth)
+        if issubclass(kind, type):
+            return self._of_class(value, depth)
+        if issubclass(kind, ModuleType):
+            return self._of_python_module(value, frozenset(), set(), depth)
+        if kind.__module__.startswith(_RUNS) or f"{kind.__module__}.{kind.__qualname__}" in _WITHOUT_CONTENTS:
+            return kind.__qualname__
+        if issubclass(kind, (staticmethod, classmethod)):
+            return kind.__qualname__, self.of(value.__func__, depth)
+        if issubclass(kind, weakref.ref):
+            return kind.__qualname__, self.of(weakref.ref.__call__(value), depth)
         contents: list[object] = []
         if issubclass(kind, dict):
             contents.append([(self.of(key, depth), self.of(item, depth)) for key, item in dict.items(value)])
@@ -176,22 +303,80 @@ class _Description:
         elif issubclass(kind, partial):
             parts = (partial.__dict__[name].__get__(value) for name in ("func", "args", "keywords"))
             contents.append([self.of(part, depth) for part in parts])
+        elif issubclass(kind, property):
+            contents.append([self.of(getattr(property, name).__get__(value), depth) for name in ("fget", "fset")])
         elif (array := _array_type()) is not None and issubclass(kind, array):
             contents.append(_describe_array(value, array, self._values))
         elif kind.__module__.partition(".")[0] in _PRINTABLE and not kind.__dictoffset__:
             text = repr(value)  # their slots may hold what they computed once, such as a path's text
-            return text if " at 0x" not in text and len(text) < _MAX_PATH else kind.__qualname__
+            if " at 0x" not in text and len(text) < _MAX_PATH:
+                return text
+            _refuse_opaque(kind)
+        else:
+            _refuse_opaque(kind)
         state = [(key, self.of(item, depth)) for key, item in _stored(kind, value) if key not in _NOT_STATE]
-        return f"{kind.__module__}.{kind.__qualname__}", contents, state
+        return f"{kind.__module__}.{kind.__qualname__}", self.of(kind, depth), contents, state
+
+    def _of_class(self, kind: type, depth: int) -> object:
+        """All that a class of the user's defines or was given, and its bases."""
+        contents = [
+            (name, self.of(value, depth))
+            for name, value in sorted(vars(kind).items(), key=lambda item: str(item[0]))
+            if name not in _NOT_CLASS_STATE
+        ]
+        return type.__repr__(kind), [self.of(base, depth) for base in (type(kind), *kind.__mro__[1:])], contents
 
     def _of_function(self, function: Any, depth: int) -> object:
-        cells = [self.of(_contents(cell), depth) for cell in function.__closure__ or ()]
+        names = names_in(function.__code__)
+        cells = [self._read(_contents(cell), names, depth) for cell in function.__closure__ or ()]
         defaults = self.of(function.__defaults__, depth), self.of(function.__kwdefaults__, depth)
-        return function.__qualname__, self._of_code(function.__code__, depth), cells, defaults
+        stored = [(key, self.of(value, depth)) for key, value in vars(function).items()]
+        read: list[object] = []
+        if is_users_function(function):
+            self.attributes |= names.attributes
+            self._reads_environment |= names.environment
+            read = [(name, self._read(value, names, depth)) for name, value in globals_of(function, names)]
+        return function.__qualname__, self._of_code(function.__code__, depth), cells, defaults, stored, read
+
+    def _read(self, value: Any, names: Names, depth: int) -> object:
+        """A global or what a closure holds, read by code with those names."""
+        if issubclass(type(value), ModuleType):
+            return self._of_python_module(value, names.attributes, set(), depth)
+        return self.of(value, depth)
+
+    def _of_python_module(self, module: Any, names: frozenset[str], read: set[int], depth: int) -> object:
+        """What code with some names may read in a module; of the user's own all simple values."""
+        if id(module) in read:
+            return None
+        read.add(id(module))
+        name, space = (
+            str(ModuleType.__getattribute__(module, "__name__")),
+            ModuleType.__getattribute__(module, "__dict__"),
+        )
+        inner = [
+            (key, self._of_python_module(space[key], names, read, depth))
+            for key in sorted(names & space.keys())
+            if issubclass(type(space[key]), ModuleType)
+        ]
+        if not is_users_module(name):
+            return name, self._put_there(space, names), inner
+        own = [
+            (key, self.of(value, depth))
+            for key, value in sorted(space.items())
+            if not key.startswith("__")
+            and not issubclass(type(value), ModuleType)
+            and (key in names or type(value) in _EXACT)
+        ]
+        return name, own, inner
 
     def _of_code(self, code: CodeType, depth: int) -> object:
         constants = [self.of(item, depth) for item in code.co_consts]
         return hashlib.sha256(code.co_code + repr((constants, code.co_names)).encode()).hexdigest()
+
+
+def _refuse_opaque(kind: type) -> None:
+    if is_opaque(kind):
+        raise Undescribed(f"what an object of class {kind.__module__}.{kind.__qualname__} holds can't be told")
 
 
 def _contents(cell: Any) -> Any:
@@ -209,13 +394,22 @@ def _stored(kind: type, value: Any) -> Iterator[tuple[str, Any]]:
         attributes = None
     if type(attributes) is dict:
         yield from ((key, item) for key, item in attributes.items() if type(key) is str)
-    for base in kind.__mro__:
-        for name, member in vars(base).items():
-            if type(member) is MemberDescriptorType and base.__module__ != "builtins":
-                try:
-                    yield name, member.__get__(value)
-                except AttributeError:  # not set
-                    continue
+    for name, member in _slots(kind):
+        try:
+            yield name, member.__get__(value)
+        except AttributeError:  # not set
+            continue
+
+
+@lru_cache(1024)
+def _slots(kind: type) -> list[tuple[str, Any]]:
+    return [
+        (name, member)
+        for base in kind.__mro__
+        if base.__module__ != "builtins"
+        for name, member in vars(base).items()
+        if type(member) is MemberDescriptorType
+    ]
 
 
 def _array_type() -> Any:
@@ -257,11 +451,12 @@ def _source_files(module_name: str) -> Iterator[str]:
     if package in _COVERED_BY_VERSION or own is None:
         return
     yield own
+    folder = os.path.dirname(own)
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if path is None or path == own or not path.endswith(".py"):
             continue
-        if name.partition(".")[0] == package or ("." not in name and Path(path).parent == Path(own).parent):
+        if name.partition(".")[0] == package or ("." not in name and os.path.dirname(path) == folder):
             yield path
 
 

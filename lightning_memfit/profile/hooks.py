@@ -2,19 +2,22 @@
 
 A trace runs the real `Trainer.fit` on a clone, and a clone's hooks may write files, count, or talk to a service like
 the module's own. So hooks around training are left out, except for those at its start that make what the step
-uses. Reading their source tells: `changes_steps`. What it can't tell shows when the step fails without them, and the
-caller tries again `with_start_hooks`.
+uses, or tensors. Reading their source tells: `changes_steps`, `makes_tensors`. What it can't tell shows when the step
+fails without them, and the caller tries again with all of them.
 """
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cached_property
-from types import FunctionType
-from typing import Any, TypeVar
+from types import FunctionType, ModuleType
+from typing import Any, Literal, TypeVar
 
 import torch
+
+from lightning_memfit.profile.culprit import definition_of
+from lightning_memfit.profile.reads import is_users_function, names_in
+from lightning_memfit.profile.seal import RefusedError
 
 T = TypeVar("T")
 
@@ -39,35 +42,55 @@ _UPSTREAM = ("lightning", "pytorch_lightning", "torch", "builtins")
 _HARMLESS_CALLS = ("type", "super", "id", "isinstance", "print")
 
 
-def with_or_without_start_hooks(module: Any, run: Callable[[bool], T]) -> T:
-    """Run a step without the hooks that it doesn't seem to need, and again with them if that fails.
+StartHooks = Literal["all", "acting", "needed"]
+"""Which hooks at the start of training run: all, those that the step needs and those that make tensors, or only those
+that it needs."""
+
+
+def with_start_hooks(module: Any, run: Callable[[StartHooks], T]) -> T:
+    """Run a step without hooks that don't seem to act; if that fails, with all; then without any that can be missed.
 
     Args:
         module: The module.
-        run: Runs the step on a new clone, with all hooks at the start of training or only those it seems to need.
+        run: Runs the step on a new clone, with some hooks at the start of training.
     """
-    if not any(not changes_steps(module, name) for name in _START if _is_defined(module, name)):
-        return run(True)
-    try:
-        return run(False)
-    except Exception:
-        return run(True)
+    defined = [name for name in _START if _is_defined(module, name)]
+    missed = [name for name in defined if not changes_steps(module, name)]
+    if not missed:
+        return run("all")
+    making = [name for name in missed if makes_tensors(module, name)]
+    attempts: list[StartHooks] = ["acting", *(("all",) if making != missed else ()), *(("needed",) if making else ())]
+    for choice in attempts[:-1]:
+        with suppress(Exception, RefusedError):
+            return run(choice)
+    return run(attempts[-1])
 
 
-def leave_out_hooks(clone: Any, with_start_hooks: bool) -> None:
+def leave_out_hooks(clone: Any, start_hooks: StartHooks) -> list[str]:
     """Replace the hooks of a clone that a trial step doesn't need by nothing.
 
     Args:
         clone: A copy of a module, to be thrown away.
-        with_start_hooks: Whether to keep every hook at the start of training.
+        start_hooks: Which hooks at the start of training to keep.
+
+    Returns:
+        Names of those that were left out although they make tensors.
     """
-    left_out = [name for name in _END if hasattr(type(clone), name)]
-    if not with_start_hooks:
-        left_out += [name for name in _START if _is_defined(clone, name) and not changes_steps(clone, name)]
+    left_out, making = [name for name in _END if hasattr(type(clone), name)], []
+    if start_hooks != "all":
+        missed = [name for name in _START if _is_defined(clone, name) and not changes_steps(clone, name)]
+        making = [name for name in missed if makes_tensors(clone, name)]
+        left_out += [name for name in missed if start_hooks == "needed" or name not in making]
     if "setup" in left_out or not _is_defined(clone, "setup"):
         left_out.append("teardown")  # there is nothing to undo
     for name in left_out:
         object.__setattr__(clone, name, _do_nothing)
+    return making if start_hooks == "needed" else []
+
+
+def begins_epochs(clone: Any) -> bool:
+    """Whether a hook of a clone's, which was not left out, runs at the start of every epoch."""
+    return _is_defined(clone, "on_train_epoch_start") and "on_train_epoch_start" not in vars(clone)
 
 
 def changes_steps(module: Any, hook: str) -> bool:
@@ -77,6 +100,32 @@ def changes_steps(module: Any, hook: str) -> bool:
     methods read, hands the module to somebody else, sets one of torch's switches, or can't be read.
     """
     return _Reader(module).changes_steps(hook)
+
+
+def makes_tensors(module: Any, hook: str) -> bool:
+    """Whether a hook, or what it calls of the user's, names anything of torch's but its loaders of data."""
+    waiting = [one for one in _implementations(module, hook) if isinstance(one, FunctionType)]
+    known: set[int] = set()
+    while waiting:
+        function = waiting.pop()
+        if id(function) in known:
+            continue
+        known.add(id(function))
+        names = names_in(function.__code__)
+        if any(name.partition(".")[0] == "torch" for name in names.imports):
+            return True
+        found = [function.__globals__.get(name) for name in names.globals]
+        if any(map(_is_of_torch, found)):
+            return True
+        methods = (one for name in names.attributes for one in _implementations(module, name))
+        users = (one for one in (*found, *methods) if isinstance(one, FunctionType) and is_users_function(one))
+        waiting.extend(users)
+    return False
+
+
+def _is_of_torch(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return isinstance(name, str) and f"{name}.".startswith("torch.") and not name.startswith("torch.utils.data")
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -176,12 +225,7 @@ class _Reader:
 
 def _tree(function: Any) -> ast.FunctionDef | None:
     """The source of a plain function; None if it has a decorator or can't be found."""
-    if not isinstance(function, FunctionType):
-        return None
-    try:
-        found = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):
-        return None
+    found = definition_of(function) if isinstance(function, FunctionType) else None
     if not isinstance(found, ast.FunctionDef):
         return None
     plain = all(isinstance(one, ast.Name) and one.id == "override" for one in found.decorator_list)

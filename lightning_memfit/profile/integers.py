@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_memfit.memory.ledger import tensors_among
 from lightning_memfit.profile.fake import fake_clone
+from lightning_memfit.profile.watched import TensorNumbers, WatchedFloat, WatchedInt, may_count
 
 aten = torch.ops.aten
 
@@ -28,6 +29,7 @@ _VALUE_SIZED = {
     aten.masked_select.default,
     aten._unique2.default,
     aten.unique_dim.default,
+    aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
 }
@@ -44,7 +46,6 @@ _LARGEST = {aten.topk.default: 1, aten.max.dim: 1, aten.argmax.default: None}
 """Operators that tell where the largest values lie, and which of their results does; None is the only one."""
 
 _WITHOUT_VALUES = {aten.empty, aten.randint, aten.empty_like, aten.empty_strided}
-
 
 Routing = Literal["even", "most", "first", "last"]
 
@@ -68,6 +69,8 @@ class AssumedValues:
     boolean: bool = False
     integer: int = 1
     routing: Routing = "even"
+    all_distinct: bool = True
+    """Whether elements that are counted by their values all differ; else they are all alike."""
 
     def of(self, dtype: torch.dtype) -> float | bool | int:
         """The assumed value of a dtype."""
@@ -105,7 +108,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 def _is_plain(func: Any) -> bool:
     """Whether an operator on tensors without values gives tensors without values, and does nothing else."""
     packet = func._overloadpacket
-    special = {*_VALUE_SIZED, *_FINITE, *_LARGEST}
+    special = {*_VALUE_SIZED, *_FINITE, *_LARGEST, aten.equal.default}
     factories = {*_FACTORIES_WITH_VALUES, *_FILLED, *_WITHOUT_VALUES, aten.index}
     return not (func in special or packet in factories or func._schema.is_mutable)
 
@@ -151,11 +154,16 @@ class RealIntegers(TorchDispatchMode):
         self.max_elements = max_elements
         self.assumed = assumed or AssumedValues()
         self.assumptions: list[str] = []
+        self.taken: list[str] = []
+        """Assumptions to which there is no second choice."""
+        self.took_distinct = False
+        """Whether unknown elements were taken to differ."""
         self.gave_addresses = False
         """Whether the step asked for the address of a fake tensor, which is no number."""
         self.routings: list[str] = []
         """Assumed places of largest values that decided something, in words."""
         self._values: dict[int, _Known] = {}
+        self.counted = TensorNumbers(self.value_of)
         self._in_storage: dict[int, set[int]] = {}
         """Which of them lie in a storage."""
 
@@ -171,7 +179,33 @@ class RealIntegers(TorchDispatchMode):
         self._in_storage.setdefault(storage, set()).add(key)
         return fake
 
+    # --- counters ---------------------------------------------------------------------------------------------------
+
+    def remember_counter(self, real: torch.Tensor, fake: torch.Tensor) -> None:
+        """Remember the value of a copied tensor with one element, in which a module may count."""
+        # A module whose sizes are predicted in the middle of training is a fake clone itself.
+        if real.device.type != "meta" and not isinstance(real, FakeTensor) and may_count(real):
+            with _disable_current_modes():
+                self.attach(fake, real.detach().cpu().clone().to(fake.dtype))
+
+    def number_of(self, tensor: torch.Tensor) -> int | float | None:
+        """The value of a fake tensor with one element, if it is known and a number."""
+        value = self.value_of(tensor) if isinstance(tensor, FakeTensor) and may_count(tensor) else None
+        if value is None:
+            return None
+        with _disable_current_modes():
+            number: int | float = value.item()
+        return number
+
+    def set_number(self, tensor: torch.Tensor, number: WatchedInt | WatchedFloat) -> None:
+        """Let a fake tensor with one element have the value of a watched number."""
+        with _disable_current_modes():
+            value = torch.full(tuple(tensor.shape), number.plain(), dtype=tensor.dtype)
+        self.attach(tensor, value)
+        self.counted.watch(tensor, number)
+
     def _forget(self, key: int) -> None:
+        self.counted.forget(key)
         known = self._values.pop(key, None)
         if known is not None:
             keys = self._in_storage[known.storage]
@@ -244,11 +278,15 @@ class RealIntegers(TorchDispatchMode):
         if _is_plain(func) and not any(map(self._may_be_known, tensors)):
             return func(*args, **kwargs)
         real = self._real_result(func, args, kwargs, tensors)
+        number = self.counted.computed(func, args, kwargs) if self.counted else None
         basis = self._joined_basis(tensors) if func._overloadpacket not in _FILLED else frozenset()
         if real is None and func in _FINITE:
             real, basis = self._taken_finite(func, args), frozenset({_FINITE_FLOATS})
-        if func is aten.equal.default and isinstance(real, bool) and self._decide(tensors):
-            return real
+        if func is aten.equal.default:
+            if isinstance(real, bool) and self._decide(tensors):
+                return real
+            if real is None:
+                return self._equal(*args)
         if func in _VALUE_SIZED:
             known = real is not None and self._decide(tensors)
             return self._value_sized(func, args, kwargs, real if known else None, basis)
@@ -257,11 +295,20 @@ class RealIntegers(TorchDispatchMode):
         result = func(*args, **kwargs)
         if real is not None:
             self._attach_all(result, real, basis)
+            if number is not None:
+                self.counted.watch(result, number)
         elif func._schema.is_mutable:
             self._forget_written(func, args, kwargs)
         elif func in _LARGEST:
             self._assume_places(func, args, kwargs, result)
         return result
+
+    def _equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
+        """Whether two tensors, whose values aren't known, are equal: only if they are the same."""
+        if first is second or first.shape != second.shape:
+            return first is second
+        self.taken.append("different tensors of unknown values were taken to differ")
+        return False
 
     def _assume_places(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Give the places of the largest of unknown values assumed ones."""
@@ -304,6 +351,9 @@ class RealIntegers(TorchDispatchMode):
 
     def _item(self, func: Any, tensor: torch.Tensor) -> Any:
         value = self.value_of(tensor)
+        number = self.counted.of(tensor)
+        if number is not None:  # `int(counter)`: what becomes of it can't be followed
+            number.asked.in_arithmetic = True
         if value is not None and self._decide([tensor]):
             with _disable_current_modes():
                 return value.item()
@@ -356,10 +406,7 @@ class RealIntegers(TorchDispatchMode):
         if real is None and func is aten.bincount.default:
             return self._unknown_counts(*args, **kwargs)
         if real is None and func is aten._unique2.default:
-            # torchmetrics checks its inputs like this and keeps only the length of the result
-            self.assumptions.append(f"the distinct values of {tensor.numel()} unknown elements were taken to be one")
-            with _disable_current_modes():
-                real = torch.zeros(tensor.shape, dtype=tensor.dtype).unique(return_inverse=True, return_counts=True)
+            return self._unknown_distinct(tensor)
         if real is None:
             raise UnknownSizeError(f"the output size of {func} depends on the values of floating-point tensors")
 
@@ -367,6 +414,21 @@ class RealIntegers(TorchDispatchMode):
             return self.attach(self._empty_like(value), value, basis)
 
         return tree_map(convert, real)
+
+    def _unknown_distinct(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Distinct values of a tensor without values, as many as there can be; or one value."""
+        size = tensor.numel()
+        most = 2 if tensor.dtype is torch.bool else 1 << min(62, 8 * tensor.element_size())
+        count = min(size, most if self.assumed.all_distinct else 1)
+        words = f"the {size} unknown elements of a tensor were taken to have {count} distinct value{'s' * (count != 1)}"
+        self.taken.append(words)
+        self.took_distinct = self.took_distinct or count > 1
+        with _disable_current_modes():
+            inverse = (torch.arange(size) % max(1, count)).reshape(tensor.shape)
+            counts = torch.bincount(inverse.flatten(), minlength=count)
+        with self.fake_mode:
+            values = torch.empty(count, dtype=tensor.dtype, device="cpu")
+        return values, self.attach(self._empty_like(inverse), inverse), self.attach(self._empty_like(counts), counts)
 
     def _unknown_counts(self, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
         """Counts of unknown values, taken to be below `minlength` if the caller gave one, as torchmetrics does."""

@@ -1,30 +1,33 @@
-"""Scratch memory of convolutions on the CPU, which dispatch modes don't see: learned by running each of them once.
+"""Memory that CPU kernels take while they run, which dispatch modes don't see: learned by running each operator once.
 
-oneDNN's choice of a kernel, and with it the scratch memory, differs from processor to processor and from version to
-version: no formula holds for all. An operator that a trace meets is run on zeros outside all modes, and what the
-allocator reports is remembered for the life of the process.
+No formula holds for all: what a kernel takes depends on the processor, on oneDNN's choice and on torch's version. An
+operator that a trace meets is run on made-up tensors outside all modes, and what the allocator reports is remembered,
+in the process and on disk (`kernel_records`).
 
-Written for torch 2.11-2.13 (`_enable_profiler_legacy`: the profiler that replaced it takes seconds to start, and some
-builds write two lines to stderr whenever it runs); `tests/unit/profile/test_kernels.py` fails when it moves.
+Most operators take nothing but their results. That is learned from two small sizes, for all shapes of the same dtypes
+and layouts; only the others are run at the sizes of the trace, or, if that would take long, on few samples.
 """
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
 
-_CONVOLUTION = torch.ops.aten.convolution.default
-_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+from lightning_memfit.memory.allocations import allocation_events, profiler_runs
+from lightning_memfit.memory.flops import flop_formula
+from lightning_memfit.memory.ledger import held_tensors, tensors_among
+from lightning_memfit.profile.kernel_records import Kernel, KernelRecords
 
-CONVOLUTIONS = frozenset({_CONVOLUTION, _CONVOLUTION_BACKWARD})
-"""Operators whose kernels have scratch memory that matters."""
+aten = torch.ops.aten
 
 _MOST_FLOPS = 2e9
 """An operator with more is run on fewer samples: this is about a tenth of a second on one core."""
@@ -32,42 +35,553 @@ _MOST_FLOPS = 2e9
 _MOST_BYTES = 256 << 20
 """An operator whose operands take more is run on fewer samples."""
 
-_NUM_PEAKS = 8
-"""Number of local peaks that are told apart; kernels seen so far have up to six."""
+_AT_ONCE_FLOPS, _AT_ONCE_BYTES = 2e7, 1 << 20
+"""An operator with fewer is run as it is: small sizes would tell no sooner."""
 
 _FEW, _MORE = 2, 3
 """Samples on which large operators are run; one sample often takes another kernel than two."""
 
+_SOME, _MANY = 32, 64
+"""Rows on which large operators without a formula of their own are run where there are more than that."""
 
-def kernel_scratch_bytes(operator: Any, args: Any, result: Any) -> int:
-    """Bytes that an operator's CPU kernel takes from torch's allocator while it runs and gives back.
+_SMALL_ELEMENTS = 1 << 14
+"""Elements of the larger of two small operands: above the sizes from which kernels copy in tiles or sort by radix."""
 
-    Exact on one thread. On several threads oneDNN may take more for gradients of weights, which every thread adds up
-    on its own.
+_SCALAR_BYTES = 64
+"""Scratch memory of scalars, such as a number that is converted to the type of a tensor."""
+
+_NUM_PEAKS = 8
+"""Number of local peaks that are told apart; kernels seen so far have up to six."""
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+class KernelMemory:
+    """What the operators of one trace take beyond their results.
+
+    Attributes:
+        unknown: Operators that could not be run, by name, with a bound in bytes where there is one.
+    """
+
+    def __init__(self) -> None:
+        self.unknown: dict[str, int | None] = {}
+        self.profiled = False
+        """Whether operators were left out as a profiler ran."""
+        self._records = KernelRecords.of_settings()
+        self._calls = self._records.calls
+        self._free = self._records.free
+
+    def of(self, func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
+        """What an operator takes; None if nothing but its results, scalars left out.
+
+        Args:
+            func: The operator that was called.
+            args: Its arguments, fake or real.
+            kwargs: Its keywords.
+            result: What it returned.
+        """
+        number = id(func)  # torch's hash of an operator is written in Python; `_kind` keeps operators alive
+        kind = _kinds.get(number) or _kinds.setdefault(number, _kind(func))
+        if kind is _NOTHING:
+            return None
+        if kind is _POINTWISE:
+            short = (number, _dtypes(args))
+            if short in self._free:
+                return None
+        try:
+            key = (number, torch.is_grad_enabled(), _key(args), _key(kwargs.items()) if kwargs else ())
+            found = self._calls.get(key, _MISSING)
+        except (TypeError, RuntimeError):  # not hashable, or a layout without strides
+            return self._note(func, Kernel(is_known=False))
+        if found is _MISSING:
+            if profiler_runs():  # there can only be one, and it is the user's
+                self.profiled = True
+                return _estimated(func, args, result)
+            found = self._calls[key] = self._learn(func, args, kwargs, result)
+            if found is None and kind is _POINTWISE and self._is_free(func, args, kwargs, result):
+                self._free.add(short)
+        return found if found is None or found.is_known else self._note(func, found)
+
+    def _note(self, func: Any, kernel: Kernel) -> Kernel:
+        """Remember that an operator's memory is not known."""
+        name = f"{func.namespace}::{func._opname}"
+        self.unknown[name] = max(self.unknown.get(name) or 0, max(kernel.peaks, default=0)) or None
+        return kernel
+
+    def remarks(self) -> list[str]:
+        """What is not known, in a clause."""
+        if self.profiled:
+            return ["scratch memory of kernels was not learned, as a profiler was running, and may be missing"]
+        if not self.unknown:
+            return []
+        named = [
+            f"`{name}`{f' (estimated at {bound:,} bytes)' if bound else ''}" for name, bound in self.unknown.items()
+        ]
+        more = f" and {len(named) - _NUM_NAMED} more operators" if len(named) > _NUM_NAMED else ""
+        return [f"scratch memory of {', '.join(named[:_NUM_NAMED])}{more} is not known"]
+
+    # --- learning ---------------------------------------------------------------------------------------------------
+
+    def _learn(self, func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
+        if not _may_run(func, args, kwargs):
+            return _estimated(func, args, result)
+        call = _Call(func, tree_map(_operand, args), tree_map(_operand, kwargs))
+        text = repr(call)
+        if text in self._records:
+            return self._records[text]
+        flops, results_bytes = _flops(func, args, kwargs, result), _dense_bytes(result)
+        size_bytes = call.num_bytes + results_bytes
+        kernel: Kernel | None
+        if flops <= _AT_ONCE_FLOPS and size_bytes <= _AT_ONCE_BYTES:
+            kernel = _kernel(_run(call), result)
+        elif self._is_free(func, args, kwargs, result):
+            return None  # as all others of its pattern
+        elif flops <= _MOST_FLOPS and size_bytes <= _MOST_BYTES:
+            kernel = _kernel(_run(call), result)
+        else:
+            kernel = _of_few_samples(call, result, flops, size_bytes)
+        if kernel is not None and not kernel.is_known:
+            kernel = _estimated(func, args, result) or kernel
+        self._records[text] = kernel
+        return kernel
+
+    def _is_free(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        """Whether an operator on tensors of such types and layouts takes nothing, by two small sizes."""
+        call = _Call(func, tree_map(_operand, args), tree_map(_operand, kwargs))
+        text = call.pattern()
+        if text not in self._records:
+            free = func not in _BATCHED and not call.has_sizes()
+            small = (call.small(1), call.small(_SMALL_ELEMENTS)) if free else ()
+            runs = (None if one is None else _run(one) for one in small)
+            free = free and all(run is not None and _kernel(run, result) is None for run in runs)
+            self._records[text] = None if free else Kernel()
+        return self._records[text] is None
+
+
+_NUM_NAMED = 3
+_MISSING: Any = object()
+_NOTHING, _POINTWISE, _OTHER = "nothing", "pointwise", "other"
+
+_FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like",
+              "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "scalar_tensor", "arange",
+              "_efficientzerotensor"}  # fmt: skip
+"""Operators that make a tensor and fill it."""
+
+_NO_KERNEL = {"_local_scalar_dense", "set_", "resize_", "record_stream", "is_same_size", "lift_fresh", "detach_",
+              "_unsafe_view", "_has_same_storage_numel", "_version", "is_pinned", "_linalg_check_errors"}  # fmt: skip
+"""Operators that change or read what belongs to a tensor, or one element of it."""
+
+_LAYOUTS_MATTER = {"clone"}
+"""Pointwise operators that copy from one layout to another in tiles."""
+
+
+_kinds: dict[int, str] = {}
+
+
+@functools.cache
+def _kind(func: Any) -> str:
+    """What can be said of an operator by its name, tags and schema alone."""
+    if not isinstance(func, OpOverload):
+        return _OTHER
+    arguments = (*func._schema.arguments, *func._schema.returns)
+    if not any("Tensor" in str(argument.type) for argument in arguments) or func.is_view:
+        return _NOTHING
+    if func.namespace in ("prim", "profiler"):
+        return _NOTHING
+    if func.namespace == "aten" and func._opname in _FACTORIES | _NO_KERNEL:
+        return _NOTHING
+    is_pointwise = torch.Tag.pointwise in func.tags and func._opname not in _LAYOUTS_MATTER
+    return _POINTWISE if is_pointwise else _OTHER
+
+
+def _dtypes(values: Any) -> tuple[Any, ...]:
+    return tuple([value.dtype if isinstance(value, torch.Tensor) else type(value) for value in values])
+
+
+def _key(values: Any) -> tuple[Any, ...]:
+    """What decides which kernel is taken, hashable. Numbers with a fraction change from step to step, and don't."""
+    parts: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            parts.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, (list, tuple)):
+            parts.append(_key(value))
+        elif type(value) is float:
+            parts.append(("float", _rounded(value)))
+        else:
+            parts.append(value)
+    return tuple(parts)
+
+
+def _rounded(value: float) -> float:
+    """The number if it is one that kernels may treat in another way than others, such as no dropout; else one half."""
+    return value if value in (0.0, 1.0, 2.0, math.inf, -math.inf) else 0.5
+
+
+_PLAIN = (FakeTensor, torch.Tensor, torch.nn.Parameter)
+
+
+def _may_run(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether running an operator can have no effect: torch's own operators on plain tensors of the CPU.
+
+    Others may write files, send something, or count their calls.
+    """
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return False
+    tensors = list(tensors_among((*args, *kwargs.values())))
+    return all(
+        type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type == "cpu" for tensor in tensors
+    )
+
+
+# --- running an operator ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """The properties of a tensor that decide which kernel is chosen."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last in memory; an expanded tensor has fewer than its shape tells."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def order(self) -> list[int]:
+        """Dimensions by stride, innermost first."""
+        return sorted(range(len(self.shape)), key=lambda dim: (self.strides[dim], -dim))
+
+    def resized(self, sizes: dict[int, int]) -> "_Operand":
+        """An operand of the same layout with other sizes.
+
+        Args:
+            sizes: New sizes by old ones; others stay.
+        """
+        shape = tuple(sizes.get(size, size) for size in self.shape)
+        strides = list(self.strides)
+        dense = dense_before = 1
+        for dim in self.order:
+            if self.strides[dim]:
+                strides[dim] = dense * max(1, self.strides[dim] // dense_before)
+                dense_before = max(dense_before, self.strides[dim] * self.shape[dim])
+                dense = max(dense, strides[dim] * shape[dim])
+        return replace(self, shape=shape, strides=tuple(strides))
+
+    def layout(self) -> tuple[Any, ...]:
+        """What is the same for all sizes: order of dimensions, those of size one, expanded ones and gaps."""
+        dense, gaps = 1, []
+        for dim in self.order:
+            gaps.append(self.strides[dim] != dense and self.shape[dim] > 1)
+            dense = self.strides[dim] * self.shape[dim]
+        ones = [size == 1 for size in self.shape]
+        return tuple(self.order), tuple(gaps), tuple(ones), 0 in self.strides, self.dtype
+
+    def made(self, unit: bool) -> torch.Tensor:
+        """A real tensor like it: ones, with which divisions and logarithms are defined; zeros where it holds indices.
+
+        Args:
+            unit: Make unit matrices, which can be inverted, and ones for integers: pivots count from one.
+        """
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            if unit and len(self.shape) > 1 and 0 not in self.strides:
+                made = torch.zeros(self.span, dtype=self.dtype, device="cpu").as_strided(self.shape, self.strides)
+                made.diagonal(dim1=-2, dim2=-1).fill_(1)
+                return made
+            memory = torch.ones(self.span, dtype=self.dtype, device="cpu")
+        else:
+            memory = torch.full((self.span,), int(unit), dtype=self.dtype, device="cpu")
+        return memory.as_strided(self.shape, self.strides)
+
+
+def _operand(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Operand(tuple(value.shape), tuple(value.stride()), value.dtype)
+    if isinstance(value, torch.Generator):
+        return None
+    return _rounded(value) if type(value) is float else value
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An operator and its arguments, with tensors described by `_Operand`."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    """Whether gradients are enabled: recurrent layers then keep what backward needs."""
+
+    @property
+    def operands(self) -> list[_Operand]:
+        """All tensors in the order of arguments."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _Operand)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the operands."""
+        return sum(operand.span * operand.dtype.itemsize for operand in self.operands)
+
+    def pattern(self) -> str:
+        """What is the same for all shapes of a layout."""
+        leaves, shape = _flattened((self.args, self.kwargs))
+        described = [leaf.layout() if isinstance(leaf, _Operand) else leaf for leaf in leaves]
+        return repr((self.func, self.grad, described, shape))
+
+    def has_sizes(self) -> bool:
+        """Whether other arguments may tell sizes, so that those of tensors can't be changed alone."""
+        most = max((len(operand.shape) for operand in self.operands), default=0)
+        numbers = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if type(leaf) is int]
+        named = {argument.name for argument in self.func._schema.arguments if "SymInt" in str(argument.real_type)}
+        given = {
+            argument.name: value for argument, value in zip(self.func._schema.arguments, self.args, strict=False)
+        } | self.kwargs
+        sized = any(abs(leaf) > 1 for name in named for leaf in tree_leaves(given.get(name)) if type(leaf) is int)
+        return sized or any(abs(number) > most for number in numbers)
+
+    def small(self, elements: int) -> "_Call | None":
+        """The call with each size made a small power of two; larger sizes stay larger and multiples of others.
+
+        Args:
+            elements: The largest operand has at least that many, unless it has fewer here.
+        """
+        sizes = sorted({size for operand in self.operands for size in operand.shape if size > 1})
+        if len(sizes) > _MOST_SIZES:
+            return None
+        first = 2
+        while True:
+            smaller = {size: min(size, first << place) for place, size in enumerate(sizes)}
+            resized = self.resized(smaller)
+            largest = max((operand.span for operand in resized.operands), default=0)
+            if largest >= elements or all(small == size for size, small in smaller.items()):
+                return resized
+            first *= 2
+
+    def resized(self, sizes: dict[int, int]) -> "_Call":
+        """The call with other sizes of its tensors."""
+
+        def resize(leaf: Any) -> Any:
+            return leaf.resized(sizes) if isinstance(leaf, _Operand) else leaf
+
+        return _Call(self.func, tree_map(resize, self.args), tree_map(resize, self.kwargs))
+
+    def of_samples(self, samples: int, count: int) -> "_Call":
+        """The call with another number of samples, which every tensor and argument of that size has."""
+        if self.func in _BATCHED:
+            batched = _BATCHED[self.func]
+            resized = (replace(operand, shape=(count, *operand.shape[1:])) for operand in self.args[:batched])
+            return _Call(self.func, (*resized, *self.args[batched:]), self.kwargs)
+        arguments = self.func._schema.arguments
+        args = tuple(
+            _resized_sizes(value, samples, count) if "SymInt" in str(argument.real_type) else value
+            for argument, value in zip(arguments, self.args, strict=False)
+        )
+        return _Call(self.func, args, self.kwargs).resized({samples: count})
+
+    def samples(self) -> int | None:
+        """The first dimension that a few samples can stand for; None if there is none.
+
+        A workspace, of bytes in no order that is known here, can't be made for fewer.
+        """
+        if any(operand.dtype is torch.uint8 and len(operand.shape) == 1 for operand in self.operands):
+            return None
+        if self.func in _BATCHED:
+            return int(self.args[0].shape[0])
+        fixed = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if type(leaf) is int]
+        for size in self.operands[0].shape if self.operands else ():
+            alone = all(operand.shape.count(size) <= 1 for operand in self.operands)
+            multiple = any(number > size and number % size == 0 for number in fixed)
+            if size > _MORE and alone and not multiple:
+                return size
+        return None
+
+
+_MOST_SIZES = 8
+
+_BATCHED = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
+"""Number of the first operands that hold samples, where other operands may have the same sizes by chance."""
+
+
+def _resized_sizes(value: Any, samples: int, count: int) -> Any:
+    return tree_map(lambda leaf: count if type(leaf) is int and leaf == samples else leaf, value)
+
+
+def _flattened(value: Any) -> tuple[list[Any], str]:
+    leaves, shape = torch.utils._pytree.tree_flatten(value)
+    return leaves, str(shape)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The allocations of an operator while it ran."""
+
+    changes: tuple[int, ...]
+    """Sizes in the order of time; those that were freed are negative."""
+    results: tuple[int, ...]
+    """Bytes of its results, each tensor's storage once; 0 for those that lie in an operand."""
+    extra: tuple[int, ...]
+    """Bytes of each result's storage beyond those of its elements."""
+    dtypes: tuple[str, ...]
+    """Types of the results."""
+
+
+def _kernel(run: _Run | None, result: Any) -> Kernel | None:
+    """What a run took beyond its results; None for nothing but scalars.
 
     Args:
-        operator: The operator that was called.
-        args: Its arguments.
-        result: What it returned.
+        run: The run.
+        result: What the trace took the operator to return.
     """
-    return max(kernel_scratch_peaks(operator, args, result)) if operator in CONVOLUTIONS else 0
+    if run is None:
+        return Kernel(is_known=False)
+    kept = sum(run.results)
+    live = accumulate(run.changes)
+    following = (*run.changes, -1)[1:]
+    moments = zip(run.changes, live, following, strict=True)
+    peaks = tuple(max(0, size - kept) for change, size, after in moments if change > 0 > after)
+    peaks = (*peaks[: _NUM_PEAKS - 1], max(peaks[_NUM_PEAKS - 1 :])) if len(peaks) >= _NUM_PEAKS else peaks
+    extra = run.extra if any(run.extra) else ()
+    dtypes = run.dtypes if run.dtypes != _types(_strided(result)) else ()
+    if max(peaks, default=0) <= _SCALAR_BYTES and not extra and not dtypes:
+        return None
+    return Kernel(peaks, extra, dtypes)
 
 
-def kernel_scratch_peaks(operator: Any, args: Any, result: Any) -> tuple[int, ...]:
-    """Every local peak of a convolution's scratch memory in the order of time, always the same number of them.
+def _types(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    return tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
 
-    Each local peak grows by a constant per sample. The highest need not, as another one may be the highest for large
-    micro-batches; with all of them, it can still be told from two small micro-batches.
+
+def _of_few_samples(call: _Call, result: Any, flops: float, size_bytes: int) -> Kernel | None:
+    """What an operator takes that is too large to be run, from runs on few samples."""
+    samples = call.samples()
+    if samples is None:
+        return Kernel(is_known=False)
+    counts = [(_FEW, _MORE)] if call.func in _BATCHED or samples <= _MANY else [(_SOME, _MANY), (_FEW, _MORE)]
+    for few, more in counts:
+        reduced = call.of_samples(samples, more)
+        share = more / max(more, samples)
+        if flops * share <= _MOST_FLOPS and max(reduced.num_bytes, size_bytes * share) <= _MOST_BYTES:
+            runs = _run(call.of_samples(samples, few)), _run(reduced)
+            return _kernel(_extrapolated(*runs, few, more, samples), result)
+    return Kernel(is_known=False)
+
+
+def _extrapolated(low: _Run | None, high: _Run | None, few: int, more: int, samples: int) -> _Run | None:
+    """The run of that many samples, from two on fewer; None if they are not alike.
+
+    On one thread every single allocation grows by a constant per sample. The peak need not, as other allocations may
+    be alive at it.
+    """
+    if low is None or high is None or [size > 0 for size in low.changes] != [size > 0 for size in high.changes]:
+        return None
+
+    def at_samples(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+        pairs = zip(first, second, strict=True)
+        return tuple(a + (b - a) * (samples - few) // (more - few) for a, b in pairs)
+
+    changes, results = at_samples(low.changes, high.changes), at_samples(low.results, high.results)
+    return _Run(changes, results, at_samples(low.extra, high.extra), high.dtypes)
+
+
+_FAILURES = (RuntimeError, IndexError, ValueError, TypeError)
+"""Not implemented for that type, no memory for it, or made-up values that it doesn't take."""
+
+
+def _run(call: _Call) -> _Run | None:
+    """Run an operator on made-up tensors; None if it fails."""
+    try:
+        return _observed(call)
+    except _FAILURES:
+        return None
+
+
+def _observed(call: _Call) -> _Run:
+    unit = "linalg" in call.func._opname or "cholesky" in call.func._opname
+    with _outside_of_everything(torch.Tag.nondeterministic_seeded in call.func.tags):
+        args, kwargs = tree_map(
+            lambda leaf: leaf.made(unit) if isinstance(leaf, _Operand) else leaf, (call.args, call.kwargs)
+        )
+        held = {tensor.untyped_storage()._cdata for tensor in _strided((args, kwargs))}
+        with allocation_events() as changes:
+            result = call.func(*args, **kwargs)
+        results, extra = [], []
+        for tensor in _strided(result):
+            storage = tensor.untyped_storage()
+            is_new = storage._cdata not in held
+            held.add(storage._cdata)
+            results.append(storage.nbytes() if is_new else 0)
+            extra.append(max(0, storage.nbytes() - tensor.nbytes) if is_new else 0)
+    return _Run(tuple(_of_operator(changes)), tuple(results), tuple(extra), _types(_strided(result)))
+
+
+def _of_operator(changes: list[int]) -> Iterator[int]:
+    """Allocations, and frees of what was allocated: others are those of tensors that Python's collector found."""
+    live: dict[int, int] = {}
+    for change in changes:
+        if change > 0 or live.get(-change):
+            live[abs(change)] = live.get(abs(change), 0) + (1 if change > 0 else -1)
+            yield change
+
+
+@contextmanager
+def _outside_of_everything(draws: bool) -> Iterator[None]:
+    """Run without modes and autocast, on one thread.
+
+    With several threads scratch memory jumps with the number of samples, so that two sizes would tell nothing about
+    others; and a forked process (`background.in_child`) has only one.
 
     Args:
-        operator: One of `CONVOLUTIONS`.
-        args: Its arguments.
-        result: What it returned.
+        draws: Whether the operator draws random numbers; the generator's state is then kept.
     """
-    run = _learned_run(operator, args, result)
-    found = (estimated_scratch_bytes(operator, args, result),) if run is None else run.peaks
-    last = max(found[_NUM_PEAKS - 1 :], default=0)
-    return (*found[: _NUM_PEAKS - 1], *[0] * (_NUM_PEAKS - 1 - len(found)), last)
+    threads = torch.get_num_threads()
+    with _disable_current_modes(), torch.autocast("cpu", enabled=False):
+        state = torch.default_generator.get_state() if draws else None
+        if threads > 1:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            if threads > 1:
+                torch.set_num_threads(threads)
+            if state is not None:
+                torch.default_generator.set_state(state)
+
+
+# --- operators that can't be run --------------------------------------------------------------------------------------
+
+
+def _dense_bytes(values: Any) -> int:
+    return sum(tensor.nbytes for tensor in _strided(values))
+
+
+def _strided(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors that hold memory themselves, among results."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            yield from held_tensors(leaf)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """FLOPs of an operator; without a formula, an upper bound: a product with the longest rows of its operands."""
+    formula = flop_formula(func._overloadpacket)
+    if formula is not None:
+        return float(formula(*args, **kwargs, out_val=result))
+    elements = max((tensor.numel() for tensor in _strided(result)), default=0)
+    rows = (tensor.size(-1) for tensor in tensors_among(args) if tensor.dim() > 1)
+    return float(elements * max(rows, default=1))
+
+
+def _estimated(func: Any, args: Any, result: Any) -> Kernel:
+    """Scratch memory of a convolution by formula, for one that can't be run; not known for any other operator."""
+    if func not in _BATCHED:
+        return Kernel(is_known=False)
+    return Kernel((estimated_scratch_bytes(func, args, result),), is_known=False)
 
 
 def estimated_scratch_bytes(operator: Any, args: Any, result: Any) -> int:
@@ -86,166 +600,16 @@ def estimated_scratch_bytes(operator: Any, args: Any, result: Any) -> int:
     output: torch.Tensor
     data: torch.Tensor
     weight: torch.Tensor
-    if operator is _CONVOLUTION:
+    forward = operator is aten.convolution.default
+    if forward:
         (data, weight), output = args[:2], result
     else:
         output, data, weight = args[:3]
     half = weight.element_size() < 4
     if math.prod(weight.shape[2:]) == 1 and not half:
         return 0
-    if operator is _CONVOLUTION:
+    if forward:
         return max(data.nbytes + weight.nbytes, output.nbytes)
     if half:
         return data.nbytes + output.nbytes + 4 * weight.numel()
     return max(data.nbytes + output.nbytes, weight.nbytes)
-
-
-@dataclass(frozen=True)
-class _Operand:
-    """The properties of a tensor that decide which kernel is chosen."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def span(self) -> int:
-        """Elements from the first to the last in memory; an expanded tensor has fewer than its shape tells."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-
-    def zeros(self) -> torch.Tensor:
-        """A real tensor like it."""
-        memory = torch.zeros(self.span, dtype=self.dtype, device="cpu")
-        return memory.as_strided(self.shape, self.strides)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """The allocations of an operator while it ran."""
-
-    changes: tuple[int, ...]
-    """Sizes in the order of time; those that were freed are negative."""
-    kept_bytes: int
-    """Bytes of its results."""
-
-    @property
-    def peaks(self) -> tuple[int, ...]:
-        """Bytes allocated beyond the results, each time something is freed next."""
-        live = accumulate(self.changes)
-        following = (*self.changes[1:], -1)
-        moments = zip(self.changes, live, following, strict=True)
-        return tuple(max(0, size - self.kept_bytes) for change, size, after in moments if change > 0 > after)
-
-
-_known: dict[str, _Run | None] = {}
-"""Runs by operator and arguments; None where the operator can't be run."""
-
-
-def _learned_run(operator: Any, args: Any, result: Any) -> _Run | None:
-    """What the allocator reports for an operator; None where it can't be run, or costs too much."""
-    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    if any(tensor.layout is not torch.strided or tensor.device.type != "cpu" for tensor in tensors):
-        return None
-    if torch._C._autograd._profiler_enabled():
-        return None  # there can only be one, and it is the user's
-    operands = tree_map(_operand, args)
-    samples = operands[0].shape[0]
-    share = _MORE / max(_MORE, samples)
-    flops = flop_registry[operator._overloadpacket](*args, out_val=result)
-    if flops <= _MOST_FLOPS and _operand_bytes(operands) <= _MOST_BYTES:
-        return _run(operator, operands)
-    if flops * share <= _MOST_FLOPS and _operand_bytes(_of_samples(operator, operands, _MORE)) <= _MOST_BYTES:
-        few, more = (_run(operator, _of_samples(operator, operands, count)) for count in (_FEW, _MORE))
-        return _extrapolated(few, more, samples)
-    return None
-
-
-def _operand(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return _Operand(tuple(value.shape), tuple(value.stride()), value.dtype)
-
-
-def _operand_bytes(operands: Any) -> int:
-    leaves = (leaf for leaf in tree_leaves(operands) if isinstance(leaf, _Operand))
-    return sum(leaf.span * leaf.dtype.itemsize for leaf in leaves)
-
-
-def _of_samples(operator: Any, operands: Any, count: int) -> Any:
-    """Operands with another number of samples in the input and, in backward, in the output's gradient."""
-    batched = 1 if operator is _CONVOLUTION else 2
-    resized = (replace(operand, shape=(count, *operand.shape[1:])) for operand in operands[:batched])
-    return (*resized, *operands[batched:])
-
-
-def _extrapolated(few: _Run | None, more: _Run | None, samples: int) -> _Run | None:
-    """The run of that many samples, from two that differ in a sample; None if they are not alike.
-
-    On one thread every single allocation grows by a constant per sample. The peak need not, as other allocations may
-    be alive at it.
-    """
-    if few is None or more is None or [size > 0 for size in few.changes] != [size > 0 for size in more.changes]:
-        return None
-
-    def at_samples(low: int, high: int) -> int:
-        return low + (high - low) * (samples - _FEW)
-
-    changes = tuple(at_samples(low, high) for low, high in zip(few.changes, more.changes, strict=True))
-    return _Run(changes, at_samples(few.kept_bytes, more.kept_bytes))
-
-
-def _run(operator: Any, operands: Any) -> _Run | None:
-    """Run an operator on zeros, once in the life of the process; None if it fails."""
-    key = repr((operator, operands, torch.backends.mkldnn.enabled))
-    if key not in _known:
-        try:
-            _known[key] = _observed(operator, operands)
-        except RuntimeError:  # not implemented for that type, or no memory for it: a trace needs neither
-            _known[key] = None
-    return _known[key]
-
-
-def _observed(operator: Any, operands: Any) -> _Run:
-    with _outside_of_everything():
-        tensors = tree_map(lambda leaf: leaf.zeros() if isinstance(leaf, _Operand) else leaf, operands)
-        with _allocations() as changes:
-            results = operator(*tensors)
-    kept = sum(leaf.nbytes for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor))
-    return _Run(tuple(changes), kept)
-
-
-@contextmanager
-def _outside_of_everything() -> Iterator[None]:
-    """Run without modes, gradients and autocast, on one thread.
-
-    With several threads scratch memory jumps with the number of samples, so that two sizes would tell nothing about
-    others; and a forked process (`background.in_child`) has only one.
-    """
-    threads = torch.get_num_threads()
-    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-
-
-@contextmanager
-def _allocations() -> Iterator[list[int]]:
-    """Collect the sizes that the CPU allocator gives out, and as negative numbers those that it takes back.
-
-    The list is filled at the end.
-    """
-    from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
-    from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-
-    changes: list[int] = []
-    # Only memory, the second flag, is recorded; no shapes, stacks, FLOPs or modules.
-    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
-    try:
-        yield changes
-    finally:
-        events = (event for thread in _disable_profiler_legacy() for event in thread)
-        changes.extend(event.cpu_memory_usage() for event in events if str(event.kind()) == "memory_alloc")

@@ -1,23 +1,43 @@
 """`EventRecorder`: a ledger that writes down every allocation and free, with the module and block that made it."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.flops import flop_formula
 from lightning_memfit.memory.host import is_on_host, keep_on_host
 from lightning_memfit.memory.ledger import StorageLedger, held_tensors, python_kernel, sparse_parts, tensors_among
-from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
-from lightning_memfit.profile.kernels import CONVOLUTIONS, kernel_scratch_peaks
+from lightning_memfit.profile.collectives import buffers, communicates, composed_of, scratch_bytes
+from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, SCRATCH_SITE, EventList
+from lightning_memfit.profile.fake import replaced
+from lightning_memfit.profile.kernel_records import Kernel
+from lightning_memfit.profile.kernels import KernelMemory
+
+_ZEROS = {id(getattr(torch.ops.aten, name).default) for name in ("zeros", "new_zeros", "zeros_like")}
+_IN_PLACE = {
+    id(torch.ops.aten.scatter.src): torch.ops.aten.scatter_.src,
+    id(torch.ops.aten.scatter_add.default): torch.ops.aten.scatter_add_.default,
+    id(torch.ops.aten.index_add.default): torch.ops.aten.index_add_.default,
+}
+"""Operators by which autograd's formulas fill zeros under dispatch modes, and those that they use without.
+
+By identity, as torch's hash of an operator is written in Python."""
 
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
+
+
+_NOT_OF_MODULE = (Category.ACTIVATION, Category.TEMPORARY, Category.BUFFER)
+"""Categories of what a strategy makes, before the first batch or later, until it is known to be for communication."""
 
 
 class Mark(NamedTuple):
@@ -37,6 +57,11 @@ class EventRecorder(StorageLedger):
         host_scalars: Leave zero-dimensional optimizer states out, as they stay on the host (torch's non-capturable
             optimizers on CUDA keep `step` there).
         python_kernels: Look inside CPU kernels that are written in Python, and count the scratch memory of others.
+        wrappers: Classes of tensors that are made of others, such as DTensors: their operators are seen as those of the
+            tensors inside. With any, collectives are followed, too.
+
+    Attributes:
+        kernels: What operators' kernels take beyond their results; None where that isn't counted.
     """
 
     def __init__(
@@ -44,9 +69,15 @@ class EventRecorder(StorageLedger):
         blocks: tuple[torch.nn.Module, ...] = (),
         host_scalars: bool = False,
         python_kernels: bool = False,
+        wrappers: Collection[type] = (),
     ) -> None:
         super().__init__(python_kernels=python_kernels)
+        self._wrappers = frozenset(wrappers)
+        self._module: torch.nn.Module | None = None
+        self._owner_names: dict[str, int] = {}
         self.optimizers: list[str] = []
+        self.kernels = KernelMemory() if python_kernels else None
+        self._zeros: int | None = None
         self.gathered_bytes = 0
         """Largest tensor joined from tensors of several blocks, which grows with their number."""
         self._events: list[int] = []
@@ -96,9 +127,19 @@ class EventRecorder(StorageLedger):
         super().track_module(module)
         owner = _owning_blocks(module, self._blocks)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            self._assign(tensor, owner.get(name, OUTSIDE))
+            for held in held_tensors(tensor):
+                self._assign(held, owner.get(name, OUTSIDE))
+        self._module, self._owner_names = module, owner
         for name, child in module.named_modules():
             self._follow(name, child)
+
+    def track_divided(self) -> None:
+        """Enter the parameters that a strategy has divided once more: FSDP2 moves uneven parts in the first forward."""
+        for name, parameter in self._module.named_parameters() if self._module is not None and self._wrappers else ():
+            if type(parameter) in self._wrappers:
+                self.track(parameter, Category.PARAMETER, name)
+                for held in held_tensors(parameter):
+                    self._assign(held, self._owner_names.get(name, OUTSIDE))
 
     @override
     def track_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -129,7 +170,8 @@ class EventRecorder(StorageLedger):
                         tensor.register_hook(lambda gradient: self._enter_block(block))
 
         self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+        # A block's backward begins before FSDP2 gathers it, and the block before it ahead, in hooks of its own.
+        self._handles.append(module.register_forward_hook(leave, prepend=bool(self._wrappers), always_call=True))
 
     def _enter_block(self, block: int) -> None:
         self._block = block
@@ -172,6 +214,7 @@ class EventRecorder(StorageLedger):
         del self._events[at.num_events :], self._event_blocks[at.num_events :]
         for values in (self._sizes, self._categories, self._sites, self._storage_blocks, self._allocations):
             del values[at.num_storages :]
+        self._number = {identity: number for identity, number in self._number.items() if number < at.num_storages}
         self._phases = [(index, name) for index, name in self._phases if index < at.num_events]
         self._between = [index for index in self._between if index < at.num_events]
 
@@ -239,11 +282,25 @@ class EventRecorder(StorageLedger):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if self.on_operator is not None:
             self.on_operator()
+        if self._wrappers:
+            if not self._wrappers.isdisjoint(types):
+                return NotImplemented  # comes again as operators on the tensors inside
+            if communicates(func):
+                return self._communicate(func, args, kwargs or {})
         kernel = python_kernel(func) if self._python_kernels else None
         if kernel is not None:
             with self:
                 return kernel(*args, **(kwargs or {}))
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        in_place = _IN_PLACE.get(id(func)) if self.kernels is not None else None
+        if in_place is not None and self._fills_fresh_zeros(args[0]):
+            in_place(*args, **(kwargs or {}))
+            result = args[0]
+        else:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        self._zeros = result.untyped_storage()._cdata if id(func) in _ZEROS else None
+        taken = None if self.kernels is None else self.kernels.of(func, args, kwargs or {}, result)
+        if taken is not None and taken.dtypes:
+            result = _retyped(result, taken.dtypes)
         self._count(func, args, kwargs or {}, result)
         if isinstance(result, torch.Tensor):
             self._see(func, args, result)
@@ -258,10 +315,43 @@ class EventRecorder(StorageLedger):
                     for inner in value:
                         if isinstance(inner, torch.Tensor):
                             self._see(func, args, inner)
-        if self._python_kernels and func in CONVOLUTIONS:
-            for size_bytes in kernel_scratch_peaks(func, args, result):
-                self._record_scratch(size_bytes)
+        if taken is not None:
+            self._record_kernel(args, result, taken)
         return result
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a collective, or what FSDP2 does before and after one."""
+        composed = composed_of(func) if self._python_kernels else None
+        if composed is not None:
+            with self:
+                result = composed(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+            for tensor in tensors_among((result,)):
+                self._see(func, args, tensor)
+        scratch = scratch_bytes(func, args, result) if self._python_kernels else None
+        if scratch is not None:
+            self._record_scratch(scratch)
+        for tensor in buffers(func, args, kwargs, result):
+            entry = self._entry_of(tensor)
+            if entry is not None and entry.category in _NOT_OF_MODULE:
+                self._relabel(entry, Category.COMMUNICATION)
+        return result
+
+    @contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """See storages that Python code resizes past the dispatcher, as FSDP2 frees and makes gathered weights."""
+        resize = torch.UntypedStorage.resize_
+
+        def followed(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+            result = resize(storage, size_bytes)
+            entry = self._entries.get(storage._cdata)
+            if entry is not None and entry.size_bytes != self._rounded(storage.nbytes()):
+                self._resize(entry, self._rounded(storage.nbytes()))
+            return result
+
+        with replaced(torch.UntypedStorage, "resize_", followed):
+            yield
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count operators, FLOPs and traffic. Views do no work, and matrix products are bound by FLOPs, not traffic."""
@@ -275,11 +365,44 @@ class EventRecorder(StorageLedger):
         elif not isinstance(result, (list, tuple)) or not args or not isinstance(args[0], (list, tuple)):
             self._traffic[key] = self._traffic.get(key, 0) + _bytes_of(args) + _bytes_of((result,))
 
+    def _fills_fresh_zeros(self, tensor: torch.Tensor) -> bool:
+        """Whether one of autograd's own formulas writes into the zeros that it has just made.
+
+        Under dispatch modes these formulas (of `gather`, `topk`, `max`) make a copy instead (`areAnyTensorSubclassLike`
+        in torch's `FunctionsManual.cpp`), which a plain run doesn't.
+        """
+        if self._zeros is None or self._zeros != tensor.untyped_storage()._cdata or torch.is_grad_enabled():
+            return False
+        frame = sys._getframe(2)  # past wrappers of torch around this mode
+        while frame.f_back is not None and frame.f_code.co_name in ("_fn", "inner"):
+            frame = frame.f_back
+        return frame.f_code.co_name == "_engine_run_backward"
+
+    def _record_kernel(self, args: Any, result: Any, kernel: Kernel) -> None:
+        """Write down what an operator's kernel took beyond its results."""
+        if self._block == OUTSIDE and args:
+            self._pending_block = self._block_of_argument(args[0])
+        if kernel.extra:
+            for tensor, extra in zip(tensors_among((result,)), kernel.extra, strict=False):
+                self._enter_extra(tensor, extra)
+        for size_bytes in kernel.peaks:
+            self._record_scratch(size_bytes)
+        self._pending_block = None
+
+    def _enter_extra(self, tensor: torch.Tensor, extra_bytes: int) -> None:
+        """Enter what a real result's storage has beyond its elements and the fake one has not; it lives as long."""
+        storage = tensor.untyped_storage()
+        missing = extra_bytes - max(0, storage.nbytes() - tensor.nbytes)
+        key = -1 - storage._cdata
+        if missing > 0 and storage._cdata in self._entries and key not in self._entries:
+            category = self._entries[storage._cdata].category
+            self._enter_key(key, storage, missing, category, "rest of a kernel's result")
+
     def _record_scratch(self, size_bytes: int) -> None:
         """Write scratch memory down, even none: at another size there may be some, and traces must stay aligned."""
         identity = self._next_identity
         self._next_identity += 1
-        self.on_allocate(identity, size_bytes, Category.TEMPORARY, "kernel scratch")
+        self.on_allocate(identity, size_bytes, Category.TEMPORARY, SCRATCH_SITE)
         self.on_free(identity, size_bytes, Category.TEMPORARY)
 
     def _spans_blocks(self, tensors: Any) -> bool:
@@ -289,7 +412,9 @@ class EventRecorder(StorageLedger):
         return len(blocks - {OUTSIDE}) > 1
 
     def _entry_of(self, tensor: torch.Tensor) -> Any:
-        """The ledger's entry of a tensor, or of a sparse tensor's values; None if there is none."""
+        """The ledger's entry of a tensor, of a sparse tensor's values, or of the tensor in a DTensor; None if none."""
+        if self._wrappers and type(tensor) in self._wrappers:
+            return next(filter(None, map(self._entry_of, held_tensors(tensor))), None)
         return self._entries.get(sparse_parts(tensor)[-1].untyped_storage()._cdata)
 
     def _block_of_argument(self, argument: Any) -> int:
@@ -325,7 +450,9 @@ class EventRecorder(StorageLedger):
     @override
     def on_free(self, identity: int, size_bytes: int, category: Category) -> None:
         """Write a free down; outside every block it belongs to the block of its storage."""
-        number = self._number.pop(identity)
+        number = self._number.pop(identity, None)
+        if number is None:  # what was cut off, and an error's traceback has kept until now
+            return
         self._events.append(-(number + 1))
         self._event_blocks.append(self._storage_blocks[number] if self._block == OUTSIDE else self._block)
 
@@ -339,6 +466,11 @@ class EventRecorder(StorageLedger):
         self._pending_block = self._storage_blocks[number]
         self.on_allocate(identity, size_bytes, CATEGORIES[self._categories[number]], name)
         self._pending_block = None
+
+    @override
+    def _classify(self, func: Any, args: Any) -> Category:
+        """What is made before the first batch stays for the run, such as a callback's average of the weights."""
+        return super()._classify(func, args) if self._phases else Category.BUFFER
 
     @override
     def on_relabel(self, identity: int, category: Category) -> None:
@@ -360,7 +492,7 @@ class EventRecorder(StorageLedger):
     @override
     def _label_states(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter, state in optimizer.state.items():
-            entry = self._entries.get(parameter.untyped_storage()._cdata)
+            entry = self._entry_of(parameter)
             block = OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
             tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
             for value in chain.from_iterable(map(held_tensors, tensors)):
@@ -376,7 +508,10 @@ class EventRecorder(StorageLedger):
 
     def _assign(self, tensor: torch.Tensor, block: int) -> None:
         """Move a storage, with its allocation, to the block it serves; one that serves several belongs to none."""
-        number = self._number[self._entries[tensor.untyped_storage()._cdata].identity]
+        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        if entry is None:  # of another device, or an empty shard
+            return
+        number = self._number[entry.identity]
         block = block if self._owners.setdefault(number, block) == block else OUTSIDE
         self._storage_blocks[number] = block
         self._event_blocks[self._allocations[number]] = block
@@ -410,6 +545,10 @@ class EventRecorder(StorageLedger):
         block = {name: counts.get((ordinal, middle), 0) for name, ordinal in last.items()}
         return {k: v for k, v in total.items() if v}, {k: v for k, v in block.items() if v}
 
+    def remarks(self) -> list[str]:
+        """What the events don't cover, in clauses."""
+        return [] if self.kernels is None else self.kernels.remarks()
+
     def result(self) -> EventList:
         """Everything recorded so far."""
         return EventList(
@@ -422,6 +561,23 @@ class EventRecorder(StorageLedger):
             phases=tuple(self._phases),
             between=np.array(self._between, dtype=np.int64),
         )
+
+
+def _retyped(result: Any, dtypes: tuple[str, ...]) -> Any:
+    """Fake results with the types of real ones, such as the statistics of norms of mixed types, which are float32."""
+
+    def retype(tensor: Any, name: str) -> Any:
+        dtype = getattr(torch, name)
+        if not isinstance(tensor, FakeTensor) or tensor.dtype == dtype:
+            return tensor
+        with _disable_current_modes(), tensor.fake_mode:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+
+    if isinstance(result, torch.Tensor):
+        return retype(result, dtypes[0])
+    if not isinstance(result, tuple) or len(result) != len(dtypes):
+        return result
+    return tuple(map(retype, result, dtypes))
 
 
 def _bytes_of(values: Any) -> int:

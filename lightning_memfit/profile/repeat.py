@@ -8,8 +8,6 @@ trace of the whole module, event for event.
 """
 
 import ast
-import inspect
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import numpy as np
 import torch
 
 from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks
+from lightning_memfit.profile.culprit import definition_of
 from lightning_memfit.profile.events import OUTSIDE, AlignmentError, EventList, canonical
 
 TRACED_BLOCKS = 5
@@ -338,9 +337,8 @@ def _numbers_things(kind: type) -> bool:
     for base in kind.__mro__:
         if base is object or base.__module__.partition(".")[0] in _TRUSTED:
             continue
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):
+        tree = definition_of(base)
+        if tree is None:
             return True
         for method in ast.walk(tree):
             if isinstance(method, ast.FunctionDef) and method.name not in ("__init__", "configure_optimizers"):

@@ -8,9 +8,10 @@ import copy
 import logging
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,19 +20,28 @@ from typing_extensions import override
 
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.profile.callbacks import CallbackError, is_own, leave_out_other_hooks, runs_at_epoch_start
 from lightning_memfit.profile.copying import copied
-from lightning_memfit.profile.course import Course, LimitReached, RunLength, TraceLimits, is_asked_by_user
-from lightning_memfit.profile.fake import tensors_in
+from lightning_memfit.profile.course import Course, LimitReached, RunLength, TraceLimits
+from lightning_memfit.profile.culprit import is_asked_by_user
+from lightning_memfit.profile.fake import replaced, tensors_in
 from lightning_memfit.profile.fingerprint import has_datamodule
-from lightning_memfit.profile.hooks import leave_out_hooks
+from lightning_memfit.profile.hooks import StartHooks, begins_epochs, leave_out_hooks
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
+from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
+from lightning_memfit.profile.seal import RefusedError, current_seal
+from lightning_memfit.profile.watched import Counters, Place, TensorAccess
 
-Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
 
 AUTOCAST_DTYPES: dict[str, torch.dtype] = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-TRUE_DTYPES: dict[str, torch.dtype] = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+TRUE_DTYPES: dict[str, torch.dtype] = {
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+    "64-true": torch.float64,
+}
 
 OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
@@ -63,9 +73,13 @@ def run_step(
     callbacks: tuple[Any, ...] = (),
     make_optimizer: OptimizerFactory | None = None,
     datamodule: Any = None,
-    with_start_hooks: bool = True,
+    start_hooks: StartHooks = "all",
     limits: TraceLimits | None = None,
     length: RunLength | None = None,
+    others: tuple[Any, ...] = (),
+    ranks: Ranks | None = None,
+    outside: Callable[[], Iterable[Place]] | None = None,
+    tensors: TensorAccess | None = None,
 ) -> Course:
     """Run optimizer steps under the recorder until they are known, and close the recorder.
 
@@ -77,32 +91,47 @@ def run_step(
         callbacks: Technique callbacks; copies of them are applied.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         datamodule: Becomes `trainer.datamodule`; none of its hooks is called.
-        with_start_hooks: Whether to call hooks at the start of training that the step doesn't seem to need.
+        start_hooks: Which of the module's hooks at the start of training to call.
         limits: Where the run ends at the latest.
         length: Length of the real run, as far as it is known.
+        others: Copies of the user's callbacks (`unused_copy`), to be thrown away.
+        ranks: Run the step as one of several ranks, whose process group must be there (`process_group_of`).
+        outside: Gives numbers that lie outside of the module and the callbacks and that a step may change.
+        tensors: Access to one-element tensors, which may be counters.
 
     Raises:
         LimitReached: If a limit was reached before every optimizer's second step.
+        CallbackError: If one of the others can't run.
         ValueError: If callbacks are given for a module that is not a LightningModule: nothing would call them.
     """
+    if ranks is not None and make_optimizer is not None:
+        raise ValueError("`ranks` need a LightningModule, which `make_optimizer` says this is not.")
     if callbacks and make_optimizer is not None:
         names = ", ".join(type(callback).__name__ for callback in callbacks)
         raise ValueError(f"`callbacks` ({names}) need a LightningModule, which `make_optimizer` says this is not.")
-    course = Course(recorder, limits or TraceLimits(), options.traced_micro_batches, length)
+    counters = Counters((module, *others), outside, tensors)
+    course = Course(recorder, limits or TraceLimits(), options.traced_micro_batches, length, counters)
     _track_batch(recorder, batch)
     try:
         if make_optimizer is None:
-            leave_out_hooks(module, with_start_hooks)
-            _run_lightning(course, module, batch, options, tuple(map(_unused_copy, callbacks)), datamodule)
+            course.note_left_out(leave_out_hooks(module, start_hooks))
+            for other in others:
+                leave_out_other_hooks(other, course.in_callback, partial(course.number, "batch"))
+            copies = (*(unused_copy(callback, copied) for callback in callbacks), *others)
+            _run_lightning(course, module, batch, options, copies, datamodule, ranks, others)
         else:
             recorder.track_module(module)
-            with recorder:
+            with recorder, recorder.following_resizes(), counted_random_states(recorder):
                 _run_loop(course, module, batch, make_optimizer, options)
         course.conclude()
-    except (Exception, LimitReached) as error:
+    except (Exception, LimitReached, RefusedError, CallbackError) as error:
         if not course.is_extra:
             raise
-        course.leave_last_batch(error)
+        cause = error.__cause__ if isinstance(error, CallbackError) and error.__cause__ is not None else error
+        seal = current_seal()
+        if seal is not None:
+            seal.forget(cause)
+        course.leave_last_batch(cause)
     finally:
         course.end()
         recorder.close()
@@ -156,6 +185,8 @@ def _run_lightning(
     options: StepOptions,
     callbacks: tuple[Any, ...],
     datamodule: Any,
+    ranks: Ranks | None,
+    others: tuple[Any, ...],
 ) -> None:
     """Run the real `Trainer.fit` with the batch repeated."""
     from lightning.pytorch.loggers.logger import DummyLogger
@@ -164,7 +195,7 @@ def _run_lightning(
     with _quiet():
         trainer = _watched_trainer(course)(
             accelerator="cpu",
-            devices=1,
+            **(ranks.trainer_options() if ranks is not None else {"devices": 1}),
             precision=options.precision,
             max_epochs=length.epochs or _MANY_EPOCHS,
             max_steps=max(length.steps or 0, _MANY_EPOCHS * course.limits.batches),
@@ -172,15 +203,31 @@ def _run_lightning(
             gradient_clip_val=options.gradient_clip_val,
             gradient_clip_algorithm=options.gradient_clip_algorithm,
             logger=DummyLogger(),
-            callbacks=[has_datamodule(datamodule), *callbacks, _phase_callback(course)],
+            callbacks=[has_datamodule(datamodule), *callbacks, _phase_callback(course, others)],
             **SILENT_TRAINER,
         )
-        with recorder:
-            trainer.fit(module, _Repeated(batch, course, trainer))
+        with recorder, recorder.following_resizes(), counted_random_states(recorder):
+            try:
+                trainer.fit(module, _Repeated(batch, course, trainer))
+            except SystemExit as error:
+                if isinstance(error.__context__, KeyboardInterrupt):  # which Lightning's Trainer ends the program for
+                    raise error.__context__ from None
+                raise EndedError(error.code) from error
     recorder.phase("end")
 
 
 _MANY_EPOCHS = 1000
+
+
+class EndedError(RuntimeError):
+    """A step ends the program.
+
+    Args:
+        code: What it would return.
+    """
+
+    def __init__(self, code: Any) -> None:
+        super().__init__(f"it ends the program with {code!r}")
 
 
 def _watched_trainer(course: Course) -> Any:
@@ -192,29 +239,79 @@ def _watched_trainer(course: Course) -> Any:
         @override
         def global_step(self) -> int:
             value = super().global_step
-            return course.number("step", value) if is_asked_by_user() else value
+            return course.number("step", value) if course.in_hook or is_asked_by_user() else value
 
         @property
         @override
         def current_epoch(self) -> int:
             value = super().current_epoch
-            return course.number("epoch", value) if is_asked_by_user() else value
+            return course.number("epoch", value) if course.in_hook or is_asked_by_user() else value
+
+        @property
+        @override
+        def num_training_batches(self) -> int | float:
+            known = course.length.batches
+            return super().num_training_batches if known is None or not is_asked_by_user() else known
+
+        @property
+        @override
+        def is_last_batch(self) -> bool:
+            return course.is_last_batch() if is_asked_by_user() else super().is_last_batch
 
     return WatchedTrainer
 
 
-def _unused_copy(callback: Any) -> Any:
-    """A copy without the `log` functions that a running trainer binds to its callbacks, and to its module with them."""
+def unused_copy(callback: Any, copy_all: Callable[[Any], Any]) -> Any:
+    """A copy without the `log` functions that a running trainer binds to its callbacks, and to its module with them.
+
+    Args:
+        callback: A callback of a run.
+        copy_all: Copies it with all that it holds.
+    """
     plain = copy.copy(callback)
     for name in ("log", "log_dict"):
         vars(plain).pop(name, None)
-    unused = copied(plain)
+    unused = copy_all(plain)
     unused.in_trace = True
     return unused
 
 
+def copied_others(
+    callbacks: tuple[Any, ...], module: Any, clone: Any, copy_all: Callable[..., Any]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Techniques among callbacks, and copies of the others, which refer to a clone where they refer to its module.
+
+    Args:
+        callbacks: Any callbacks.
+        module: The user's module.
+        clone: Its copy that is run.
+        copy_all: Called with a callback and `known`, what stands in the copy for objects by their `id`.
+
+    Raises:
+        CallbackError: If a callback can't be copied.
+    """
+    trainer = getattr(module, "_trainer", None)
+    known: dict[int, Any] = {id(module): clone}
+    if trainer is not None:
+        known[id(trainer)] = None
+        original = getattr(trainer, "lightning_module", None)
+        if original is not None:  # the module may be a copy of the Trainer's
+            known[id(original)] = clone
+    others = []
+    for callback in callbacks:
+        if is_own(callback):
+            continue
+        try:
+            others.append(unused_copy(callback, lambda plain: copy_all(plain, known=known)))
+        except Exception as error:
+            raise CallbackError(callback, error) from error
+    return tuple(filter(is_own, callbacks)), tuple(others)
+
+
 class _Repeated:
     """A loader that gives one batch until the steps are known; not a DataLoader, so Lightning leaves it alone.
+
+    Where the course begins another epoch, this one ends.
 
     A batch ends where the next one is asked for: then all hooks of the module and of callbacks have run.
     """
@@ -225,18 +322,25 @@ class _Repeated:
         self.trainer = trainer
 
     def __iter__(self) -> Iterator[Any]:
+        self.course.recorder.track_trained(self.trainer.lightning_module)  # a hook may have unfrozen some
         while not self.course.end_batch():
+            if self.course.begins_epoch:
+                self.course.begins_epoch = False
+                return
             yield self.batch
         self.trainer.should_stop = True
 
     def __len__(self) -> int:
         return self.course.limits.batches + 1
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Repeated":
+        return self  # who reads a batch before the run changes nothing
+
 
 _NUMBERED_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 
-def _phase_callback(course: Course) -> Any:
+def _phase_callback(course: Course, others: tuple[Any, ...]) -> Any:
     import lightning.pytorch as pl
 
     recorder = course.recorder
@@ -266,7 +370,8 @@ def _phase_callback(course: Course) -> Any:
             recorder.track_module(pl_module)
             for optimizer in trainer.optimizers:
                 recorder.track_optimizer(optimizer)
-            course.follow(trainer.optimizers, manual=not pl_module.automatic_optimization)
+            epoch_hooks = begins_epochs(pl_module) or any(map(runs_at_epoch_start, others))
+            course.follow(trainer.optimizers, not pl_module.automatic_optimization, epoch_hooks)
             wrap_method(trainer.strategy, "training_step", with_number, innermost=True)
             wrap_method(trainer.strategy, "optimizer_step", count_step)
             for name in _NUMBERED_HOOKS:
@@ -291,6 +396,7 @@ def _phase_callback(course: Course) -> Any:
         @override
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             recorder.phase("step")
+            recorder.track_divided()
 
     return Phases()
 
@@ -310,6 +416,23 @@ def _quiet() -> Iterator[None]:
 
 
 # --- random state -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted_random_states(recorder: EventRecorder) -> Iterator[None]:
+    """Enter states of the CPU's generator that the step keeps, as checkpoints do: they are made past the dispatcher."""
+    original = torch.get_rng_state
+
+    def get_rng_state() -> torch.Tensor:
+        state = original()
+        recorder.track(state, Category.ACTIVATION, "state of the random numbers")
+        return state
+
+    if recorder.kernels is None:  # on another device they lie in host memory
+        yield
+        return
+    with replaced(torch, "get_rng_state", get_rng_state), replaced(torch.random, "get_rng_state", get_rng_state):
+        yield
 
 
 @contextmanager

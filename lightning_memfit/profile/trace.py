@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,17 @@ from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.memory.kind import CUDA, DeviceKind, DeviceType
 from lightning_memfit.profile.copying import UncopiedError
-from lightning_memfit.profile.course import LimitReached, RunLength, TraceLimits
+from lightning_memfit.profile.course import LimitReached, TraceLimits
 from lightning_memfit.profile.culprit import Culprit
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
-from lightning_memfit.profile.events import CATEGORIES, AlignmentError, EventList, canonical, without_small
+from lightning_memfit.profile.events import (
+    CATEGORIES,
+    AlignmentError,
+    EventList,
+    canonical,
+    without_setup,
+    without_small,
+)
 from lightning_memfit.profile.fake import (
     copyable_fakes,
     fake_clone,
@@ -32,9 +40,9 @@ from lightning_memfit.profile.fake import (
     real_quantization_maps,
     transformers_not_tracing,
 )
-from lightning_memfit.profile.fingerprint import attached_datamodule
-from lightning_memfit.profile.hooks import with_or_without_start_hooks
+from lightning_memfit.profile.hooks import StartHooks, with_start_hooks
 from lightning_memfit.profile.integers import ROUTINGS, AssumedValues, RealIntegers, Routing, UnknownSizeError
+from lightning_memfit.profile.kernel_records import keeping_learned
 from lightning_memfit.profile.patches import (
     GroupedProducts,
     OneDnnWorkspaces,
@@ -45,18 +53,22 @@ from lightning_memfit.profile.patches import (
     refuse_fused_recurrence,
 )
 from lightning_memfit.profile.quiet import collector_paused, loggers_at
+from lightning_memfit.profile.ranks import Ranks, RunningGroupError, process_group_of
 from lightning_memfit.profile.record import Growth, ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.repeat import fold_blocks, fold_groups, plan_fold, unroll
+from lightning_memfit.profile.seal import RefusedError
 from lightning_memfit.profile.step import (
     AUTOCAST_DTYPES,
     TRUE_DTYPES,
     OptimizerFactory,
     StepOptions,
-    kept_random_state,
+    copied_others,
     parameter_table,
-    run_step,
 )
+from lightning_memfit.profile.threads import one_at_a_time
+from lightning_memfit.profile.trial import run_copy, trial
+from lightning_memfit.profile.watched import TensorAccess
 
 # --- values that only real data has -----------------------------------------------------------------------------------
 
@@ -65,10 +77,7 @@ UNKNOWN_VALUES = (UnknownSizeError, DataDependentOutputException, DynamicOutputS
 """Errors raised where even an assumed value doesn't help."""
 
 _PERHAPS = "If training gets past this, measure the step instead with `measure_step` (two real steps of a micro-batch)."
-_OWN_ERROR = (
-    "It was not the trace that raised it, so that training with this batch should end in it, too. What a trace lacks "
-    "is a datamodule, unless the module's Trainer has one."
-)
+_OWN_ERROR = "A trace has the datamodule of the module's Trainer, if there is one, and no logger."
 WAY_OUT = "Measure it instead with `measure_step` (two real steps of a small micro-batch)."
 
 _CHOICES = (
@@ -92,11 +101,13 @@ class TraceError(RuntimeError):
     Args:
         message: What stopped the trace.
         assumptions: Values that were assumed up to then.
+        took_distinct: Whether unknown elements were taken to differ up to then.
     """
 
-    def __init__(self, message: str, assumptions: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, assumptions: tuple[str, ...] = (), took_distinct: bool = False) -> None:
         super().__init__(message)
         self.assumptions = assumptions
+        self.took_distinct = took_distinct
 
 
 def not_known(module: torch.nn.Module, limit: LimitReached, way_out: str) -> TraceError:
@@ -257,6 +268,8 @@ class Trace:
     traced_blocks: int = 0
     assumptions: tuple[str, ...] = ()
     """Values the trace had to assume, in words; empty if the figures rest on the real batch alone."""
+    taken: tuple[str, ...] = ()
+    """Assumptions to which there is no second choice, in words."""
     routings: tuple[str, ...] = ()
     """Assumed places of the largest of unknown values that decided something, in words."""
     assumed: AssumedValues = field(default_factory=AssumedValues)
@@ -298,6 +311,7 @@ def trace_step(
     check_assumptions: bool = True,
     find_groups: GroupFinder | None = None,
     limits: TraceLimits | None = None,
+    ranks: Ranks | None = None,
 ) -> Trace:
     """Trace optimizer steps of a LightningModule or a Hugging Face model until two in a row are alike.
 
@@ -307,37 +321,48 @@ def trace_step(
         batch: A real batch as the loader gives it; its integers steer control flow.
         options: Precision, accumulation, clipping.
         emulation: Device whose operators are traced; CUDA compute capability 8.0 by default.
-        callbacks: Technique callbacks to copy and apply to the clone.
+        callbacks: Technique callbacks, and others that act in a step, to copy and apply to the clone.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         shorten: Trace five repeated blocks and unroll where they are proved alike; False traces every block.
         check_assumptions: Trace with several values where one has to be assumed. False is for variants of a step that
             has been traced with them.
         find_groups: Finds the groups of blocks to tell apart; by default the largest one that is found by structure.
         limits: Where the trace ends at the latest.
+        ranks: Trace what one rank of a run on several devices does, under the run's own strategy.
 
     Raises:
         TraceError: If the step can't be traced, or not within the limits.
+        CallbackError: If one of the callbacks that are no technique can't run.
     """
     emulation, limits = emulation or Emulation(), limits or TraceLimits()
 
     def trace(shorten: bool) -> Trace:
-        def over_values(with_start_hooks: bool) -> Trace:
+        def over_values(start_hooks: StartHooks) -> Trace:
             def once(assumed: AssumedValues) -> Trace:
-                settings = (options, emulation, callbacks, make_optimizer, shorten, assumed, with_start_hooks)
-                return _trace(module, batch, *settings, find_groups, limits)
+                def assuming(assumed: AssumedValues) -> Trace:
+                    settings = (options, emulation, callbacks, make_optimizer, shorten, assumed, start_hooks)
+                    return _trace(module, batch, *settings, find_groups, limits, ranks)
+
+                try:
+                    return assuming(assumed)
+                except TraceError as error:
+                    if not error.took_distinct:
+                        raise
+                    return assuming(replace(assumed, all_distinct=False))  # as metrics refuse more values than classes
 
             name = type(module).__name__
             found = over_assumptions(name, once, check_assumptions)
             return over_routings(name, found, once) if check_assumptions else found
 
-        return over_values(True) if make_optimizer else with_or_without_start_hooks(module, over_values)
+        return over_values("all") if make_optimizer else with_start_hooks(module, over_values)
 
     try:
-        if shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
-            # An error with fewer blocks says nothing about the module: the trace of the whole module decides.
-            with contextlib.suppress(AlignmentError, TraceError):
-                return trace(True)
-        return trace(False)
+        with one_at_a_time(), keeping_learned():
+            if shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
+                # An error with fewer blocks says nothing about the module: the trace of the whole module decides.
+                with contextlib.suppress(AlignmentError, TraceError):
+                    return trace(True)
+            return trace(False)
     except LimitReached as limit:  # passes by every attempt to try again
         raise not_known(module, limit, " if the step is only long. " + WAY_OUT) from None
 
@@ -351,19 +376,28 @@ def _trace(
     make_optimizer: OptimizerFactory | None,
     shorten: bool,
     assumed: AssumedValues,
-    with_start_hooks: bool,
+    start_hooks: StartHooks,
     find_groups: GroupFinder | None,
     limits: TraceLimits,
+    ranks: Ranks | None,
 ) -> Trace:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     integers = RealIntegers(fake_mode, assumed)
     # A ledger of a run around this one, as where a plan is made within a measured step, must not count the fakes.
-    with _disable_current_modes(), kept_random_state(), collector_paused(), _explained(module, integers):
+    with (
+        _disable_current_modes(),
+        collector_paused(),
+        _explained(module, integers),
+        trial(module, *callbacks) as outside,
+        process_group_of(ranks),
+    ):
         true_dtype = TRUE_DTYPES.get(options.precision)
         builds_itself = make_optimizer is None and _builds_itself(module)
         # Copying takes time for every module: where the blocks to leave out are known before, they aren't copied.
         plan = None if builds_itself or find_groups else plan_fold(module, shorten)
-        clone = fake_clone(module, fake_mode, true_dtype, left_out=plan.modules_left_out(module) if plan else ())
+        left_out = plan.modules_left_out(module) if plan else ()
+        clone = fake_clone(module, fake_mode, true_dtype, integers.remember_counter, left_out)
+        techniques, others = copied_others(callbacks, module, clone, partial(fake_clone, fake_mode=fake_mode))
         with contextlib.ExitStack() as stack:
             dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
             if builds_itself:
@@ -375,27 +409,37 @@ def _trace(
             else:
                 fold = plan.apply(clone) if plan else fold_blocks(clone, shorten)
             cuda = DeviceKind.of(emulation.device).emulated_dispatch
-            recorder = EventRecorder(fold.blocks, host_scalars=cuda, python_kernels=not cuda)
-            fake, data = integers.fake_batch(batch), attached_datamodule(module)
-            course = run_step(
-                recorder,
+            recorder = EventRecorder(
+                fold.blocks, host_scalars=cuda, python_kernels=not cuda, wrappers=_wrappers() if ranks else ()
+            )
+            course = run_copy(
+                module,
                 clone,
-                fake,
+                recorder,
+                integers.fake_batch(batch),
                 options,
-                callbacks,
+                techniques,
+                others,
                 make_optimizer,
-                datamodule=data,
-                with_start_hooks=with_start_hooks,
-                limits=limits,
-                length=RunLength.of(module),
+                start_hooks,
+                limits,
+                outside,
+                TensorAccess(integers.number_of, integers.set_number),
+                ranks,
             )
     events = course.essential(recorder.result())
+    undivided: list[str] = []
+    if ranks is not None:  # a step begins with what the strategy has divided
+        events = without_setup(events)
+        undivided = _undivided(table, events) if builds_itself else []
     flops, per_block = recorder.flops()
     extra = fold.num_blocks - len(fold.blocks)
     if extra and recorder.gathered_bytes > _NEGLIGIBLE_BYTES:
         raise AlignmentError("a tensor is joined from those of several blocks, so that it grows with their number")
     if extra and course.draws:
         raise AlignmentError("the step draws random numbers, by which it may leave blocks out")
+    if extra and course.callback_bytes > _NEGLIGIBLE_BYTES:
+        raise AlignmentError("a callback makes tensors, perhaps for every block")
     return Trace(
         events=unroll(events, fold.num_blocks) if extra else events,
         parameters=table,
@@ -404,6 +448,7 @@ def _trace(
         block_class=fold.block_class,
         traced_blocks=len(fold.blocks),
         assumptions=tuple(dict.fromkeys(integers.assumptions)),
+        taken=tuple(dict.fromkeys(integers.taken)),
         routings=tuple(dict.fromkeys(integers.routings)),
         assumed=assumed,
         attention_kernels=dict(dispatch.used) if dispatch else {},
@@ -414,8 +459,25 @@ def _trace(
         host=recorder.host_memory(fold.num_blocks),
         batches=course.batches,
         growth=course.growth,
-        remarks=tuple(course.remarks),
+        remarks=(*course.remarks, *recorder.remarks(), *undivided),
     )
+
+
+def _undivided(table: tuple[ParameterInfo, ...], events: EventList) -> list[str]:
+    """Say so if a module that builds itself on the device takes more before it is divided than ever after."""
+    whole = sum(info.numel * info.itemsize for info in table if not info.shared_with)
+    if whole <= int(events.live_bytes().max(initial=0)):
+        return []
+    return [
+        f"before the strategy divides it, every rank builds the whole module ({format_bytes(whole)}), which is more"
+    ]
+
+
+def _wrappers() -> tuple[type, ...]:
+    """Classes of tensors that strategies divide."""
+    from torch.distributed.tensor import DTensor
+
+    return (DTensor,)
 
 
 def _builds_itself(module: torch.nn.Module) -> bool:
@@ -474,16 +536,19 @@ def _explained(module: torch.nn.Module, integers: RealIntegers) -> Iterator[None
     try:
         with loggers_at(logging.CRITICAL, FakeTensorMode.__module__):  # it logs what it then raises
             yield
-    except AlignmentError:
+    except (AlignmentError, TraceError):
         raise
+    except RefusedError as error:
+        raise TraceError(f"The training step of {name} can't be traced: {error}.") from error
     except UNKNOWN_VALUES as error:
         raise TraceError(
             f"The training step of {name} depends on values of tensors, which a trace doesn't have: {error}"
-            f"{_at(Culprit.of(error))}. {WAY_OUT}"
+            f"{_at(Culprit.of(error))}. {WAY_OUT}",
+            took_distinct=integers.took_distinct,
         ) from error
     except UnknownKernelError as error:
         raise TraceError(f"The training step of {name} can't be traced for CUDA: {error}.") from error
-    except (UncopiedError, UnreadableError) as error:
+    except (UncopiedError, UnreadableError, RunningGroupError) as error:
         raise TraceError(f"The training step of {name} can't be traced: {error}{_at(Culprit.of(error))}.") from error
     except Exception as error:
         assumptions = tuple(dict.fromkeys((*integers.assumptions, *integers.routings)))
@@ -497,7 +562,7 @@ def _explained(module: torch.nn.Module, integers: RealIntegers) -> Iterator[None
         else:
             after = f" (after {'; '.join(assumptions)})" if assumptions else ""
             message = f"The training step of {name} can't be traced: {told}{after}. {_PERHAPS}"
-        raise TraceError(message, assumptions) from error
+        raise TraceError(message, assumptions, integers.took_distinct) from error
 
 
 def _at(culprit: Culprit) -> str:

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import time
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import GIB, Category, MemoryBreakdown
+from lightning_memfit.memory.allocations import allocation_events, profiler_runs
+from lightning_memfit.profile.build import profile_module
+from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from tests.helpers.trainers import fit
 
@@ -374,3 +379,85 @@ def test_an_optimizer_that_never_steps_is_not_waited_for(tmp_path):
     monitor = MemoryMonitor(tracked_steps=1)
     train(tmp_path, monitor, module=NeverAll(num_batches=30))
     assert monitor.report.measured_over == "the first 20 optimizer steps"
+
+
+# --- exact peaks ------------------------------------------------------------------------------------------------------
+
+
+class Compared(LightningModule):
+    """Nearly all memory is what the loss's kernel takes, which tracking tensors doesn't show."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(512))
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.mse_loss(batch * self.scale, torch.zeros_like(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.rand(256, 512), batch_size=64)
+
+
+BATCH = 64 * 512 * 4
+
+
+def test_an_exact_peak_holds_what_kernels_take(tmp_path):
+    tracked, exact = MemoryMonitor(), MemoryMonitor(exact=True)
+    train(tmp_path, tracked, module=Compared())
+    train(tmp_path, exact, module=Compared())
+    assert tracked.report.exact_peak_bytes is None
+    assert exact.report.measured_peak_bytes == exact.report.exact_peak_bytes
+    assert exact.report.exact_peak_bytes >= exact.report.measured.total() + 0.9 * BATCH
+    with allocation_events() as changes:
+        module = Compared()
+        train(tmp_path, module=module, max_steps=3)
+    truth = max(accumulate(changes)) - 256 * 512 * 4  # the data set, which lies in memory before the run
+    assert exact.report.exact_peak_bytes == pytest.approx(truth, rel=0.03)
+    assert "inside kernels" not in exact.report.table().caption
+    assert "MemoryMonitor(exact=True)" in tracked.report.table().caption
+
+
+class KeepsACopy(Callback):
+    def on_fit_start(self, trainer, pl_module):
+        self.kept = {"copy": [torch.zeros(200_000)], "weights": pl_module.scale, "trainer": trainer}
+
+
+def test_an_exact_peak_holds_what_callbacks_made_before(tmp_path):
+    plain, beside = MemoryMonitor(exact=True), MemoryMonitor(exact=True)
+    train(tmp_path, plain, module=Compared())
+    train(tmp_path, beside, KeepsACopy(), module=Compared())
+    more = beside.report.exact_peak_bytes - plain.report.exact_peak_bytes
+    assert more == pytest.approx(4 * 200_000, rel=0.01)
+
+
+def test_a_prediction_is_compared_with_the_exact_peak(tmp_path):
+    profile = profile_module(Compared(), torch.rand(64, 512), emulation=Emulation("cpu"))
+    monitor = MemoryMonitor(exact=True)
+    monitor.predicted = profile.events.breakdown_at(int(profile.events.live_bytes().argmax()))
+    train(tmp_path, monitor, module=Compared())
+    assert abs(monitor.report.prediction_error) < 0.03
+
+
+def test_an_exact_monitor_refuses_another_profiler_and_leaves_it_alone(tmp_path):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with pytest.raises(MisconfigurationException, match=r"exact=True.*profiler"):
+            train(tmp_path, MemoryMonitor(exact=True), module=Compared())
+        torch.ones(3)
+    assert any(event.key == "aten::ones" for event in profiler.key_averages())
+    with pytest.raises(MisconfigurationException, match=r"exact=True.*profiler"):
+        train(tmp_path, MemoryMonitor(exact=True), module=Compared(), profiler="pytorch")
+
+
+def test_no_profiler_is_left_running(tmp_path):
+    class Failing(Compared):
+        def training_step(self, batch, batch_idx):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path, MemoryMonitor(exact=True), module=Failing())
+    assert not profiler_runs()
+    with pytest.raises(ValueError, match="tracked_steps"):
+        MemoryMonitor(exact=True, tracked_steps=0)

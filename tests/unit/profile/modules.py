@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_memfit.memory.allocations import allocation_events
 from lightning_memfit.profile.events import EventList, canonical
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.step import StepOptions, run_step
@@ -99,7 +100,8 @@ def trace_cpu(module: nn.Module, batch: Any, options: StepOptions | None = None,
 
 def really_run(module: nn.Module, batch: Any, options: StepOptions | None = None) -> EventList:
     """Events of two real steps of the module itself, which may be trained and need not be copyable."""
-    recorder = EventRecorder()
+    gc.collect()  # what a trace left must not be freed in between
+    recorder = EventRecorder(python_kernels=True)
     run_step(recorder, module, batch, options or StepOptions())
     return recorder.result()
 
@@ -128,12 +130,9 @@ class Repeated:
         return self.count
 
 
-def true_peak(make_module: Any, make_batch: Any, batches: int) -> int:
-    """Peak of a plain Lightning run by the profiler's allocation events."""
+def true_peak(make_module: Any, make_batch: Any, batches: int, **options: Any) -> int:
+    """Peak of a plain Lightning run by the allocator's events."""
     gc.collect()  # what earlier tests left must not be freed in between
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        fit(make_module(), loader=Repeated(make_batch(), batches), max_epochs=1)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return int(np.cumsum([event.nbytes() for event in events]).max())
+    with allocation_events() as changes:
+        fit(make_module(), loader=Repeated(make_batch(), batches), max_epochs=1, **options)
+    return int(np.cumsum(changes).max())

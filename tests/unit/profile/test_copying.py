@@ -3,16 +3,18 @@ import io
 import multiprocessing
 import queue
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 
-from lightning_memfit.profile.build import measure_step
+from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.copying import Untouchable, copied
-from lightning_memfit.profile.trace import TraceError
+from lightning_memfit.profile.trace import Emulation, TraceError
 
-from .modules import Classifier, batch, peak, trace_cpu
+from .modules import Classifier, batch, peak, trace_cpu, true_peak
 
 
 class Holds(Classifier):
@@ -122,3 +124,88 @@ def test_objects_that_fail_to_copy_for_their_own_reasons_say_so():
     assert "not copied" in repr(stand_in)
     assert not hasattr(stand_in, "__torch_function__")
     assert copied(io.StringIO("kept")).read() == "kept"
+
+
+class Keeps(Classifier):
+    """Its hook encloses the module, and keeps what only the step lets go."""
+
+    def __init__(self):
+        super().__init__()
+        self.keep = []
+        self.net.register_forward_hook(self.make_hook())
+
+    def make_hook(self):
+        return lambda module, inputs, output: self.keep.append(output.detach().repeat(9, 1))
+
+    def training_step(self, batch, batch_idx):
+        self.keep.clear()
+        return self.loss(batch)
+
+
+class KeepsWeakly(Keeps):
+    def make_hook(self):
+        reference = weakref.ref(self)
+        return lambda module, inputs, output: reference().keep.append(output.detach().repeat(9, 1))
+
+
+class KeepsByAnother(Keeps):
+    def make_hook(self):
+        keep = super().make_hook()
+
+        def hook(module, inputs, output):
+            keep(module, inputs, output)
+
+        return hook
+
+
+class KeepsInASharedList(Keeps):
+    def make_hook(self):
+        keep = self.keep
+        return lambda module, inputs, output: keep.append(output.detach().repeat(9, 1))
+
+
+class KeepsInALayer(Keeps):
+    def make_hook(self):
+        layer = self.net[0]
+
+        def hook(module, inputs, output):
+            layer.kept = output.detach().repeat(9, 1)
+
+        return hook
+
+    def training_step(self, batch, batch_idx):
+        self.net[0].kept = None
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("kind", [Keeps, KeepsWeakly, KeepsByAnother, KeepsInASharedList, KeepsInALayer])
+@pytest.mark.parametrize("profile", [partial(profile_module, emulation=Emulation("cpu")), measure_step])
+def test_a_function_that_encloses_the_module_encloses_its_copy(kind, profile):
+    module = kind()
+    found = profile(module, batch())
+    assert peak(found.events) == pytest.approx(true_peak(kind, batch, 4), rel=1e-3)
+    assert not found.cautions
+    assert module.keep == []
+    assert not hasattr(module.net[0], "kept")
+
+
+REGISTRY = []
+
+
+class KeepsByAGlobal(Keeps):
+    def __init__(self):
+        super().__init__()
+        REGISTRY[:] = [self]
+
+    def make_hook(self):
+        def hook(module, inputs, output):
+            REGISTRY[0].kept = output.detach().repeat(9, 1)
+
+        return hook
+
+
+@pytest.mark.parametrize("profile", [profile_module, measure_step])
+def test_a_step_that_reaches_the_module_by_a_global_is_named(profile):
+    module = KeepsByAGlobal()
+    assert "`kept` of the module itself" in profile(module, batch()).cautions[0]
+    assert not hasattr(module, "kept")

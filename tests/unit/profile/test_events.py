@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -5,6 +7,7 @@ from lightning_memfit.memory import Category
 from lightning_memfit.profile.events import (
     CATEGORIES,
     OUTSIDE,
+    SCRATCH_SITE,
     AlignmentError,
     EventList,
     at_size,
@@ -128,3 +131,31 @@ def test_what_a_phase_frees_stays_behind_its_start():
     ordered = canonical(trace)
     assert ordered.live_bytes()[4:].max() == trace.live_bytes()[4:].max() == 10
     assert ordered.live_bytes()[3] == 11
+
+
+def with_scratch(signed, sizes, scratch, phases=()):
+    """Events some of whose storages are scratch memory of kernels."""
+    trace = events_of(signed, sizes, phases=phases)
+    names = ("site", f"block | {SCRATCH_SITE}")
+    return replace(trace, sites=np.array([int(number in scratch) for number in range(len(sizes))]), site_names=names)
+
+
+def test_kernels_that_take_other_paths_at_other_sizes_leave_traces_aligned():
+    two = with_scratch([1, 2, -2, 3, -3, 4, -4, -1], [100, 7, 9, 50], {1, 2}, ((5, "backward"),))
+    none = with_scratch([1, 2, -2, -1], [200, 60], set(), ((1, "backward"),))
+    at_end = with_scratch([1, 2, -2, -1, 3, -3], [300, 70, 5], {2}, ((1, "backward"),))
+    events, slopes = fit_slopes(two, none, 1, 2)
+    assert events.events.tolist() == canonical(events).events.tolist()
+    assert events.live_bytes().tolist() == [100, 109, 100, 150, 50, 0]
+    assert at_size(events, slopes, 1, 2).live_bytes().tolist() == [200, 200, 200, 260, 60, 0]
+    assert events.phases == ((3, "backward"),)
+    events, slopes = fit_slopes(none, at_end, 2, 3)
+    assert at_size(events, slopes, 2, 3).live_bytes().tolist() == [300, 370, 70, 0, 5, 0]
+    assert at_size(events, slopes, 2, 2).live_bytes().max() == none.live_bytes().max()
+
+
+def test_traces_that_differ_in_more_than_scratch_memory_are_not_aligned():
+    first = with_scratch([1, 2, -2, -1], [100, 7], {1})
+    second = with_scratch([1, -1, 2, -2], [100, 7], set())
+    with pytest.raises(AlignmentError):
+        fit_slopes(first, second, 1, 2)

@@ -10,6 +10,7 @@ import threading
 import types
 from pathlib import Path
 
+import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
@@ -19,7 +20,7 @@ from lightning_memfit.profile import fingerprint
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache, profile_key
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.profile.trace import Emulation
+from lightning_memfit.profile.trace import Emulation, TraceError
 
 from .modules import Classifier, batch
 
@@ -303,3 +304,214 @@ def test_a_module_with_an_odd_attribute_is_profiled(tmp_path):
     cache = ProfileCache(tmp_path)
     first = profile_module(module, batch(), any_micro_batch=False, cache=cache)
     assert profile_module(module, batch(), any_micro_batch=False, cache=cache).seconds == first.seconds
+
+
+# --- what code reads besides the attributes of its module -------------------------------------------------------------
+
+
+def plain_step(net, data):
+    return net.layer(data["x"]).mean()
+
+
+def wide_step(net, data):
+    return net.layer(data["x"] * 2).mean()
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+
+class Settings:
+    width = 1
+
+
+class Holder:
+    def __init__(self, width=1):
+        self.width = width
+
+
+WIDE = False
+TABLE = {"width": 1}
+HOLDER = Holder()
+TEACHER = torch.nn.Linear(3, 3)
+CHOICES = types.ModuleType("users_choices")
+CHOICES.width = 1
+DEEP = [[[[[[[[[[[[{"width": 1}]]]]]]]]]]]]
+
+
+def closure_flag(wide):
+    class Made(Net):
+        def training_step(self, data, index):
+            return (wide_step if wide else plain_step)(self, data)
+
+    return Made()
+
+
+def closure_function(wide):
+    step = wide_step if wide else plain_step
+    return type("Made", (Net,), {"training_step": lambda self, data, index: step(self, data)})()
+
+
+def default(wide):
+    class Made(Net):
+        def training_step(self, data, index, *, width=2 if wide else 1):
+            return self.layer(data["x"] * width)
+
+    return Made()
+
+
+def own_class(wide):
+    class Made(Net):
+        width = 2 if wide else 1
+
+        def training_step(self, data, index):
+            return self.layer(data["x"] * Made.width)
+
+    return Made()
+
+
+def function_on_a_class(wide):
+    class Made(Net):
+        def training_step(self, data, index):
+            return Made.step(self, data)
+
+    Made.step = staticmethod(wide_step if wide else plain_step)
+    return Made()
+
+
+def reads(change):
+    """A module of one class, whose methods read globals, after a change to these."""
+
+    class Made(Net):
+        def training_step(self, data, index):
+            return self.layer(data["x"] * self.factor())
+
+        def factor(self):
+            return inner_factor() + TEACHER.out_features + DEEP[0][0][0][0][0][0][0][0][0][0][0][0]["width"]
+
+    change()
+    return Made()
+
+
+def inner_factor():
+    return (2 if WIDE else 1) * TABLE["width"] * Settings.width * HOLDER.width * CHOICES.width
+
+
+def reads_environment(wide):
+    class Made(Net):
+        def training_step(self, data, index):
+            return (wide_step if os.environ.get("USERS_WIDE") else plain_step)(self, data)
+
+    os.environ["USERS_WIDE"] = "1" if wide else ""
+    return Made()
+
+
+READ = {
+    "global": (sys.modules[__name__], "WIDE", True),
+    "global dict": (TABLE, "width", 2),
+    "other class": (Settings, "width", 2),
+    "global object": (HOLDER, "width", 2),
+    "attribute of a module": (CHOICES, "width", 2),
+    "global module": (sys.modules[__name__], "TEACHER", torch.nn.Linear(3, 4)),
+    "deep": (DEEP[0][0][0][0][0][0][0][0][0][0][0][0], "width", 2),
+    "function": (sys.modules[__name__], "inner_factor", lambda: 3),
+    "library's class": (torch.nn.Linear, "forward", lambda self, x: x),
+    "attribute of a library's class": (torch.nn.Linear, "users_width", 2),
+}
+
+
+@pytest.mark.parametrize("make", [closure_flag, closure_function, default, own_class, function_on_a_class])
+def test_what_a_class_was_made_with_counts(make):
+    assert key(make(False)) == key(make(False)) != key(make(True)) != None  # noqa: E711
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_code_reads_outside_of_its_module_counts(name, monkeypatch):
+    owner, attribute, value = READ[name]
+    before = key(reads(lambda: None))
+    assert before == key(reads(lambda: None)) is not None
+    if isinstance(owner, dict):
+        monkeypatch.setitem(owner, attribute, value)
+    else:
+        monkeypatch.setattr(owner, attribute, value, raising=False)
+    assert key(reads(lambda: None)) not in (before, None)
+
+
+def test_the_environment_counts_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv("USERS_WIDE", "")
+    keys = [key(reads_environment(wide)) for wide in (False, True, False)]
+    assert keys[0] == keys[2] != keys[1]
+    plain = key(closure_flag(False))
+    monkeypatch.setenv("USERS_WIDE", "another")
+    assert key(closure_flag(False)) == plain
+
+
+def test_callbacks_and_makers_of_optimizers_count(load):
+    def hook(width):
+        return lambda *_: torch.ones(width)
+
+    module = load()()
+    for make in (hook, lambda width: pl.callbacks.LambdaCallback(on_train_batch_end=hook(width))):
+        assert key(module, DATA, make(1)) == key(module, DATA, make(1)) != key(module, DATA, make(2))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_weights_count(register, load):
+    def hooked(width):
+        module = load()()
+        getattr(module.layer.weight, register)(lambda _: torch.ones(width) and None)
+        return key(module)
+
+    assert hooked(1) == hooked(1) != hooked(2)
+
+
+UNKNOWN = iter([1, 2])
+
+
+def test_nothing_is_kept_where_it_can_not_be_told_what_is_read(tmp_path):
+    class Counts(Classifier):
+        def training_step(self, data, index):
+            return super().training_step(data, index) * (UNKNOWN is not None)
+
+    class ReadsAnything(Classifier):
+        def training_step(self, data, index):
+            return super().training_step(data, index) * len(globals())
+
+    for kind in (Counts, ReadsAnything):
+        cache = ProfileCache(tmp_path)
+        assert profile_key(kind(), batch()) is None
+        profile_module(kind(), batch(), any_micro_batch=False, cache=cache)
+        assert not cache.folder.exists()
+
+
+def test_a_refusal_is_not_skipped_for_another_ones_profile(tmp_path):
+    def make(writes):
+        class Made(Classifier):
+            def training_step(self, data, index):
+                if writes:
+                    (tmp_path / "losses.txt").write_text("x")
+                return super().training_step(data, index)
+
+        return Made()
+
+    cache = ProfileCache(tmp_path / "cache")
+    profile_module(make(False), batch(), any_micro_batch=False, cache=cache)
+    assert list(cache.folder.iterdir())
+    with pytest.raises(TraceError, match="losses"):
+        profile_module(make(True), batch(), any_micro_batch=False, cache=cache)
+
+
+def test_code_that_reads_itself_is_described(load):
+    def make(width):
+        def step(data):
+            return width + len(again)
+
+        again = [step]
+        again.append(again)
+        module = load()()
+        module.step = step
+        return module
+
+    assert key(make(1)) == key(make(1)) not in (key(make(2)), None)

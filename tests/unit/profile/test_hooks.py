@@ -4,17 +4,20 @@ from collections import Counter
 from typing import ClassVar
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.size.prediction import MemoryPrediction
+from lightning_memfit.memory.allocations import allocation_events
 from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.hooks import changes_steps
+from lightning_memfit.profile.trace import Emulation
 from tests.helpers.trainers import fit
 
-from .modules import Classifier, batch
+from .modules import Classifier, Repeated, batch, peak
 
 AROUND = (
     "setup",
@@ -186,3 +189,45 @@ def test_clones_are_changed_and_modules_are_not(watched):
     profile_module(watched, batch(), any_micro_batch=False)
     assert not set(AROUND) & set(vars(watched))
     assert isinstance(watched, pl.LightningModule)
+
+
+class MakesATable(Classifier):
+    def setup(self, stage):
+        self.table = torch.randn(4000, 64)
+
+
+class MakesItByAFunction(Classifier):
+    def on_fit_start(self):
+        self.tables = [make_table()]
+
+
+class MakesItEveryEpoch(Classifier):
+    def on_train_epoch_start(self):
+        self.table = torch.zeros(4000, 64)
+
+
+def make_table():
+    return torch.randn(4000, 64)
+
+
+@pytest.mark.parametrize("kind", [MakesATable, MakesItByAFunction, MakesItEveryEpoch])
+def test_tensors_that_a_hook_makes_count(kind):
+    with allocation_events() as changes:
+        fit(kind(), loader=Repeated(batch(), 3), max_epochs=2)
+    truth = int(np.cumsum(changes).max())
+    traced = profile_module(kind(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
+    for profile in (traced, measure_step(kind(), batch())):
+        assert peak(profile.events) == pytest.approx(truth, rel=1e-3)
+
+
+class MakesAFile(MakesATable):
+    def setup(self, stage):
+        super().setup(stage)
+        torch.save(self.table, "table.pt")
+
+
+@pytest.mark.parametrize("profile", [profile_module, measure_step])
+def test_a_hook_that_makes_tensors_and_can_not_run_is_named(profile, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "`setup`" in profile(MakesAFile(), batch()).cautions[0]
+    assert not list(tmp_path.iterdir())

@@ -1,19 +1,25 @@
+import json
+
 import bitsandbytes
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from lightning_memfit.profile import kernels
-from lightning_memfit.profile.build import profile_module
-from lightning_memfit.profile.kernels import estimated_scratch_bytes, kernel_scratch_bytes
+from lightning_memfit.memory.allocations import allocation_events
+from lightning_memfit.profile import kernel_records, kernels
+from lightning_memfit.profile.build import measure_step, profile_module
+from lightning_memfit.profile.kernel_records import KernelRecords
+from lightning_memfit.profile.kernels import KernelMemory, estimated_scratch_bytes
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, trace_step
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 
-from .modules import Stack, peak, trace_cpu
+from .modules import Stack, peak, trace_cpu, true_peak
 
+aten = torch.ops.aten
 FORWARD = torch.ops.aten.convolution.default
 BACKWARD = torch.ops.aten.convolution_backward.default
 
@@ -29,6 +35,12 @@ def test_the_scratch_memory_of_8_bit_steps_is_seen():
     assert trace.optimizer == bitsandbytes.optim.AdamW8bit.__name__
     assert live[last_step:].max() - live[-1] >= 2 * largest
     assert peak(events) == live.max()
+
+
+def kernel_scratch_bytes(operator, args, result):
+    """Scratch memory as it is learned."""
+    found = KernelMemory().of(operator, args, {}, result)
+    return 0 if found is None else max(found.peaks, default=0)
 
 
 def allocated_peak(function):
@@ -99,10 +111,17 @@ def observed(operator, args):
     return highest - sum(tensor.nbytes for tensor in tree_leaves(result) if tensor is not None)
 
 
+def noting(runs):
+    """Runs operators as before, and notes each in a list."""
+    original = kernels._observed
+    return lambda call: runs.append(call) or original(call)
+
+
 @pytest.fixture
-def forgotten(monkeypatch):
-    """Nothing is known yet."""
-    monkeypatch.setattr(kernels, "_known", {})
+def forgotten(monkeypatch, tmp_path):
+    """Nothing is known yet, neither in the process nor on disk."""
+    monkeypatch.setattr(KernelRecords, "_of", {})
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,29 +152,34 @@ def test_large_operators_are_run_on_few_samples(one_thread, forgotten, monkeypat
         result, expected = operator(*args), observed(operator, args)
         few = (args[0][:4], *args[1:]) if operator is FORWARD else (args[0][:4], args[1][:4], *args[2:])
         cost = {
-            "_MOST_FLOPS": kernels.flop_registry[operator._overloadpacket](*few, out_val=operator(*few)),
+            "_MOST_FLOPS": kernels._flops(operator, few, {}, operator(*few)),
             "_MOST_BYTES": sum(leaf.nbytes for leaf in tree_leaves(few) if isinstance(leaf, torch.Tensor)),
         }
-        known = len(kernels._known)
+        if limit == "_MOST_BYTES":
+            cost[limit] += operator(*few)[0].nbytes if operator is FORWARD else args[1].nbytes
+        runs = []
         with monkeypatch.context() as patch:
+            patch.setattr(kernels, "_observed", noting(runs))
+            patch.setattr(kernels, "_AT_ONCE_BYTES", 1)
             patch.setattr(kernels, limit, cost[limit])
+            KernelRecords.forget()
             assert kernel_scratch_bytes(operator, args, result) == expected
-            assert len(kernels._known) == known + 2
+            assert [call.args[0].shape[0] for call in runs] == [2, 3]
             patch.setattr(kernels, limit, 1)
+            KernelRecords.forget()
             assert kernel_scratch_bytes(operator, args, result) == estimated_scratch_bytes(operator, args, result)
 
 
 def test_an_operator_is_run_once(forgotten, monkeypatch):
     runs = []
-    original = kernels._observed
-    monkeypatch.setattr(kernels, "_observed", lambda *args: runs.append(args[0]) or original(*args))
+    monkeypatch.setattr(kernels, "_observed", noting(runs))
     for _ in range(2):
         for operator, args in convolutions():
             kernel_scratch_bytes(operator, args, operator(*args))
-    assert runs == [FORWARD, BACKWARD]
+    assert [call.func for call in runs] == [FORWARD, BACKWARD]
     for operator, args in convolutions(samples=3):
         kernel_scratch_bytes(operator, args, operator(*args))
-    assert runs == [FORWARD, BACKWARD] * 2
+    assert [call.func for call in runs] == [FORWARD, BACKWARD] * 2
 
 
 def test_what_cannot_be_observed_is_estimated(forgotten):
@@ -167,7 +191,6 @@ def test_what_cannot_be_observed_is_estimated(forgotten):
     elsewhere = [value.to("meta") if isinstance(value, torch.Tensor) else value for value in args]
     assert kernel_scratch_bytes(operator, elsewhere, result) == estimate
     assert kernel_scratch_bytes(operator, (*args[:3], "no stride", *args[4:]), result) == estimate
-    assert all(run is None for run in kernels._known.values())
 
 
 def test_threads_random_state_and_autocast_stay_as_they_were(forgotten):
@@ -176,7 +199,7 @@ def test_threads_random_state_and_autocast_stay_as_they_were(forgotten):
     with torch.autocast("cpu", torch.bfloat16):
         exact = kernel_scratch_bytes(operator, args, result)
         assert torch.is_autocast_enabled("cpu")
-    kernels._known.clear()
+    KernelRecords.forget()
     assert kernel_scratch_bytes(operator, args, result) == exact
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
@@ -207,10 +230,333 @@ def test_other_sizes_are_predicted_with_their_scratch_memory(precision):
 
 def test_a_trace_for_cuda_runs_nothing(forgotten):
     trace_step(Convolutional(), torch.randn(2, 3, 32, 32), StepOptions(), Emulation("cuda"))
-    assert not kernels._known
+    assert not KernelRecords.all()
 
 
-def test_other_operators_take_none_and_pointwise_ones_in_fp32_by_formula():
+def test_pointwise_convolutions_in_fp32_take_none_by_formula():
     x = torch.empty(2, 32, 4, 4)
     assert estimated_scratch_bytes(FORWARD, (x, torch.empty(64, 32, 1, 1)), torch.empty(2, 64, 4, 4)) == 0
-    assert kernel_scratch_bytes(torch.ops.aten.mm.default, (x, x), x) == 0
+
+
+# --- other operators --------------------------------------------------------------------------------------------------
+
+
+def taken(operator, *args, **kwargs):
+    """Peak of what an operator takes, with its results, as learned and as the allocator reports it."""
+    result = operator(*args, **kwargs)
+    found = KernelMemory().of(operator, args, kwargs, result)
+    learned = 0 if found is None else max(found.peaks, default=0)
+    extra = 0 if found is None else sum(found.extra)
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    kept = {leaf.untyped_storage()._cdata: leaf.nbytes for leaf in tensors}
+    with allocation_events() as changes:
+        again = operator(*args, **kwargs)
+    del again
+    live = highest = 0
+    for change in changes:
+        live += change
+        highest = max(highest, live)
+    return sum(kept.values()) + extra + learned, highest
+
+
+ROWS, WIDTH = 48, 96
+x = torch.rand(ROWS, WIDTH)
+places = torch.zeros(ROWS, dtype=torch.int64)
+image = torch.rand(2, 6, 12, 12)
+one = torch.tensor(1.0)
+CASES = {
+    "mse_loss": (aten.mse_loss.default, x, x),
+    "mse_loss_backward": (aten.mse_loss_backward.default, one, x, x, 1),
+    "smooth_l1_loss": (aten.smooth_l1_loss.default, x, x),
+    "binary_cross_entropy": (aten.binary_cross_entropy.default, x, x),
+    "cdist": (aten._cdist_forward.default, x, x, 2.0, None),
+    "topk": (aten.topk.default, x, 5),
+    "median": (aten.median.default, x),
+    "sort": (aten.sort.default, x),
+    "cumprod": (aten.cumprod.default, x, 1),
+    "index_put": (aten.index_put.default, x, [torch.zeros(9, dtype=torch.int64)], torch.rand(9, WIDTH), True),
+    "embedding_backward": (aten.embedding_dense_backward.default, x, places, 70, -1, True),
+    "upsample": (aten.upsample_bilinear2d.vec, image, None, True, [2.0, 2.0]),
+    "upsample_channels_last": (
+        aten.upsample_bilinear2d.vec, image.to(memory_format=torch.channels_last), None, True, [2.0, 2.0]
+    ),
+    "layer_norm_backward": (
+        aten.native_layer_norm_backward.default,
+        x, x, [WIDTH], torch.rand(ROWS, 1), torch.rand(ROWS, 1), x[0], x[0], [True] * 3,
+    ),
+    "group_norm_backward": (
+        aten.native_group_norm_backward.default,
+        image, image, torch.rand(2, 3), torch.rand(2, 3), torch.rand(6), 2, 6, 144, 3, [True] * 3,
+    ),
+    "flash_attention": (
+        aten._scaled_dot_product_flash_attention_for_cpu.default, *[torch.rand(2, 3, 70, 16)] * 3
+    ),
+    "rfft": (aten._fft_r2c.default, x, [1], 0, True),
+    "inverse": (aten.linalg_inv_ex.default, torch.eye(30)),
+    "cholesky": (aten.linalg_cholesky_ex.default, torch.eye(30)),
+    "mixed_types": (aten.add.Tensor, x, torch.ones(ROWS, WIDTH, dtype=torch.int64)),
+    "copy_of_a_transposed": (aten.clone.default, torch.rand(80, 90).t()),
+    "mm_bf16": (aten.mm.default, x.bfloat16(), x.t().bfloat16()),
+    "dropout": (aten.native_dropout.default, x, 0.5, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_any_operator_takes_is_learned_exactly(one_thread, name):
+    operator, *args = CASES[name]
+    learned, expected = taken(operator, *args)
+    assert learned == pytest.approx(expected, abs=kernels._SCALAR_BYTES)
+
+
+@pytest.mark.parametrize("name", ["mse_loss_backward", "topk", "layer_norm_backward", "sort", "cumprod", "mixed_types"])
+@pytest.mark.parametrize("limit", ["_MOST_FLOPS", "_MOST_BYTES"])
+def test_what_large_operators_take_is_extrapolated(one_thread, forgotten, monkeypatch, name, limit):
+    """As if a twentieth of the rows were the most that can be run."""
+    operator, *args = CASES[name]
+    rows = 640
+    args = [
+        torch.ones(rows, *value.shape[1:], dtype=value.dtype)
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == ROWS
+        else value
+        for value in args
+    ]
+    monkeypatch.setattr(kernels, "_AT_ONCE_BYTES", 1)
+    call = kernels._Call(operator, kernels.tree_map(kernels._operand, tuple(args)), {})
+    result = operator(*args)
+    size_bytes = call.num_bytes + kernels._dense_bytes(result)
+    most = {"_MOST_BYTES": size_bytes, "_MOST_FLOPS": kernels._flops(operator, args, {}, result)}[limit]
+    monkeypatch.setattr(kernels, limit, most / 8)
+    runs = []
+    monkeypatch.setattr(kernels, "_observed", noting(runs))
+    learned, expected = taken(operator, *args)
+    assert learned == pytest.approx(expected, rel=1e-3, abs=kernels._SCALAR_BYTES)
+    assert max(call.num_bytes for call in runs) < size_bytes / 2
+
+
+def test_operators_without_scratch_memory_are_run_at_small_sizes_only(forgotten, monkeypatch):
+    runs = []
+    monkeypatch.setattr(kernels, "_observed", noting(runs))
+    memory = KernelMemory()
+    for rows in (1000, 2000, 3000):
+        large = torch.empty(rows, 1000)
+        assert memory.of(aten.mul.Tensor, (large, large), {}, large) is None
+        assert memory.of(aten._softmax.default, (large, 1, False), {}, large) is None
+    assert len(runs) == 4
+    assert max(call.num_bytes for call in runs) < 1 << 20
+
+
+class Marked(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(256))
+        self.loss = loss
+
+    def forward(self, values):
+        return self.loss((values * self.weight).sigmoid(), torch.rand_like(values))
+
+
+class Scaled(pl.LightningModule):
+    """One weight per column and a loss: nearly all memory is the loss's."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.net = Marked(loss)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.functional.mse_loss,
+        nn.functional.smooth_l1_loss,
+        nn.functional.binary_cross_entropy,
+        nn.functional.huber_loss,
+    ],
+    ids=lambda loss: loss.__name__,
+)
+def test_a_trace_and_a_measurement_count_what_losses_take(one_thread, loss):
+    batch = torch.rand(64, 256)
+    traced = profile_module(Scaled(loss), batch, emulation=Emulation("cpu"))
+    measured = measure_step(Scaled(loss), batch)
+    expected = true_peak(lambda: Scaled(loss), batch.clone, 2)
+    assert peak(traced.events) == pytest.approx(expected, rel=1e-3)
+    assert peak(measured.events) == pytest.approx(expected, rel=1e-3)
+    assert traced.remarks == measured.remarks == ()
+    assert peak(traced.events_at(100)) == pytest.approx(
+        peak(trace_cpu(Scaled(loss), torch.rand(100, 256)).events), rel=1e-3
+    )
+
+
+# --- what is not known ------------------------------------------------------------------------------------------------
+
+
+counted = []
+
+
+@torch.library.custom_op("memfit_test::doubled", mutates_args=())
+def doubled(values: torch.Tensor) -> torch.Tensor:
+    counted.append(values)
+    return values + values
+
+
+@doubled.register_fake
+def _(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(values)
+
+
+doubled.register_autograd(lambda context, gradient: gradient * 2)
+
+
+def test_custom_operators_are_named_and_never_run(forgotten):
+    counted.clear()
+    traced = trace_cpu(Scaled(lambda values, _: doubled(values).mean()), torch.rand(4, 256))
+    assert traced.remarks == ("scratch memory of `memfit_test::doubled` is not known",)
+    assert not counted
+
+
+def test_operators_that_cannot_be_run_are_named_with_a_bound():
+    memory = KernelMemory()
+    operator, args = next(convolutions())
+    bad = (*args[:3], "no stride", *args[4:])
+    memory.of(operator, bad, {}, operator(*args))
+    bound = estimated_scratch_bytes(operator, args, operator(*args))
+    assert memory.remarks() == [f"scratch memory of `aten::convolution` (estimated at {bound:,} bytes) is not known"]
+    for name in "abcd":
+        memory.unknown[name] = None
+    assert memory.remarks()[0].endswith("`a`, `b` and 2 more operators is not known")
+
+
+def test_a_profiler_of_the_user_is_left_alone_and_named(forgotten):
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        traced = trace_cpu(Scaled(nn.functional.mse_loss), torch.rand(4, 256))
+    assert "profiler" in traced.remarks[0]
+    assert profiler.key_averages()
+    assert trace_cpu(Scaled(nn.functional.mse_loss), torch.rand(4, 256)).remarks == ()
+
+
+def test_random_draws_leave_the_generator_as_it_was(forgotten):
+    state = torch.get_rng_state()
+    taken_bytes = KernelMemory().of(aten.native_dropout.default, (x, 0.5, True), {}, (x, x > 0))
+    assert taken_bytes is not None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_learned_is_read_by_the_next_process(forgotten, monkeypatch, tmp_path):
+    module, batch = Scaled(nn.functional.mse_loss), torch.rand(4, 256)
+    first = trace_cpu(module, batch)
+    (path,) = (tmp_path / "kernels").iterdir()
+    assert path.suffix == ".jsonl"
+    KernelRecords.forget()
+    with path.open("a") as file:
+        file.write('["cut off", [[1')
+    monkeypatch.setattr(kernels, "_observed", lambda call: pytest.fail(f"{call} was run again"))
+    assert peak(trace_cpu(module, batch).events) == peak(first.events)
+
+
+def test_lines_that_say_nothing_are_left_out(forgotten, tmp_path):
+    records = KernelRecords.of_settings()
+    path = records.path(tmp_path)
+    path.parent.mkdir(parents=True)
+    good = ["a" * 32, [[3, 4], [], []]]
+    lines = ["[1", "null", "5", '["b", 3]', '["c", [[-1], [], []]]', '["d", [["x"], [], []]]', '["e", [[1]', "\0"]
+    path.write_text("\n".join([*lines, json.dumps(good)]))
+    KernelRecords.forget()
+    assert KernelRecords.of_settings()._known == {"a" * 32: kernel_records.Kernel((3, 4))}
+
+
+def test_other_settings_have_other_records(forgotten, monkeypatch):
+    before = KernelRecords.of_settings()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    assert KernelRecords.of_settings() is not before
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(forgotten, monkeypatch, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("MEMFIT_CACHE", str(file))
+    assert trace_cpu(Scaled(nn.functional.mse_loss), torch.rand(4, 256)).events
+
+
+def test_nothing_is_written_within_a_trace(forgotten, tmp_path):
+    with kernel_records.keeping_learned():
+        trace_cpu(Scaled(nn.functional.mse_loss), torch.rand(4, 256))
+        assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir())
+
+
+# --- what torch does otherwise under dispatch modes -------------------------------------------------------------------
+
+
+def test_statistics_of_mixed_norms_have_the_type_of_real_ones():
+    class Normed(Scaled):
+        def __init__(self):
+            super().__init__(None)
+            self.net = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).square().mean()
+
+    traced = trace_cpu(Normed(), torch.rand(64, 64), StepOptions("bf16-mixed"))
+    assert traced.remarks == ()
+    names = traced.events.site_names
+    sizes = [
+        int(size)
+        for size, site in zip(traced.events.sizes, traced.events.sites, strict=True)
+        if "native_layer_norm.default" in names[site]
+    ]
+    assert sizes.count(64 * 4) >= 2  # mean and deviation, float32
+
+
+class Largest(Scaled):
+    def training_step(self, batch, batch_idx):
+        return (batch * self.net.weight).sigmoid().topk(9)[0].mean()
+
+
+class OwnScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        ctx.shape = values.shape
+        return values[:, :9] * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        places = torch.zeros(gradient.shape, dtype=torch.int64)
+        return torch.zeros(ctx.shape).scatter_add(1, places, gradient)
+
+
+class OwnLargest(Scaled):
+    def training_step(self, batch, batch_idx):
+        return OwnScatter.apply((batch * self.net.weight).sigmoid()).mean()
+
+
+@pytest.mark.parametrize("kind", [Largest, OwnLargest], ids=lambda kind: kind.__name__)
+def test_formulas_of_autograd_write_in_place_and_those_of_users_as_they_say(one_thread, kind):
+    batch = torch.rand(64, 256)
+    traced = trace_cpu(kind(None), batch)
+    assert peak(traced.events) == pytest.approx(true_peak(lambda: kind(None), batch.clone, 2), rel=1e-3)
+
+
+class Recomputed(Scaled):
+    def training_step(self, batch, batch_idx):
+        values = batch * self.net.weight
+        for _ in range(6):
+            values = torch.utils.checkpoint.checkpoint(torch.sigmoid, values, use_reentrant=False)
+        return values.mean()
+
+
+def test_states_of_random_numbers_that_checkpoints_keep_are_counted(one_thread):
+    """Five kilobytes each."""
+    batch = torch.rand(8, 256)
+    traced, measured = trace_cpu(Recomputed(None), batch), measure_step(Recomputed(None), batch)
+    truth = true_peak(lambda: Recomputed(None), batch.clone, 2)
+    assert peak(traced.events) == pytest.approx(truth, rel=1e-3)
+    assert peak(measured.events) == pytest.approx(truth, rel=1e-3)
+    assert torch.get_rng_state is torch.random.get_rng_state

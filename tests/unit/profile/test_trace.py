@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import random
 from pathlib import Path
+from typing import ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
@@ -15,11 +16,12 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.profile.trace import TraceError, trace_step
+from lightning_memfit.profile.trace import Emulation, TraceError, trace_step
 from tests.helpers.modules import LanguageModel
 
-from .modules import CLASSES, WIDTH, Classifier, batch, ids, peak, really_run, tiny_gpt2, trace_cpu
+from .modules import CLASSES, WIDTH, Classifier, batch, ids, peak, really_run, tiny_gpt2, trace_cpu, true_peak
 
 CASES: list = []
 
@@ -341,6 +343,43 @@ def test_the_figure_is_that_of_a_real_run(module, make_batch, options, assumes):
     assert peak(trace.events) == pytest.approx(peak(really_run(module, make_batch(), options)), rel=1e-3)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_double_precision_takes_twice_as_much(device):
+    single, double = (
+        peak(trace_step(Classifier(), batch(), StepOptions(precision), Emulation(device)).events)
+        for precision in ("32-true", "64-true")
+    )
+    assert double == pytest.approx(2 * single, rel=0.01)
+
+
+class ReachesItself(Classifier):
+    """Holds its layers in what a copy shares with it."""
+
+    registry: ClassVar[dict] = {}
+
+    def __init__(self):
+        super().__init__()
+        self.registry["last"] = self
+
+    def function(self, x):
+        return self.registry["last"].net(x)
+
+    def loss(self, batch):
+        return F.cross_entropy(self.head(self.function(batch["x"])), batch["y"])
+
+
+@pytest.mark.parametrize("run", [trace_cpu, measure_step])
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_step_that_reaches_the_module_itself_is_refused(run, has_gradients):
+    module = ReachesItself()
+    if has_gradients:
+        module.loss(batch()).backward()
+    held = [parameter.grad for parameter in module.parameters()]
+    with pytest.raises(TraceError, match=r"reaches the module itself.*`net\.0\.weight` got a gradient.*`self`"):
+        run(module, batch())
+    assert all(parameter.grad is before for parameter, before in zip(module.parameters(), held, strict=True))
+
+
 def test_gradient_checkpointing_of_hugging_face():
     peaks = {}
     for reentrant in (None, False, True):
@@ -562,3 +601,58 @@ def test_tracing_leaves_the_module_alone():
     assert module._trainer is None
     assert type(module.history[0]) is torch.Tensor
     assert module.noise.initial_seed() == 0
+
+
+class CountsDistinct(Classifier):
+    """Keeps as much as there are different values."""
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.net(batch["x"])
+        values, _, counts = (hidden.detach() + torch.rand_like(hidden)).unique(return_inverse=True, return_counts=True)
+        self.kept = torch.zeros(len(values), 40), torch.zeros(len(counts), 40)
+        return F.cross_entropy(self.head(hidden), batch["y"])
+
+
+def test_unknown_values_are_taken_to_differ():
+    found = profile_module(CountsDistinct(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
+    assert peak(found.events) == pytest.approx(true_peak(CountsDistinct, batch, 4), rel=1e-3)
+    assert "taken to have 2048 distinct values" in found.assumptions[0]
+
+
+class RefusesManyValues(Classifier):
+    """As metrics do that know the number of classes."""
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.net(batch["x"])
+        if len((torch.randint(2, hidden.shape) + (hidden > 0)).unique()) > CLASSES:
+            raise ValueError("more values than classes")
+        return F.cross_entropy(self.head(hidden), batch["y"])
+
+
+def test_unknown_values_are_taken_to_be_alike_where_many_are_refused():
+    found = profile_module(RefusesManyValues(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
+    assert peak(found.events) == pytest.approx(true_peak(RefusesManyValues, batch, 4), rel=1e-3)
+    assert "taken to have 1 distinct value" in found.assumptions[0]
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda x: (x > 0).nonzero(),
+        lambda x: torch.where(x > 0),
+        lambda x: x[x > 0],
+        lambda x: torch.masked_select(x, x > 0),
+        lambda x: torch.unique_consecutive(x),
+        lambda x: torch.bincount((x > 0).long().flatten()),
+        lambda x: torch.repeat_interleave(x, (x[:, 0] > 0).long(), dim=0),
+    ],
+    ids=["nonzero", "where", "mask", "masked_select", "unique_consecutive", "bincount", "repeat_interleave"],
+)
+def test_other_sizes_that_depend_on_unknown_values_are_refused(count):
+    class Counts(Classifier):
+        def training_step(self, batch, batch_idx):
+            count(self.net(batch["x"]).detach())
+            return self.loss(batch)
+
+    with pytest.raises(TraceError, match="depends on"):
+        profile_module(Counts(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)

@@ -1,0 +1,1 @@
+"""Non-public names of upstream's that traces of several ranks use."""

@@ -1,0 +1,301 @@
+"""What a step, or a hook, does once in a while is in the figures, whatever it counts by."""
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from torch import nn
+
+from lightning_memfit.estimate.estimate import estimate_step
+from lightning_memfit.memory.allocations import allocation_events
+from lightning_memfit.profile.build import measure_step, profile_module
+from lightning_memfit.profile.trace import Emulation
+from lightning_memfit.profile.watched import AskedNumbers, WatchedFloat, WatchedInt
+from tests.helpers.trainers import fit, quiet_trainer
+
+from .modules import CLASSES, WIDTH, Classifier, Repeated, batch, true_peak
+
+
+def figures(make_module, callbacks=(), **options):
+    """Peaks by a trace and by a measurement, and what the trace says."""
+    profiles = []
+    for profile in (
+        lambda module: profile_module(module, batch(), emulation=Emulation("cpu"), any_micro_batch=False),
+        lambda module: measure_step(module, batch()),
+    ):
+        module = make_module()
+        if callbacks or options:
+            module.trainer = quiet_trainer(*(make() for make in callbacks), **(options or {"max_epochs": 1}))
+        profiles.append(profile(module))
+    return [estimate_step(profile).allocated_bytes for profile in profiles], profiles[0]
+
+
+class Larger(Classifier):
+    def larger(self, batch, is_larger):
+        loss = self.loss(batch)
+        return loss + self.net(batch["x"].repeat(6, 1)).mean() if is_larger else loss
+
+
+class Counts(Larger):
+    def __init__(self):
+        super().__init__()
+        self.n = 0
+
+    def training_step(self, batch, batch_idx):
+        self.n += 1
+        return self.larger(batch, self.n % 5 == 0)
+
+
+class CountsDown(Larger):
+    def __init__(self):
+        super().__init__()
+        self.left = 9
+
+    def training_step(self, batch, batch_idx):
+        self.left -= 1
+        return self.larger(batch, not self.left)
+
+
+class OtherRemainder(Counts):
+    def training_step(self, batch, batch_idx):
+        self.n += 1
+        return self.larger(batch, self.n % 11 == 6)
+
+
+class Anneals(Larger):
+    def __init__(self):
+        super().__init__()
+        self.share = 0.0
+
+    def training_step(self, batch, batch_idx):
+        self.share += 0.1
+        return self.larger(batch, self.share > 0.75)
+
+
+class InADict(Larger):
+    def __init__(self):
+        super().__init__()
+        self.state = {"n": 0}
+
+    def training_step(self, batch, batch_idx):
+        self.state["n"] = (self.state["n"] + 1) % 6
+        return self.larger(batch, self.state["n"] == 0)
+
+
+class InItsClass(Larger):
+    n = 0
+
+    def training_step(self, batch, batch_idx):
+        InItsClass.n += 1
+        return self.larger(batch, InItsClass.n == 7)
+
+
+class InABuffer(Larger):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch, batch_idx):
+        self.n += 1
+        return self.larger(batch, self.n.item() > 3)
+
+
+class InAFloatBuffer(Larger):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        larger = self.larger(batch, self.n % 7 == 4)
+        self.n.add_(1)
+        return larger
+
+
+class SinceTheLast(Counts):
+    last = 0
+
+    def training_step(self, batch, batch_idx):
+        self.n += 1
+        is_larger = self.n - self.last >= 6
+        if is_larger:
+            self.last = self.n
+        return self.larger(batch, is_larger)
+
+
+class LastBatch(Larger):
+    def training_step(self, batch, batch_idx):
+        return self.larger(batch, self.trainer.is_last_batch)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Counts,
+        CountsDown,
+        OtherRemainder,
+        Anneals,
+        InADict,
+        InItsClass,
+        InABuffer,
+        InAFloatBuffer,
+        SinceTheLast,
+        LastBatch,
+    ],
+)
+def test_a_module_may_count_by_itself(module):
+    found, profile = figures(module)
+    InItsClass.n = 0
+    truth = true_peak(module, batch, 14)
+    InItsClass.n = 0
+    assert found == pytest.approx([truth] * 2, rel=1e-3)
+    assert "tried" in profile.cautions[0]
+
+
+class CountsInVain(Counts):
+    def training_step(self, batch, batch_idx):
+        self.n += 1
+        return self.loss(batch)
+
+
+def test_a_counter_that_decides_nothing_costs_nothing():
+    _, profile = figures(CountsInVain)
+    assert (profile.traced_batches, profile.cautions) == (2, ())
+
+
+class Normalizes(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.net.append(nn.BatchNorm1d(WIDTH))
+
+
+def test_batch_normalization_counts_in_vain():
+    found, profile = figures(Normalizes)
+    assert (profile.traced_batches, profile.cautions) == (2, ())
+    assert found == pytest.approx([true_peak(Normalizes, batch, 3)] * 2, rel=0.01)
+
+
+class Toggles(Classifier):
+    mode = "a"
+
+    def training_step(self, batch, batch_idx):
+        self.mode = chr(ord(self.mode) + 1)
+        return self.loss(batch)
+
+
+def test_words_that_change_with_every_batch_are_named():
+    _, profile = figures(Toggles)
+    assert "`mode` changes with every batch" in profile.cautions[0]
+
+
+class ActsAtTheEnd(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.kept = batch["x"].repeat(400, 1) if batch_idx % 3 == 2 else None
+
+
+class ActsAtTheStart(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.kept = batch["x"].repeat(400, 1) if batch_idx == 4 else None
+
+
+class CountsItself(pl.Callback):
+    seen = 0
+
+    def on_after_backward(self, trainer, pl_module):
+        self.seen += 1
+        self.kept = torch.zeros(100_000) if self.seen == 6 else None
+
+
+@pytest.mark.parametrize("kind", [ActsAtTheEnd, ActsAtTheStart, CountsItself])
+def test_a_callback_may_act_in_some_batches(kind):
+    found, _ = figures(Classifier, [kind])
+    assert found == pytest.approx([true_peak(Classifier, batch, 8, callbacks=[kind()])] * 2, rel=1e-3)
+
+
+class Backbone(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, 512), nn.ReLU(), nn.Linear(512, WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.head(self.backbone(batch["x"])), batch["y"])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
+
+
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 3:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+
+class ActsFromTheThird(Larger):
+    def on_train_epoch_start(self):
+        self.is_larger = self.current_epoch >= 2
+
+    def training_step(self, batch, batch_idx):
+        return self.larger(batch, self.is_larger)
+
+
+class CountsEpochs(Larger):
+    epochs = 0
+
+    def on_train_epoch_start(self):
+        self.epochs += 1
+
+    def training_step(self, batch, batch_idx):
+        return self.larger(batch, self.epochs == 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks"),
+    [
+        (Backbone, [Unfreezes]),
+        (Backbone, [lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=4)]),
+        (ActsFromTheThird, []),
+        (CountsEpochs, []),
+    ],
+)
+def test_later_epochs_count(module, callbacks):
+    with allocation_events() as changes:
+        fit(module(), *(make() for make in callbacks), loader=Repeated(batch(), 3), max_epochs=6)
+    truth = int(np.cumsum(changes).max())
+    found, profile = figures(module, callbacks, max_epochs=6)
+    assert found == pytest.approx([truth] * 2, rel=1e-3)
+    assert "in epoch" in profile.cautions[0]
+    shorter, _ = figures(module, callbacks, max_epochs=2)
+    assert max(shorter) < 0.9 * truth
+
+
+class FailsLater(Classifier):
+    def on_train_epoch_start(self):
+        self.weight = [1.0][self.current_epoch]
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * self.weight
+
+
+def test_an_epoch_that_ends_in_an_error_is_named():
+    found, profile = figures(FailsLater)
+    assert found == pytest.approx(figures(Classifier)[0], rel=1e-3)
+    assert "IndexError" in profile.cautions[0]
+
+
+def test_counters_tell_the_turns_in_which_they_matter():
+    asked = AskedNumbers()
+    left = WatchedInt.of(10, asked)
+    assert left - 1 != 0
+    assert 9 in asked.telling_turns(10, -1, None)
+    asked = AskedNumbers()
+    assert WatchedFloat.of(0.1, asked) + 0.1 < 0.75
+    assert {5, 6} <= set(asked.telling_turns(0.1, 0.1, None))
+    asked = AskedNumbers()
+    assert WatchedInt.of(2, asked) % 10 != 6
+    assert 4 in asked.telling_turns(2, 1, None)
+    assert asked.telling_turns(2, 1, 3) == [3]
