@@ -8,7 +8,6 @@ Trainer and the planner's terms.
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import logging
 import warnings
@@ -41,7 +40,8 @@ from lightning_memfit.planner.time import calibrated, rates_of
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload, check_allow, facts_of
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.hooks import leave_out_hooks, with_or_without_start_hooks
+from lightning_memfit.profile.copying import copied
+from lightning_memfit.profile.hooks import StartHooks, leave_out_hooks, with_start_hooks
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import TraceError
@@ -98,10 +98,10 @@ def _two_steps(
     count, device = min(2, setting.accumulate_grad_batches), trainer.strategy.root_device
     owner = getattr(module, "_trainer", None)
 
-    def run(with_start_hooks: bool) -> bool:
-        clone = copy.deepcopy(module, {id(owner): None} if owner is not None else {})
+    def run(start_hooks: StartHooks) -> bool:
+        clone = copied(module, {id(owner): None} if owner is not None else {})
         clone._trainer = None
-        leave_out_hooks(clone, with_start_hooks)
+        leave_out_hooks(clone, start_hooks)
         probing = pl.Trainer(
             accelerator=DeviceKind.of(device).accelerator,
             devices=1 if device.index is None else [device.index],
@@ -125,7 +125,7 @@ def _two_steps(
             clone._trainer = None
         return True
 
-    return with_or_without_start_hooks(module, run)
+    return with_start_hooks(module, run)
 
 
 def _peak_bytes(device: torch.device, limits: list[MemoryLimit]) -> int | None:

@@ -141,3 +141,20 @@ class Failing(Tagger):
         elif self.where == "before step":
             optimizer.register_step_pre_hook(fail)
         return optimizer
+
+
+class TwiceSGD(torch.optim.SGD):
+    """Takes the gradient at weights a little away, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure()
+        weights = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        moves = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in weights]
+        with torch.no_grad():
+            for weight, move in zip(weights, moves, strict=True):
+                weight.add_(move)
+            closure()
+            for weight, move in zip(weights, moves, strict=True):
+                weight.sub_(move)
+        super().step()
+        return loss

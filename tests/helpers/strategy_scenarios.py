@@ -64,6 +64,14 @@ def validate(case: dict[str, Any]) -> dict[str, Any]:
     return {"val_loss": trainer.validate(module, TokenData(), ckpt_path=path, verbose=False)[0]["val_loss"]}
 
 
+def validate_all(case: dict[str, Any]) -> dict[str, Any]:
+    """Evaluate a checkpoint on one rank, over the batches that several had."""
+    pl.seed_everything(1, verbose=False)
+    trainer, module = build_trainer(case, limit_val_batches=2 * case["ranks"]), build_module(**case.get("module", {}))
+    path = str(Path(case["folder"]) / "half.ckpt")
+    return {"val_loss": trainer.validate(module, TokenData(), ckpt_path=path, verbose=False)[0]["val_loss"]}
+
+
 def fit_twice(case: dict[str, Any]) -> dict[str, Any]:
     """A second `fit` goes on from the weights with a new optimizer, as it does on one device."""
     trainer, module, first = train(case, HALF)
@@ -83,3 +91,12 @@ def evaluate_whole(folder: str, ranks: int) -> float:
     rows = [Tokens()[index]["input_ids"] for index in range(2 * BATCH * ranks)]
     with torch.no_grad():
         return float(network(input_ids=torch.stack(rows), labels=torch.stack(rows)).loss)
+
+
+def epochs(case: dict[str, Any]) -> dict[str, Any]:
+    """Train two epochs whose batches accumulation doesn't divide: the last window of each has fewer."""
+    pl.seed_everything(0, verbose=False)
+    losses = Losses()
+    trainer = build_trainer(case, losses, max_steps=-1, max_epochs=2, limit_train_batches=case["batches"])
+    trainer.fit(build_module(**case.get("module", {})), TokenData())
+    return {"losses": losses.values, "steps": trainer.global_step}

@@ -10,7 +10,8 @@ from lightning_memfit.strategies import ZeroStrategy
 class DividesTwice(ZeroStrategy):
     """Both Lightning and DeepSpeed divide the loss by `accumulate_grad_batches`."""
 
-    backward = DeepSpeedStrategy.backward
+    def backward(self, closure_loss, optimizer, *args, **kwargs):
+        return super().backward(closure_loss, optimizer, *args, **kwargs, scale_wrt_gas=True)
 
 
 class InitializesEmptyTensors(ZeroStrategy):

@@ -41,6 +41,16 @@ WITH_TECHNIQUE = {
     for technique, callback in CALLBACKS.items()
 }
 HALF = {f"{name}/bf16": {"strategy": STRATEGIES[name], "devices": 2, "precision": "bf16-mixed"} for name in STRATEGIES}
+PLAIN = {
+    f"{name}/plain/{calls}": {
+        "strategy": STRATEGIES[name],
+        "devices": 2,
+        "calls": calls,
+        "scenario": "tests.helpers.strategy_modules.train",
+    }
+    for name in ("ddp", "fsdp2")
+    for calls in ("itself", "network", "layers", "by hand")
+}
 WRONG = {"strategy": fsdp2(sharding_size=3), "devices": 2, "expect_error": True}
 
 
@@ -51,12 +61,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(folder):
-    cases = TRAINED | WITH_TECHNIQUE | HALF | {"wrong": WRONG}
+    cases = TRAINED | WITH_TECHNIQUE | HALF | PLAIN | {"wrong": WRONG}
     for name in ("ddp", "fsdp2"):
         (folder / name).mkdir()
         for scenario in ("save", "resume", "validate", "fit_twice"):
             case = {"strategy": STRATEGIES[name], "devices": 2, "scenario": f"{SCENARIOS}.{scenario}"}
             cases[f"{name}/{scenario}"] = case | {"folder": str(folder / name)}
+    one_file = {"strategy": "memfit_fsdp2", "devices": 2, "scenario": f"{SCENARIOS}.resume"}
+    cases["fsdp2/resume_one_file"] = one_file | {"folder": str(folder / "ddp")}
     return launch(folder, cases)
 
 
@@ -75,6 +87,15 @@ def test_techniques_change_nothing(results, name):
     assert results[name]["losses"] == close(results[name]["plain"])
 
 
+@pytest.mark.parametrize("calls", ["itself", "network", "layers", "by hand"])
+def test_any_module_is_sharded_whatever_its_step_calls(results, calls):
+    expected, found = results[f"ddp/plain/{calls}"], results[f"fsdp2/plain/{calls}"]
+    assert len(found["losses"]) == 6
+    assert found["losses"] == close(expected["losses"])
+    assert found["val_loss"] == close(expected["val_loss"])
+    assert found["left"] == []
+
+
 @pytest.mark.parametrize("name", HALF)
 def test_mixed_precision_is_that_of_ddp(results, name):
     assert results[name]["losses"] == close(results["ddp/bf16"]["losses"], 2e-4)
@@ -85,6 +106,11 @@ def test_checkpoints_and_evaluation_are_those_of_ddp(results, scenario):
     for key, value in results[f"fsdp2/{scenario}"].items():
         expected = results[f"ddp/{scenario}"][key]
         assert value == (close(expected) if key not in ("left", "predicted") else expected)
+
+
+def test_one_file_is_resumed_sharded(results):
+    """Its optimizer has a group with weight decay and one without, which mixes the module's order."""
+    assert results["fsdp2/resume_one_file"]["losses"] == close(results["ddp/resume"]["losses"])
 
 
 def test_resuming_sharded_on_another_number_of_ranks(results, folder):

@@ -38,6 +38,25 @@ def cases(**common):
 
 CASES = {ranks: cases(devices=ranks) for ranks in (1, 2)}
 
+SHORT_WINDOWS = {
+    name: {
+        "strategy": strategy,
+        "devices": 2,
+        "accumulate": 3,
+        "batches": 10,
+        "clip": CLIP,
+        "scenario": "tests.helpers.strategy_scenarios.epochs",
+    }
+    for name, strategy in {
+        "ddp": "memfit_ddp",
+        "stage_1": "memfit_zero_1",
+        "stage_2": "memfit_zero_2",
+        "stage_3": "memfit_zero_3",
+        "offload": "memfit_zero_offload",
+        "stage_3_offload": zero(stage=3, offload_optimizer=True, offload_parameters=True),
+    }.items()
+}
+
 # One guard taken off: what Lightning's strategy does.
 UNGUARDED = {
     "divides_twice": {
@@ -114,3 +133,16 @@ def test_without_our_builds_a_hugging_face_model_starts_wrong(results):
 @pytest.mark.parametrize("name", WRONG_ARGUMENTS)
 def test_what_the_trainer_decides_is_not_decided_twice(results, name):
     assert WRONG_ARGUMENTS[name][1] in results(1)[name]["error"]
+
+
+@pytest.fixture(scope="module")
+def short_windows(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("windows"), SHORT_WINDOWS)
+
+
+@pytest.mark.parametrize("name", [name for name in SHORT_WINDOWS if name != "ddp"])
+def test_a_window_ends_with_its_epoch(short_windows, name):
+    expected = short_windows["ddp"]
+    assert expected["steps"] == 8
+    assert short_windows[name]["steps"] == 8
+    assert short_windows[name]["losses"] == pytest.approx(expected["losses"], abs=2e-6, rel=0)

@@ -24,11 +24,6 @@ WORKING = [(s, c) for s in ZERO for c in CALLBACKS if (s, c) != ("memfit_zero_3"
 REFUSED = {
     "8-bit embeddings": ("memfit_zero_2", {"class_path": EIGHT_BIT}, "Set `keep_32bit_embeddings: false`"),
     "chunked loss": ("memfit_zero_3", CHUNKED, "`memfit_zero_2` or `memfit_fsdp2`"),
-    "micro-batching": (
-        "memfit_zero_2",
-        {"class_path": "lightning_memfit.fitting.MicroBatching"},
-        "`accumulate_grad_batches` to the number of micro-batches",
-    ),
     "adapters": (
         "memfit_zero_3",
         {"class_path": "lightning_memfit.techniques.lora.Lora"},

@@ -1,10 +1,29 @@
 """`RankConsensus`: ranks exchange a few numbers, so that all of them fit, fail and recover in the same way."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
+
+from lightning_memfit.fitting.recovery.oom import is_out_of_memory
+
+T = TypeVar("T")
+_PATIENCE = timedelta(seconds=30)
+
+
+class PeerFailed(RuntimeError):
+    """Another rank has failed, which is why this one stops."""
+
+
+def divide_weights(module: nn.Module) -> None:
+    """Divide the weights of a module that FSDP2 has left gathered."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
 
 
 class RankConsensus:
@@ -16,11 +35,48 @@ class RankConsensus:
     Args:
         world_size: Number of ranks. With more than one, all of them must construct this together.
         timeout: How long an exchange waits for the slowest rank before it raises.
+
+    Attributes:
+        meets_inside: Whether ranks communicate inside the actions that are done together.
+        stops_together: Whether such an action ends on all of them if it fails on one.
     """
+
+    meets_inside = False
+    stops_together = False
 
     def __init__(self, world_size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.world_size = world_size
         self._group = distributed.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+        self._patience = timeout
+
+    def settle(self) -> None:
+        """Put the module in the state in which a training step begins, and in which copies of its weights are valid."""
+
+    def start_anew(self) -> None:
+        """Forget how actions communicate, which has changed; on all ranks together."""
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether this rank knows how an action with this key communicates."""
+        return True
+
+    def together(
+        self, action: Callable[[], T], key: Hashable = None, is_risky: bool = True
+    ) -> tuple[T | None, Exception | None]:
+        """Do what all ranks do at this point.
+
+        Args:
+            action: What to do.
+            key: What tells actions apart whose communication may differ; None if it is not known beforehand.
+            is_risky: Whether the action may well fail, or any rank doesn't know its key; the same on all ranks.
+
+        Returns:
+            Its result and None, or None and the error it ended in. Two times None if it was ended because it has failed
+            on another rank, which will say so.
+        """
+        try:
+            return action(), None
+        except Exception as error:
+            return None, error
 
     def exchange(self, *numbers: float) -> list[Sequence[float]]:
         """Send some numbers to all ranks and return those of every rank, in the order of ranks.
@@ -32,7 +88,9 @@ class RankConsensus:
             return [numbers]
         mine = torch.tensor(numbers, dtype=torch.float64)
         theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
-        distributed.all_gather(theirs, mine, group=self._group)
+        work = distributed.all_gather(theirs, mine, group=self._group, async_op=True)
+        assert work is not None
+        work.wait(self._patience)
         return [one.tolist() for one in theirs]
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
@@ -43,8 +101,59 @@ class RankConsensus:
         distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in tensor.tolist()]
 
+    def from_rank(self, rank: int, value: T) -> T:
+        """Return what one rank passes here, on all of them; anything that can be pickled."""
+        if self._group is None:
+            return value
+        values: list[Any] = [value]
+        distributed.broadcast_object_list(values, src=rank, group=self._group)
+        return values[0]  # type: ignore[no-any-return]
+
     def close(self) -> None:
         """Destroy the group."""
         if self._group is not None and distributed.is_initialized():
             distributed.destroy_process_group(self._group)
         self._group = None
+
+
+class Apart(RankConsensus):
+    """A consensus of ranks that communicate inside an action but can't be stopped together.
+
+    A rank that runs out of memory waits for the others for a short time only: if they have run out of memory as well,
+    they come, and if not, they never will.
+
+    Args:
+        module: The module in training.
+        world_size: Number of ranks. With more than one, all of them must construct this together.
+    """
+
+    meets_inside = True
+
+    def __init__(self, module: nn.Module, world_size: int) -> None:
+        super().__init__(world_size)
+        self._module = module
+
+    @override
+    def settle(self) -> None:
+        """Divide weights that evaluation has left gathered."""
+        divide_weights(self._module)
+
+    @override
+    def together(
+        self, action: Callable[[], T], key: Hashable = None, is_risky: bool = True
+    ) -> tuple[T | None, Exception | None]:
+        """Do what all ranks do at this point; an error that is not for memory is raised.
+
+        Args:
+            action: What to do.
+            key: Not used.
+            is_risky: Not used.
+        """
+        try:
+            return action(), None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error
+        self._patience = _PATIENCE
+        return None, failure

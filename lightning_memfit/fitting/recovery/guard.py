@@ -5,16 +5,19 @@ twice. So it is repeated only from a known state: nothing was changed yet (the t
 copy in host memory was taken before. The copy is taken when the risk is real: before the first step, which allocates
 the states, and while less memory is free than a step may need for its temporaries. A step that fails midway without a
 copy leaves weights that nobody should train on, and the error says so.
+
+A step calls its closure when and as often as it likes: most do once at the start, LBFGS and SAM again at other weights.
+Each call computes, except that a repeated step gets from its first call what the failed one got.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.host_states import absent_bytes
@@ -51,8 +54,6 @@ class StepGuard:
 
     def __call__(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Guard the steps of an optimizer within the context."""
-        if isinstance(optimizer, LBFGS):  # evaluates its closure several times within a step
-            return nullcontext()
         known = self._guarded
         if known is None or known.optimizer is not optimizer or known.is_entered:  # a trial runs inside a real step
             known = self._guarded = _Guarded(self, optimizer)
@@ -70,46 +71,79 @@ class StepGuard:
     def step(
         self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Run the closure, then the step, and repeat the step if memory ran out in it.
+        """Run the step with its closure, and repeat it if memory ran out in it.
 
         A trial step is copied because it allocates the states, and the real step still counts as the first. A gradient
         scaler runs the closure by itself, and calls the real step without one.
 
         Raises:
             torch.OutOfMemoryError: If memory runs out in every retry; weights and states are those before the step.
-            MemoryExhausted: If memory ran out after some weights had changed, and there is no copy.
+            MemoryExhausted: If memory ran out after some weights had changed, and there is no copy, or after the step
+                had called its closure more than once.
         """
-        loss = None
-        if closure is not None:
-            loss = closure()
-            kwargs["closure"] = lambda: loss
-        at_risk = self._in_trial or self._check(optimizer)
-        snapshot = _copied(optimizer) if at_risk else None
-        versions = None if snapshot else _versions(optimizer)
+        start = _Start(optimizer)
+        calls = None
+        if closure is None:
+            start.take(self._is_risky(optimizer))
+        else:
+            calls = kwargs["closure"] = _Calls(closure, start, lambda: self._is_risky(optimizer))
+            if absent_bytes(optimizer):  # a hook before the step fetches them, and forward needs their room
+                calls()
+                calls.number = 0
         try:
             return step(**kwargs)
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+            self._check_repeatable(error, start, calls)
             failure = error
-        if snapshot is None and _versions(optimizer) != versions:
+        self._steps_to_check = 0
+        return self._repeat(optimizer, partial(step, **kwargs), failure, start, calls)
+
+    @staticmethod
+    def _check_repeatable(error: Exception, start: "_Start", calls: "_Calls | None") -> None:
+        """Raise an error unless it is one after which the step can be repeated from its start.
+
+        With a copy, weights are those before the step if its closure failed at other weights or can't be repeated.
+        """
+        is_memory = is_out_of_memory(error)
+        called_again = calls is not None and calls.number > 1
+        if called_again and start.snapshot is not None:
+            start.snapshot.restore()
+        if not is_memory or (calls is not None and error is calls.failure):
+            raise error
+        if called_again:
+            state = "some weights may be updated and some not. Resume from the last checkpoint"
+            if start.snapshot is not None:
+                state = "weights and states are those before it. Run it again"
+            raise MemoryExhausted(
+                "Memory ran out in an `optimizer.step` that calls its closure more than once, which can't be repeated; "
+                f"{state} with a smaller optimizer state, `foreach=False` or less memory in use."
+            ) from error
+        if start.snapshot is None and start.has_changed:
             raise MemoryExhausted(
                 "Memory ran out in the middle of `optimizer.step`, some weights are updated and some are not. Resume "
                 "from the last checkpoint with a smaller optimizer state, `foreach=False` or less memory in use."
-            ) from failure
-        self._steps_to_check = 0
-        return self._repeat(optimizer, partial(step, **kwargs), failure, snapshot)
+            ) from error
+
+    def _is_risky(self, optimizer: Optimizer) -> bool:
+        return self._in_trial or self._check(optimizer)
 
     def _repeat(
-        self, optimizer: Optimizer, step: Callable[[], Any], failure: Exception, snapshot: OptimizerSnapshot | None
+        self,
+        optimizer: Optimizer,
+        step: Callable[[], Any],
+        failure: Exception,
+        start: "_Start",
+        calls: "_Calls | None",
     ) -> Any:
         """Repeat a step from the state before it, tensor by tensor."""
         for _ in range(_MAX_RETRIES):
             release(failure)
-            if snapshot is None:
-                snapshot = OptimizerSnapshot(optimizer)  # nothing has changed yet
+            if start.snapshot is None:
+                start.snapshot = OptimizerSnapshot(optimizer)  # nothing has changed yet
             else:
-                snapshot.restore()
+                start.snapshot.restore()
+            if calls is not None:
+                calls.number = 0
             self.num_retries += 1
             rank_zero_warn(
                 "Memory ran out in `optimizer.step`; the step is repeated tensor by tensor (`foreach=False`)."
@@ -118,12 +152,11 @@ class StepGuard:
                 with _one_tensor_at_a_time(optimizer):
                     return step()
             except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
+                self._check_repeatable(error, start, calls)
                 failure = error
-        assert snapshot is not None
+        assert start.snapshot is not None
         release(failure)
-        snapshot.restore()
+        start.snapshot.restore()
         raise MemoryExhausted(
             f"Memory ran out in `optimizer.step` {_MAX_RETRIES + 1} times in a row, at last with the temporaries of "
             "one tensor only. Weights and states are those before the step. Smaller states need less: "
@@ -146,6 +179,80 @@ class StepGuard:
         sizes = [p.nbytes for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         free_bytes = self._memory.limit_bytes - self._memory.live_bytes
         return free_bytes < 2 * int(sum(sizes)) + absent_bytes(optimizer)
+
+
+class _Start:
+    """The state from which a step may be repeated: the one after its first closure call, before it writes to weights.
+
+    Args:
+        optimizer: The optimizer, whose step is about to begin.
+
+    Attributes:
+        snapshot: A copy of that state; None if none was taken.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._num_writes = _num_writes(optimizer)
+        self._versions: list[int] | None = None
+        self.snapshot: OptimizerSnapshot | None = None
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the step has written to weights or states."""
+        if self._versions is None:
+            return _num_writes(self._optimizer) != self._num_writes
+        return _versions(self._optimizer) != self._versions
+
+    def take(self, is_risky: bool) -> None:
+        """Note the state, and copy it if the step may fail."""
+        self.snapshot = _copied(self._optimizer) if is_risky else None
+        if self.snapshot is None:
+            self._versions = _versions(self._optimizer)
+
+
+class _Calls:
+    """The closure of a step. What its first call returns is kept for repetitions of the step, other calls compute.
+
+    Args:
+        closure: The closure, which may write to weights if it puts them back: trial steps do.
+        start: Where the step began.
+        is_risky: Whether the step may fail; asked when the gradients are there.
+
+    Attributes:
+        number: How often the step has called it since it began.
+        failure: The error that the last call ended in, if it did.
+    """
+
+    def __init__(self, closure: Callable[[], Any], start: _Start, is_risky: Callable[[], bool]) -> None:
+        self._closure = closure
+        self._start = start
+        self._is_risky = is_risky
+        self._is_known = False
+        self._loss: Any = None
+        self.number = 0
+        self.failure: BaseException | None = None
+
+    def __call__(self) -> Any:
+        """Run forward and backward, and return the loss."""
+        self.number += 1
+        if self.number == 1 and self._is_known:
+            return self._loss
+        is_start = not self._is_known and not self._start.has_changed
+        try:
+            loss = self._closure()
+        except BaseException as error:
+            self.failure = error
+            raise
+        if is_start:  # unless the step has written to weights already, as LookAhead may
+            self._start.take(self._is_risky())
+        if not self._is_known:
+            self._is_known, self._loss = True, loss
+        return loss
+
+
+def _num_writes(optimizer: Optimizer) -> int:
+    return sum(parameter._version for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _copied(optimizer: Optimizer) -> OptimizerSnapshot | None:

@@ -124,7 +124,7 @@ def reason_to_stay(optimizer: Optimizer, free_bytes: int) -> str | None:
 
 def absent_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of states that wait on the host and will be on the device during the step."""
-    return sum(state.nbytes for _, state in _states(optimizer) if state in _AWAY)
+    return sum(state.nbytes for _, state in _states(optimizer) if state in _AWAY) if _AWAY else 0
 
 
 def _states(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:

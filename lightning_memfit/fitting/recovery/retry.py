@@ -111,7 +111,7 @@ def explain_where(error: BaseException, num_devices: int) -> None:
         "repeats forward, backward, clipping, optimizer and scheduler steps, transfers and checkpoints, but not this, "
         "as nobody can tell what it had changed"
         if num_devices == 1
-        else "repeats forward and backward under DDP, but not this, which all devices would have to do together"
+        else "repeats forward, backward and optimizer steps, but not this, which all devices would have to do together"
     )
     text = (
         f"Memory ran out in {where}. `MicroBatching` {what}. Let it use less memory (`.cpu()`, smaller pieces, "

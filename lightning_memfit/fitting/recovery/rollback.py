@@ -29,6 +29,7 @@ from lightning_memfit.fitting.recovery.step_state import (
     content_of,
     with_content,
 )
+from lightning_memfit.fitting.upstream.deepspeed import held_weight
 
 # --- random generators, cheap enough to save in every step ----------------------------------------------------------
 
@@ -184,7 +185,7 @@ _torch = _Generator(_ask_torch, _peek_torch, _keeps_torch_normal)
 class OptimizerSnapshot:
     """Parameters of an optimizer, its states, hyper-parameters and own attributes.
 
-    Tensors keep their identity on restoring. States that did not exist are removed again.
+    Tensors and dicts of states keep their identity on restoring. States that did not exist are removed again.
 
     Args:
         optimizer: The optimizer. Its parameters and states are copied to host memory.
@@ -193,7 +194,7 @@ class OptimizerSnapshot:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._parameters = [(p, HostCopy(p)) for group in optimizer.param_groups for p in group["params"]]
-        self._states = [(p, _Values(dict(state))) for p, state in optimizer.state.items()]
+        self._states = [(p, state, _Values(dict(state))) for p, state in optimizer.state.items()]
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._group_tensors = [(v, HostCopy(v)) for group in self._groups for v in group.values() if _is_tensor(v)]
         self._attributes = dict(vars(optimizer))
@@ -206,8 +207,9 @@ class OptimizerSnapshot:
         for tensor, copy in self._group_tensors:
             copy.restore(tensor)
         optimizer.state.clear()
-        for parameter, values in self._states:
-            optimizer.state[parameter] = values.restored()
+        for parameter, state, values in self._states:  # the same dicts, which a step in progress may hold (LBFGS)
+            restore_dict(state, values.restored())
+            optimizer.state[parameter] = state
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             for key in [key for key in group if key != "params" and key not in saved]:
                 del group[key]
@@ -242,7 +244,7 @@ class TrainingSnapshot:
         self._optimizers = [OptimizerSnapshot(optimizer) for optimizer in optimizers]
         stepped = {id(p) for snapshot in self._optimizers for p, _ in snapshot._parameters}
         parameters = list(module.parameters()) if with_parameters else []
-        self._parameters = [(p, HostCopy(p)) for p in parameters if id(p) not in stepped]
+        self._parameters = [(held_weight(p), HostCopy(held_weight(p))) for p in parameters if id(p) not in stepped]
         self._flags = [(p, p.requires_grad) for p in parameters]
         self._gradients = [(p, p.grad, None if p.grad is None else HostCopy(p.grad)) for p in parameters]
         self._modules = [(child, _Values(dict(child._buffers)), _attributes(child)) for child in module.modules()]

@@ -29,11 +29,15 @@ from lightning_memfit.checkpointing.state import (
     set_random_source_state,
 )
 from lightning_memfit.fitting.recovery.host_states import HostCopy
+from lightning_memfit.fitting.upstream.deepspeed import held_weight
 
 MAX_ITEMS = 1000
 """Longer containers (a data set kept on the module) are taken as they are."""
 MAX_DEPTH = 4
-MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric", "_log_hyperparams", "_metric_attributes"}
+MODULE_INTERNALS = frozenset(vars(nn.Module())) | {
+    *("_trainer", "_fabric", "_log_hyperparams", "_metric_attributes"),
+    "_original_parameters",  # by which DeepSpeed's stage 3 keeps the dict of parameters that it has replaced
+}
 _NOT_STATE = frozenset({"_current_fx_name", "_fabric_optimizers", "_param_requires_grad_state", "_hparams"})
 _MAX_SLOTS = 20_000
 _FIRST_LOOKS = 8
@@ -519,7 +523,7 @@ def sampled_weights(module: nn.Module) -> dict[str, Tensor]:
 
 def _sampled_weights(module: nn.Module) -> dict[str, Tensor]:
     return {
-        name: parameter.detach().reshape(-1)[:: max(1, parameter.numel() // 1024)]
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and type(parameter.data) is Tensor
+        name: held.detach().reshape(-1)[:: max(1, held.numel() // 1024)]
+        for name, parameter, held in ((name, p, held_weight(p)) for name, p in module.named_parameters())
+        if parameter.requires_grad and type(held.data) is Tensor
     }

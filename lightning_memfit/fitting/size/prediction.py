@@ -5,6 +5,7 @@ that of the run as it is configured.
 """
 
 import copy
+import gc
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ from lightning_memfit.memory.attach import hide_idle_hooks
 from lightning_memfit.memory.kind import CPU, CUDA, compute_capability
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.events import CATEGORIES, AlignmentError, EventList, fit_slopes
 from lightning_memfit.profile.fake import fake_clone, tensors_in
 from lightning_memfit.profile.record import ModelProfile
@@ -74,7 +76,7 @@ def profile_fit(
     with ExitStack() as stack:
         for technique in reversed(techniques):  # left, and applied again, in their own order
             stack.enter_context(technique.taken_off(trainer, module))
-        return profile_module(
+        return _profile(
             module,
             batch,
             options,
@@ -261,7 +263,7 @@ class _StepTracer:
         with ExitStack() as stack:
             for technique in reversed(techniques):
                 stack.enter_context(technique.taken_off(trainer, module))
-            self._techniques = copy.deepcopy(techniques)
+            self._techniques = copied(techniques)
             self._clone = fake_clone(module, FakeTensorMode(allow_non_fake_inputs=True))
         for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
             object.__setattr__(self._clone, name, _unchanged)
@@ -289,7 +291,7 @@ class _StepTracer:
         object.__setattr__(self._clone, "_trainer", trainer)
         try:
             with _disable_current_modes(), torch.enable_grad():
-                return profile_module(
+                return _profile(
                     self._clone,
                     take(size),
                     options,
@@ -302,6 +304,18 @@ class _StepTracer:
             raise NoPrediction(str(error)) from error
         finally:
             object.__setattr__(self._clone, "_trainer", None)
+
+
+def _profile(*args: Any, **kwargs: Any) -> ModelProfile:
+    """`profile_module`, without what it leaves to Python's collector: copies of the batch and of optimizer states.
+
+    The Trainer of a trace, its loops and its callbacks refer to one another. Until a collection comes their tensors
+    would fill the memory that is being measured or searched. As the collector was paused, they are all young.
+    """
+    try:
+        return profile_module(*args, **kwargs)
+    finally:
+        gc.collect(1)
 
 
 def _on_host(batch: Any) -> Any:

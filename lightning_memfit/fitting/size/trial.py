@@ -1,7 +1,11 @@
 """`Trial` runs steps and undoes them; `fit_size` finds the micro-batch size with such steps."""
 
+import gc
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -10,6 +14,7 @@ from torch import nn
 
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
+from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import TrainingSnapshot
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.size.search import (
@@ -21,7 +26,14 @@ from lightning_memfit.fitting.size.search import (
     find_by_trials,
     find_largest,
 )
+from lightning_memfit.fitting.upstream.deepspeed import ZeroEngine
 from lightning_memfit.memory import format_bytes
+
+_MARGIN = 0.03  # of the memory for more than one sample, where running out of it in a trial step ends the run
+_NOT_TAKEN_BACK = (
+    "Memory ran out in a trial step with micro-batch {}, before training: under ZeRO that can't be taken back. Set "
+    "`MicroBatching(micro_batch_size={})` or less; the effective batch stays the same."
+)
 
 
 class NothingFits(torch.OutOfMemoryError):
@@ -40,6 +52,7 @@ class Trial:
         forward_and_backward: Runs forward and backward on a number of samples without logging.
         device_memory: Measures peaks; None if memory can't be measured.
         consensus: Lets all ranks try the same sizes together; a size fits if it fits on every rank.
+        engine: The DeepSpeed engine that holds the optimizer; None under other strategies.
 
     Attributes:
         num_steps: Number of trial steps run so far.
@@ -51,8 +64,11 @@ class Trial:
         forward_and_backward: Callable[[int], None],
         device_memory: DeviceMemory | None,
         consensus: RankConsensus,
+        engine: ZeroEngine | None = None,
     ) -> None:
         self._trainer = trainer
+        self._engine = engine
+        self._stack = ExitStack()
         self._module = trainer.lightning_module
         self._optimizer = trainer.optimizers[0]
         self._forward_and_backward = forward_and_backward
@@ -67,7 +83,11 @@ class Trial:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         others = [config.scheduler for config in trainer.lr_scheduler_configs] + ([] if scaler is None else [scaler])
         self._hook_name = self._module._current_fx_name
-        self._snapshot = TrainingSnapshot(self._module, trainer.optimizers, trainer.strategy.root_device, others)
+        optimizers = trainer.optimizers
+        if self._engine is not None:
+            self._stack.enter_context(self._engine.unchanged())
+            optimizers = [self._engine.optimizer]
+        self._snapshot = TrainingSnapshot(self._module, optimizers, trainer.strategy.root_device, others)
         for group in self._optimizer.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
         return self
@@ -75,9 +95,19 @@ class Trial:
     def __exit__(self, *_: object) -> None:
         assert self._snapshot is not None
         clear_gradients(self._module)
+        if self._engine is not None:
+            self._engine.settle()
         self._snapshot.restore()
+        self._snapshot = None
+        self._stack.close()
+        gc.collect()  # what the trial steps leave in cycles would stay in memory for many steps of the run
         if self._memory is not None:
             self._memory.reset_peak()
+
+    @property
+    def can_fail(self) -> bool:
+        """Whether a step that runs out of memory can be taken back."""
+        return self._engine is None
 
     @property
     def measures(self) -> bool:
@@ -102,17 +132,26 @@ class Trial:
     def step(self, size: int) -> Probe:
         """Run a step with micro-batches of a size."""
         self.num_steps += 1
-        failure: Exception | None = None
-        work_bytes = peak_bytes = -1
         if self._memory is not None:
             self._memory.reset_peak()
-        try:
+
+        def run() -> tuple[int, int]:
+            try:
+                return step()
+            except Exception as error:
+                if self.can_fail or not is_out_of_memory(error):
+                    raise
+                raise MemoryExhausted(_NOT_TAKEN_BACK.format(size, max(1, size * 3 // 4))) from error
+
+        def step() -> tuple[int, int]:
             self._forward_and_backward(size)
             work_bytes = self._peak()
-            self._optimizer.step()
-            peak_bytes = self._peak()
-        except Exception as error:
-            failure = error
+            closure: Any = _StepClosure(partial(self._forward_and_backward, size))
+            self._optimizer.step(closure=closure)
+            return work_bytes, self._peak()
+
+        peaks, failure = self._consensus.together(run)
+        work_bytes, peak_bytes = peaks or (-1, -1)
         status = 0 if failure is None else 1 if is_out_of_memory(failure) else 2
         told = self._consensus.exchange(status, peak_bytes, work_bytes)
         if failure is not None:
@@ -131,6 +170,26 @@ class Trial:
         return -1 if self._memory is None else self._memory.peak_bytes
 
 
+class _StepClosure:
+    """A closure for steps that need one: forward and backward are done when it is called first, and run again later.
+
+    Args:
+        run: Runs forward and backward.
+    """
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self._is_done = True
+
+    @torch.enable_grad()
+    def __call__(self) -> torch.Tensor:
+        """Return a loss of zero, after which no step looks for a better one."""
+        if not self._is_done:
+            self._run()
+        self._is_done = False
+        return torch.zeros(())
+
+
 def clear_gradients(module: nn.Module) -> None:
     """Set all gradients to None."""
     for parameter in module.parameters():
@@ -143,7 +202,8 @@ def fit_size(
     """Find the largest micro-batch up to `local_batch_size`: predicted, then verified by one or two trial steps.
 
     Before them comes one with a single sample, which makes gradients and optimizer states. A prediction that is not
-    traced is corrected by one more. Without a prediction, up to five trial steps of growing size replace it.
+    traced, or must not be too low because no step can be taken back, is corrected by one more. Without a prediction, up
+    to five trial steps of growing size replace it.
 
     Raises:
         NothingFits: If not even one sample fits, on all ranks.
@@ -155,7 +215,9 @@ def fit_size(
     if predict is not None:
         if isinstance(predict, ExactPredictor) and trial.measures:
             predict.calibrate(trial.rest_bytes)
-        first = None if is_traced else trial.step(1)
+        first = None if is_traced and trial.can_fail else trial.step(1)
+        if not trial.can_fail and first is not None and first.peak_bytes is not None:
+            limit_bytes -= int(_MARGIN * max(0, limit_bytes - first.peak_bytes))
         if first is None or first.fits:
             try:
                 found = find_largest(local_batch_size, predict, limit_bytes, trial.probe, first, trial.agree)

@@ -14,11 +14,15 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.ladder import LAST_RESORTS, LastResort
+from lightning_memfit.fitting.recovery.lockstep import consensus_for
+from lightning_memfit.fitting.recovery.rank_watch import RankWatch
 from lightning_memfit.fitting.recovery.retry import TrainerGuard, explain_where
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
 from lightning_memfit.fitting.size.prediction import SizePrediction, predict_sizes
@@ -47,9 +51,10 @@ class MicroBatching(Callback):
     `global_step` are those of a run with the whole batch at once. Out-of-memory errors lower the micro-batch and
     repeat the effective batch; they don't end the run.
 
-    Works with automatic optimization on one device or with DDP, where one rank may run out of memory alone. Sharded
-    strategies (FSDP) communicate inside forward, so that a rank can't stop alone: with them a size is found, but
-    an out-of-memory error ends the run.
+    Works with automatic optimization on one device, with DDP and with FSDP2 (recovery needs torch 2.13 there), where
+    one rank may run out of memory alone. With tensor parallelism it recovers while a size or shape is new. With ZeRO
+    and other sharded strategies a size is found, but an out-of-memory error ends the run and says with which size to
+    resume. An error on one rank ends all of them.
 
     Args:
         global_batch_size: Samples per optimizer step over all devices. Checked against the loader's batch size x
@@ -121,6 +126,8 @@ class MicroBatching(Callback):
         self._evaluation_sizes: dict[str, int] = {}
         self._loop: MicroBatchLoop | None = None
         self._guard: TrainerGuard | None = None
+        self._watch: RankWatch | None = None
+        self._ranks: RankConsensus | None = None
         self._session: FitSession | None = None
         self._evaluation: EvaluationSplitter | None = None
         self._lent: tuple[Any, int] | None = None
@@ -143,6 +150,8 @@ class MicroBatching(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace Lightning's optimization loop and the strategy's evaluation steps."""
         self._undo(trainer)
+        if trainer.world_size > 1:
+            self._watch = RankWatch(trainer.global_rank, trainer.world_size)
         refuse_batch_size_finder(trainer)
         if self.options.recover:
             self._guard = TrainerGuard(trainer, pl_module)
@@ -154,11 +163,12 @@ class MicroBatching(Callback):
             self._weights(pl_module),
             self._evaluation_sizes,
             self.options.allow_batch_statistics,
+            partial(self._agree_by, trainer, is_evaluation=True),
         )
         self._evaluation.install()
         if stage != "fit":
             return
-        _check_support(trainer, pl_module)
+        _check_support(trainer, pl_module, self.options)
         if self.global_batch_size is not None:
             self._lent = lend_batch_size(trainer, pl_module, local_batch_size_for(trainer, self.global_batch_size))
         self._predictor = self.options.predictor
@@ -184,8 +194,25 @@ class MicroBatching(Callback):
         options = replace(self.options, predictor=self._predictor)
         memory = find_device_memory(trainer)
         self._session = FitSession(
-            self._loop, options, splitter, self._weights(pl_module), memory, self._kept, self._note
+            self._loop,
+            options,
+            splitter,
+            self._weights(pl_module),
+            memory,
+            self._kept,
+            self._note,
+            self._agree_by(trainer),
         )
+
+    def _agree_by(self, trainer: Trainer, is_evaluation: bool = False) -> RankConsensus:
+        if is_evaluation and isinstance(trainer.strategy, DeepSpeedStrategy):
+            return consensus_for(trainer, is_evaluation)
+        if self._ranks is None:
+            ranks = consensus_for(trainer, is_evaluation)
+            if is_evaluation and not ranks.stops_together:
+                return ranks
+            self._ranks = ranks
+        return self._ranks
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -195,7 +222,8 @@ class MicroBatching(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore what was replaced; Lightning calls no `teardown` after an exception."""
-        if self.options.recover:
+        is_own = self._watch is None or self._watch.explain(exception)
+        if self.options.recover and is_own:
             explain_where(exception, trainer.world_size)
         self._undo(trainer)
 
@@ -265,7 +293,12 @@ class MicroBatching(Callback):
         if self._lent is not None:
             owner, before = self._lent
             owner.batch_size = before
+        if self._ranks is not None:
+            self._ranks.close()
+        if self._watch is not None:
+            self._watch.close()
         self._loop, self._guard, self._evaluation, self._lent = None, None, None, None
+        self._watch, self._ranks = None, None
 
 
 def _method(module: LightningModule, name: str) -> Callable[..., Any] | None:
@@ -295,17 +328,44 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _check_support(trainer: Trainer, module: LightningModule) -> None:
+def check_strategy(strategy: Strategy, accumulate_grad_batches: int, options: Options) -> None:
+    """Refuse what `MicroBatching` can't do under a strategy.
+
+    Args:
+        strategy: The strategy.
+        accumulate_grad_batches: Loader batches per optimizer step.
+        options: The arguments of `MicroBatching`.
+
+    Raises:
+        MisconfigurationException: With the argument to change.
+    """
+    if strategy.handles_gradient_accumulation:
+        raise MisconfigurationException(
+            f"`{type(strategy).__name__}` counts micro-batches by itself, so that `MicroBatching` can't say where an "
+            "effective batch ends. Use `memfit_zero_1`, `_2`, `_3` (`ZeroStrategy`), `memfit_ddp` or `memfit_fsdp2`."
+        )
+    if not isinstance(strategy, DeepSpeedStrategy):
+        return
+    if accumulate_grad_batches > 1:
+        wanted = options.global_batch_size or "the effective batch"
+        raise MisconfigurationException(
+            f"`accumulate_grad_batches={accumulate_grad_batches}` beside `MicroBatching` under ZeRO: DeepSpeed "
+            "accumulates the micro-batches that are cut from one loader batch. Leave it at 1 and let the loaders of "
+            f"all ranks deliver {wanted} together."
+        )
+    if options.last_resort != "none":
+        raise MisconfigurationException(
+            f"`last_resort={options.last_resort!r}` repeats a step, which ZeRO can't. Use `ActivationCheckpointing`, "
+            "or `memfit_zero_offload` for optimizer states."
+        )
+
+
+def _check_support(trainer: Trainer, module: LightningModule, options: Options) -> None:
     reason = unsupported(run_of(trainer, module), {})
     if reason is not None:
         raise MisconfigurationException(f"`MicroBatching`: {reason}")
     strategy = trainer.strategy
-    if strategy.handles_gradient_accumulation:
-        raise MisconfigurationException(
-            f"`{type(strategy).__name__}` reduces gradients inside every backward pass, which `MicroBatching` can't "
-            "repeat or put off. Set the loader's batch size to the micro-batch and `accumulate_grad_batches` to the "
-            "number of micro-batches, or use `memfit_ddp` or `memfit_fsdp2`."
-        )
+    check_strategy(strategy, trainer.accumulate_grad_batches, options)
     if getattr(strategy, "_ddp_comm_hook", None) is not None:
         raise MisconfigurationException(
             "`MicroBatching` adds up the gradients of ranks itself, so that `ddp_comm_hook` would not be used. Remove "

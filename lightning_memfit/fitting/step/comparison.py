@@ -38,6 +38,7 @@ from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.noise import RecordedNoise, SlicedNoise, without_recurrent_dropout
 from lightning_memfit.fitting.step.outputs import StepLogs
 from lightning_memfit.fitting.step.split import BatchSplitter, with_own_tensors
+from lightning_memfit.fitting.upstream.deepspeed import held_weight
 from lightning_memfit.measure.monitor import MemoryMonitor
 
 _NUM_PROJECTIONS = 32
@@ -144,27 +145,41 @@ class Comparison:
         self.trained = {name for name, p in loop.module.named_parameters() if p.requires_grad}
         self.least_bits = 64
 
+    @property
+    def ignored(self) -> set[int]:
+        """Entries of labels that losses of the samples together were told to leave out."""
+        return self._noise.ignored
+
     def __enter__(self) -> "Comparison":
         module, trainer = self._loop.module, self._loop.trainer
-        steps_in_backward = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
+        steps_in_backward = self._loop.engine is None and any(
+            getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters()
+        )
         self.loggers = self._stack.enter_context(silenced(trainer))
         self._stack.enter_context(without_recurrent_dropout(module))
         self._stack.enter_context(_exact_products())
         if isinstance(trainer.precision_plugin, MixedPrecision) and not self._autocast:
             self._stack.enter_context(_without_autocast(trainer))
         optimizers = trainer.optimizers if steps_in_backward else ()
+        self._settle()
         self._snapshot = TrainingSnapshot(module, optimizers, trainer.strategy.root_device)
         return self
 
     def __exit__(self, *_: object) -> None:
         for parameter in self._loop.module.parameters():
             parameter.grad = None
+        self._settle()
         self._snapshot.restore()
         self._stack.close()
         _SIGNS.clear()
         for callback in self._loop.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, MemoryMonitor):
                 callback.reset_peak()
+
+    def _settle(self) -> None:
+        """Divide what a pass has left gathered, so that the next one begins with the weights that are put back."""
+        if self._loop.engine is not None:
+            self._loop.engine.settle()
 
     def whole(self, after: Pass | None = None, carried: Collection[str] = ()) -> Pass:
         """Run the samples together.
@@ -224,6 +239,7 @@ class Comparison:
         loop, module = self._loop, self._loop.module
         for parameter in module.parameters():
             parameter.grad = None
+        self._settle()
         _move_weights(module)
         before = _readings(module)
         logs, sketches, host_random = StepLogs(), _Sketches(module), _host_random()
@@ -262,9 +278,10 @@ def _move_weights(module: nn.Module) -> None:
     """Move every trained weight by about one per cent of its tensor's size, always in the same way."""
     with torch.no_grad(), _disable_current_modes():
         for parameter in module.parameters():
-            if not parameter.requires_grad or not parameter.is_floating_point() or type(parameter.data) is not Tensor:
+            data = held_weight(parameter).data
+            if not parameter.requires_grad or not data.is_floating_point() or type(data) is not Tensor:
                 continue
-            values = parameter.data.view(-1) if parameter.data.is_contiguous() else parameter.data.flatten()[:0]
+            values = data.view(-1) if data.is_contiguous() else data.flatten()[:0]
             scale = _MOVED * float(values.float().std()) if values.numel() > 1 else 0.0
             for chunk in values.split(_CHUNK):
                 chunk.add_(_signs(chunk.device)[: len(chunk)], alpha=scale or _MOVED)

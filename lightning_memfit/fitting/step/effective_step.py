@@ -18,8 +18,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_memfit.fitting.recovery.consensus import RankConsensus
+from lightning_memfit.fitting.recovery.consensus import PeerFailed, RankConsensus
 from lightning_memfit.fitting.recovery.ladder import Ladder
+from lightning_memfit.fitting.recovery.lockstep import TRAINING
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.postmortem import explain
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
@@ -34,7 +35,7 @@ from lightning_memfit.fitting.recovery.step_state import (
     find_slots,
 )
 from lightning_memfit.fitting.size.device_memory import allocation_retries
-from lightning_memfit.fitting.size.shapes import ShapeGuard
+from lightning_memfit.fitting.size.shapes import ProvenShapes, ShapeGuard
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
 from lightning_memfit.fitting.step.exactness import ExactnessCheck
 from lightning_memfit.fitting.step.gradient_reducer import GradientReducer, broadcast_buffers
@@ -52,10 +53,48 @@ _SKIPS = (
     "whole batch would be skipped or not. Return a loss of zero weight for them, keep the whole share in one "
     "micro-batch, or accept it: `MicroBatching(allow_batch_statistics=True)`."
 )
+_CLOSURES = (
+    "The optimizer calls its closure more than once per step, and with `accumulate_grad_batches` the closure runs the "
+    "last batch of a window only: no call but the first gives the gradients of the effective batch. Leave "
+    "`accumulate_grad_batches` at 1 and let the loader deliver the whole batch; `MicroBatching` cuts it."
+)
+_NOT_TOGETHER = (
+    "Memory ran out on this rank, which communicates with others inside the step: to stop and repeat it together takes "
+    "FSDP2 (`memfit_fsdp2`) and torch 2.13."
+)
+_NOT_REPEATED = (
+    "Memory ran out in a step under ZeRO, which can't be repeated: DeepSpeed has reduced a part of its gradients."
+)
+_RESUME = (
+    "Resume from the last checkpoint with `MicroBatching(micro_batch_size={})`, which should fit where {} didn't; the "
+    "effective batch stays the same."
+)
+_NOTHING_SMALLER = (
+    "It was one sample at a time: resume from the last checkpoint with `ActivationCheckpointing`, shorter samples, or "
+    "a strategy that keeps less on the device."
+)
+_UNEQUAL = (
+    "The ranks' batches make {} micro-batches. ZeRO communicates in every forward or backward, so that all ranks must "
+    "run equally many: let the loaders of all ranks deliver equally many samples (`drop_last=True`)."
+)
 _STEPS_BETWEEN_CHECKS = 16
 _MANY_RETRIES = 4
 _MAX_CHECKS = 3
 _LET_OTHERS_SPEAK = 2.0  # seconds
+_ALWAYS_RISKY = 2
+"""Steps at first, of which the first one makes the optimizer's states."""
+
+
+def _num_parts(local_batch: LocalBatch, size: int) -> int:
+    return -(-local_batch.num_samples // size)
+
+
+def _on_host(batch: Any) -> Any:
+    return move_data_to_device(batch, torch.device("cpu"))
+
+
+def _do_nothing() -> None:
+    """Run nothing."""
 
 
 class _Open(Exception):
@@ -82,9 +121,10 @@ class EffectiveStep:
     Before a batch is split for the first time, an `ExactnessCheck` compares samples together with samples apart, and
     again on the first batch for which it matters what exactly the loss is a mean over.
 
-    An attempt runs every micro-batch without communication between ranks. Then all ranks exchange how it went, as three
-    numbers each. Only if all succeeded are gradients reduced and values logged. Otherwise all of them go back to the
-    start of the effective batch, take a smaller micro-batch and repeat it.
+    An attempt runs every micro-batch without communication between ranks, or with that of a sharded module, which a
+    `Lockstep` ends on all ranks if one fails. Then all ranks exchange how it went, as three numbers each. Only if all
+    succeeded are gradients reduced and values logged. Otherwise all of them go back to the start of the effective
+    batch, take a smaller micro-batch and repeat it.
 
     Args:
         loop: Runs forward and backward.
@@ -127,8 +167,11 @@ class EffectiveStep:
         self._num_ranks = consensus.world_size
         self._is_alone = self._num_ranks == 1
         # Sharded strategies communicate in forward and average gradients in backward: no rank can stop alone.
-        self._is_sharded = not self._is_alone and reducer is None
-        self._recovers = recover and not self._is_sharded
+        self._engine = loop.engine
+        self._is_sharded = self._engine is not None or (not self._is_alone and reducer is None)
+        self._stops_alone = self._is_sharded and not consensus.stops_together
+        self._recovers = recover and not self._stops_alone
+        self._proven = ProvenShapes()
         self._on_change = on_change
         self._advise = advise
         self._device: torch.device = loop.trainer.strategy.root_device
@@ -156,6 +199,8 @@ class EffectiveStep:
         self.shapes: ShapeGuard | None = None
         self._last: tuple[LocalBatch, RollbackPoint]
         self._is_again = False
+        self._is_risky = False
+        self._checked_rank = 0
 
     @property
     def repeats(self) -> bool:
@@ -174,19 +219,28 @@ class EffectiveStep:
 
         Raises:
             torch.OutOfMemoryError: If not even one sample fits.
+            MisconfigurationException: If micro-batches can't give what the whole batch gives.
         """
         if self._is_again:
             return self._run_again(request)
+        if request.is_complete and request.zero_grad is None:
+            raise MisconfigurationException(_CLOSURES)
         self._num_steps += 1
+        self._consensus.settle()
         if self._is_cached and not self._num_steps % _STEPS_BETWEEN_CHECKS:
             self._watch_allocator()
         batch = request.arguments["batch"]
         num_samples = self._splitter.count(batch)
         size = self._size_for(request, num_samples)
+        if self._engine is not None:
+            size = int(min(theirs for (theirs,) in self._consensus.exchange(size)))
         local_batch = self._weigh(request, num_samples, size)
         start = self._rollback.save()
         needs_check = num_samples > size and self._needs_check(local_batch, size)
-        if self._weigh_in(request, local_batch, needs_check):
+        if self._is_sharded and self._engine is None:
+            is_proven = self._num_steps > _ALWAYS_RISKY and self._proven.covers(batch, size)
+            self._is_risky = not (is_proven and self._consensus.knows((TRAINING, _num_parts(local_batch, size))))
+        if self._weigh_in(request, local_batch, needs_check, _num_parts(local_batch, size)):
             local_batch, start = self._check_on(request, local_batch, start, size)
         request.kept = self._guard.keep(batch)  # there, so that it dies with the batch
         self._num_checks = 0
@@ -199,6 +253,7 @@ class EffectiveStep:
         if self._loop.has_after_backward:
             self._loop.after_backward(partial(self._run_gradients_again, request))
         self._complete(request, *self._last)
+        request.is_complete = True
         return result
 
     def _run_again(self, request: StepRequest) -> ClosureResult:
@@ -253,7 +308,9 @@ class EffectiveStep:
     def _size_for(self, request: StepRequest, num_samples: int) -> int:
         """Return the micro-batch size for a batch: less than the one in use if its samples are longer than before."""
         size = self._sizes.for_batch(num_samples)
-        return size if self.shapes is None or self._is_sharded else self.shapes.size_for(request.batch, size)
+        if self.shapes is None or (self._is_sharded and self._engine is None):
+            return size
+        return self.shapes.size_for(request.batch, size)
 
     def _weigh(self, request: StepRequest, num_samples: int, size: int) -> LocalBatch:
         if self._weighs_whole or num_samples > size:
@@ -281,8 +338,12 @@ class EffectiveStep:
     ) -> tuple[LocalBatch, RollbackPoint]:
         """Check on this batch, on all ranks; nothing is changed if micro-batches don't give what it gives."""
         assert self._check is not None
-        num_samples = local_batch.num_samples
-        self._check.run(request, request.batch, num_samples, size, has_failed)
+        num_samples, batch = local_batch.num_samples, request.batch
+        if self._is_sharded:  # gradients are those of all ranks: they compare the same samples
+            batch = move_data_to_device(self._consensus.from_rank(self._checked_rank, _on_host(batch)), self._device)
+        self._check.run(request, batch, self._splitter.count(batch), size, has_failed)
+        if self._engine is not None:
+            self._engine.discard_gradients()
         self._loop.module._current_fx_name = start.hook_name
         if self._check.state_rules.names:
             self._rollback.state.watch(self._check.slots)
@@ -291,21 +352,32 @@ class EffectiveStep:
         self._weigh_again(request, local_batch)
         return local_batch, start
 
-    def _weigh_in(self, request: StepRequest, local_batch: LocalBatch, needs_check: bool) -> bool:
+    def _weigh_in(self, request: StepRequest, local_batch: LocalBatch, needs_check: bool, num_parts: int) -> bool:
         """Add the weight of this batch, over all ranks, to that of its window; return whether any rank has to check."""
         if request.zero_grad is not None:
             self._past.clear()
             self._is_cleared = False
             self._window_total = 0.0
         self._batch_total = 0.0
-        return self._weigh_again(request, local_batch, needs_check)
+        return self._weigh_again(request, local_batch, needs_check, num_parts)
 
-    def _weigh_again(self, request: StepRequest, local_batch: LocalBatch, needs_check: bool = False) -> bool:
-        """Replace the weight of this batch in that of its window; return whether any rank has to check."""
+    def _weigh_again(
+        self, request: StepRequest, local_batch: LocalBatch, needs_check: bool = False, num_parts: int = 0
+    ) -> bool:
+        """Replace the weight of this batch in that of its window; return whether any rank has to check.
+
+        Sharded, an attempt is risky for all ranks if it is for one, or if they run different numbers of micro-batches.
+        """
         total = local_batch.weight
         if not self._is_alone:
-            told = self._consensus.exchange(total, needs_check)
-            total, needs_check = sum(theirs for theirs, _ in told), any(needs for _, needs in told)
+            told = self._consensus.exchange(total, needs_check, -1 if self._is_risky else num_parts)
+            total, needs_check = sum(theirs for theirs, *_ in told), any(needs for _, needs, _ in told)
+            if num_parts and self._is_sharded:
+                self._is_risky = any(parts != num_parts for *_, parts in told)
+            if self._is_risky and self._engine is not None:
+                counts = ", ".join(str(int(parts)) for *_, parts in told)
+                raise MisconfigurationException(_UNEQUAL.format(counts))
+            self._checked_rank = next((rank for rank, (_, needs, _) in enumerate(told) if needs), 0)
         if request.zero_grad is not None:
             self._reference = max(total, 1e-30) * self._loop.trainer.accumulate_grad_batches
         self._window_total += total - self._batch_total
@@ -317,15 +389,31 @@ class EffectiveStep:
     def _attempt(
         self, request: StepRequest, local_batch: LocalBatch, size: int, start: RollbackPoint, is_repeated: bool
     ) -> tuple[ClosureResult | None, Exception | None]:
-        try:
+        def attempt() -> ClosureResult | _Open:
             if is_repeated and self._past:
                 self._repeat_past(request, start, size)
-            return self._run_micro_batches(request, local_batch, size, start), None
-        except Exception as error:
-            is_expected = isinstance(error, _Open) or (self._recovers and is_out_of_memory(error))
-            if self._is_alone and not is_expected:
+            try:
+                return self._run_micro_batches(request, local_batch, size, start)
+            except _Open as is_open:
+                if self._stops_alone:  # and has come to the end
+                    return is_open
                 raise
-            return None, error
+            except Exception as error:
+                # Others wait in a collective, not to hear how it went: a `RankWatch` tells them.
+                if self._stops_alone and is_out_of_memory(error):
+                    raise MemoryExhausted(self._say_what_fits(request, size, error)) from error
+                raise
+
+        key = None if is_repeated else (TRAINING, _num_parts(local_batch, size))
+        found, error = self._consensus.together(attempt, key, is_repeated or self._is_risky)
+        result, error = (None, found) if isinstance(found, _Open) else (found, error)
+        if error is not None and not isinstance(error, _Open):
+            is_expected = self._recovers and is_out_of_memory(error)
+            if (self._is_alone and not is_expected) or self._stops_alone:
+                raise error
+        if error is None and self._is_sharded:
+            self._proven.add(request.batch, size)
+        return result, error
 
     def _repeat_past(self, request: StepRequest, start: RollbackPoint, size: int) -> None:
         """Run the earlier loader batches of the window again for their gradients; they have been logged already."""
@@ -350,6 +438,8 @@ class EffectiveStep:
         rules = _NO_RULES if self._check is None else self._check.state_rules
         states = MicroBatchStates(rules, start.state) if rules.names else None
         skips: set[bool] = set()
+        # Ranks that can't stop together must all come to the end; what is open is told then.
+        last, looked_at = len(sizes) - 1, len(sizes) - 1 if self._stops_alone else 0
         last_counted = len(weights) - 1
         while last_counted and not weights[last_counted]:
             last_counted -= 1
@@ -366,11 +456,12 @@ class EffectiveStep:
                     raise MisconfigurationException(_SKIPS)
                 if request.zero_grad is not None and not self._is_cleared:
                     self._zero_grad(request.zero_grad)
-                self._backward(request, output, weight, announce and index == last_counted)
+                is_final = request.is_last and index == last
+                self._backward(request, output, weight, announce and index == last_counted, is_final, is_part=True)
                 outputs.add(output, weight, sizes[index])
                 if states is not None:
                     states.add(sizes[index], weight)
-                if not index and self._looks:
+                if index == looked_at and self._looks:
                     self._stop_if(bool(self._rollback.state.written() - rules.names - self._written_once.keys()))
                 del part, output  # before the next forward
         finally:
@@ -398,7 +489,7 @@ class EffectiveStep:
             result = self._loop.forward(request, batch, divisor)
             if request.zero_grad is not None and not self._is_cleared:
                 self._zero_grad(request.zero_grad)
-            self._backward(request, result, weight, announce)
+            self._backward(request, result, weight, announce, request.is_last)
         finally:
             outputs.end()
         if self._weighs_whole:
@@ -440,7 +531,15 @@ class EffectiveStep:
             return 1.0
         return self._reference / weight / (self._consensus.world_size if self._is_sharded else 1)
 
-    def _backward(self, request: StepRequest, output: ClosureResult, weight: float, announce: bool) -> None:
+    def _backward(
+        self,
+        request: StepRequest,
+        output: ClosureResult,
+        weight: float,
+        announce: bool,
+        is_final: bool,
+        is_part: bool = False,
+    ) -> None:
         """Run backward; a micro-batch whose labels are all masked has a loss of 0/0 and no gradient."""
         loss, output.closure_loss = output.closure_loss, None
         if loss is None:
@@ -451,7 +550,8 @@ class EffectiveStep:
             loss = loss.nan_to_num() * 0.0  # sharded backward communicates: no rank may skip one
         if announce and self._outputs.loss is not None:
             loss = loss + self._outputs.loss  # a constant: hooks see the loss of the whole batch
-        self._loop.backward(request, loss, announce)
+        backward = self._loop.backward_of_part if is_part else self._loop.backward
+        backward(request, loss, announce, is_final)
 
     # --- consensus --------------------------------------------------------------------------------------------------
 
@@ -471,11 +571,12 @@ class EffectiveStep:
             status = _FAILED
         told = self._consensus.exchange(status, size, self._sizes.current)
         failed = [rank for rank, (theirs, *_) in enumerate(told) if theirs == _FAILED]
-        if error is not None and status == _FAILED:
-            raise error
         if failed:
+            said = self._consensus.from_rank(failed[0], f"{type(error).__name__}: {error}")
+            if error is not None and status == _FAILED:
+                raise error
             time.sleep(_LET_OTHERS_SPEAK)  # who is first to stop is often the only one that is heard
-            raise RuntimeError(f"Rank {failed[0]} failed in this step; see its error. This rank stops, too.")
+            raise PeerFailed(f"Rank {failed[0]} failed in this step: {said}\nThis rank stops, too.")
         self._failed_size = int(max((size for theirs, size, _ in told if theirs == _OUT_OF_MEMORY), default=0))
         self._sizes.current = min(self._sizes.current, int(min(current for *_, current in told)))
         self._is_open = any(theirs == _OPEN for theirs, *_ in told)
@@ -485,12 +586,13 @@ class EffectiveStep:
 
     def _complete(self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint) -> None:
         if not request.is_last:
-            host = OrderedDict((k, move_data_to_device(v, torch.device("cpu"))) for k, v in request.arguments.items())
+            host = OrderedDict((k, _on_host(v)) for k, v in request.arguments.items())
             self._past.append(_Past(host, local_batch, start))
         before = self._sizes.current
         if self._sizes.succeed() > before:
             self._on_change(self._sizes.current, "no failure for a while")
         if given_up := self._ladder.succeed():  # after every batch: ranks must count alike
+            self._consensus.start_anew()
             rank_zero_info(f"MicroBatching: no failure for a while; from now on without {given_up}.")
             self._on_change(self._sizes.current, f"from now on without {given_up}")
 
@@ -519,12 +621,15 @@ class EffectiveStep:
             Whether the attempt ended because something has to be checked, not for memory.
         """
         self._outputs.clear()
+        self._consensus.start_anew()
         if error is not None:
             message = str(error).split("\n")[0]
             release(error)
         else:
             message = "on another rank"
         self._rollback.clear_gradients()
+        if self._engine is not None:
+            self._engine.discard_gradients()
         self._load(start, is_first=request.zero_grad is not None)
         if not self._failed_size:
             return True
@@ -554,6 +659,15 @@ class EffectiveStep:
                 f"{self._explain(request, start)}"
             ) from error
 
+    def _say_what_fits(self, request: StepRequest, size: int, error: Exception) -> str:
+        """Say why a batch can't be repeated, and with which size `fit` can go on from the last checkpoint."""
+        why = _NOT_REPEATED if self._engine is not None else _NOT_TOGETHER
+        smaller = self._sizes.shrink(size)
+        if smaller and self.shapes is not None:
+            smaller = self.shapes.size_for(request.batch, smaller)
+        fix = _RESUME.format(smaller, size) if smaller else _NOTHING_SMALLER
+        return f"{why} {fix} {str(error).splitlines()[0]}"
+
     def _explain(self, request: StepRequest, start: RollbackPoint) -> str:
         """Run one sample once more and return what fills the memory."""
         count = self._splitter.count(request.batch)
@@ -564,6 +678,8 @@ class EffectiveStep:
             if loss is not None:
                 self._loop.backward(request, loss, announce=False)
 
+        if self._is_sharded:
+            run = _do_nothing  # in which ranks would have to communicate
         text = explain(self._loop.module, self._loop.trainer.optimizers, run, self._advise)
         self._loop.module._current_fx_name = start.hook_name  # Lightning doesn't reset it when a hook raises
         return text

@@ -5,7 +5,7 @@ Before the first split it checks on some of the samples that parts give what the
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_memfit.fitting.recovery.consensus import PeerFailed, RankConsensus
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import MetricStates, RandomState, TrainingSnapshot
@@ -26,6 +27,7 @@ from lightning_memfit.memory.wrapping import wrap_method
 _STEPS = ("validation_step", "test_step", "predict_step")
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # TF32 rounds to the latter
 _LOW_PRECISION = 3e-2
+_OK, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
 _MISMATCHES = 0.02
 """Share of integers that may differ: classes whose scores are equal but for rounding."""
 
@@ -35,8 +37,8 @@ class EvaluationSplitter:
 
     A batch is tried whole at first. When memory runs out, it is repeated in smaller parts, and the size is remembered
     for the kind of step. Outputs are merged: scalars by their weighted mean, tensors of samples by
-    concatenation. Nothing is exchanged between ranks; values with `sync_dist=True` are reduced once per batch, after
-    all parts.
+    concatenation. Values with `sync_dist=True` are reduced once per batch, after all parts. Nothing else is exchanged
+    between ranks, unless they share the module: then all of them cut a batch alike.
 
     Before a step is split for the first time, half of the samples that failed are run at once and in unequal parts.
     What they return, log and add to metrics must agree; what differs between two runs at once (random numbers) isn't
@@ -49,6 +51,7 @@ class EvaluationSplitter:
         weights: Weighs their parts.
         sizes: Sizes to start with, by the name of the step, for example those of the last run.
         allow_batch_statistics: Whether values may change when batches are split.
+        ranks: Returns what ranks agree by; called with the first batch.
     """
 
     def __init__(
@@ -58,8 +61,10 @@ class EvaluationSplitter:
         splitter: BatchSplitter,
         weights: LossWeights,
         sizes: dict[str, int],
-        allow_batch_statistics: bool = False,
+        allow_batch_statistics: bool,
+        ranks: Callable[[], RankConsensus],
     ) -> None:
+        self._find_ranks = ranks
         self._trainer = trainer
         self._module = module
         self._splitter = splitter
@@ -85,33 +90,43 @@ class EvaluationSplitter:
             self._states.save(),
             self._module._current_fx_name,
         )
+        ranks = self._ranks
         count: int | None = None
         while True:
-            try:
-                if name not in self.sizes:
-                    return self._run_whole(name, step, batch, args, kwargs)
-                count = self._splitter.count(batch) if count is None else count
-                return self._run_parts(name, step, batch, args, kwargs, count)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure = error
+            is_cut = name in self.sizes  # then ranks may run different numbers of parts
+            count = self._splitter.count(batch) if count is None and is_cut else count
+            run = partial(self._run_once, name, step, batch, args, kwargs, count if is_cut else None)
+            output, failure = ranks.together(run, None if is_cut else (name,), is_risky=is_cut)
+            if not _has_run_out(name, ranks, failure):
+                return output
             count = self._splitter.count(batch) if count is None else count
             failed = min(self.sizes.get(name, count), count)
             if failed <= 1:
-                message = str(failure).split("\n")[0]
+                message = str(failure or "on another rank").split("\n")[0]
                 raise MemoryExhausted(
                     f"One sample does not fit in `{name}`. Shorter samples or a smaller model would. {message}"
                 ) from failure
-            release(failure)
-            del failure
+            if failure is not None:
+                release(failure)
+            del failure, run
             random, states, self._module._current_fx_name = point
             random.restore()
             self._states.load(states)
             if name not in self.sizes and not self._allows_changes:
-                self._check(name, step, batch, args, kwargs, count)
+                self._check(name, step, batch, args, kwargs, count, ranks)
             self.sizes[name] = max(1, failed // 2)
             rank_zero_warn(f"Memory ran out in `{name}` with {failed} samples; going on with {self.sizes[name]}.")
+
+    @cached_property
+    def _ranks(self) -> RankConsensus:
+        return self._find_ranks()
+
+    def _run_once(
+        self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any, count: int | None
+    ) -> Any:
+        if count is None:
+            return self._run_whole(name, step, batch, args, kwargs)
+        return self._run_parts(name, step, batch, args, kwargs, count)
 
     def _run_whole(self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any) -> Any:
         results = self._results(name)
@@ -170,7 +185,16 @@ class EvaluationSplitter:
 
     # --- the check --------------------------------------------------------------------------------------------------
 
-    def _check(self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any, count: int) -> None:
+    def _check(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        batch: Any,
+        args: Any,
+        kwargs: Any,
+        count: int,
+        ranks: RankConsensus,
+    ) -> None:
         """Check on some samples of a batch that parts give what the whole gives.
 
         Raises:
@@ -178,19 +202,17 @@ class EvaluationSplitter:
         """
         size = count // 2
         found: list[str] | None = None
-        while size > 1 and found is None:
+        while size > 1:
             part = self._splitter.split(batch, [size, count - size])[0]
-            try:
-                found = self._differences(name, step, part, args, kwargs, size)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure = error
-            else:
+            found, failure = ranks.together(partial(self._differences, name, step, part, args, kwargs, size))
+            if not _has_run_out(name, ranks, failure):
                 break
-            release(failure)
+            if failure is not None:
+                release(failure)
             del failure
             size //= 2
+        if ranks.stops_together and ranks.any_of([bool(found)])[0] and not found:
+            raise PeerFailed(f"Another rank found that `{name}` can't be split; see its error. This rank stops, too.")
         if found is None:
             rank_zero_warn(f"Two samples do not fit in `{name}`: nobody knows whether its values depend on the batch.")
         elif found:
@@ -242,6 +264,30 @@ class EvaluationSplitter:
             if metric._update_count:
                 values[f"the metric `{path}`"] = metric.compute()
         return values
+
+
+def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None) -> bool:
+    """Whether memory has run out in a step: on this rank, or on one that communicates with it in the step.
+
+    Raises:
+        Exception: If a rank failed for a reason other than memory; on that rank the same exception.
+    """
+    status = _OK if failure is None else _OUT_OF_MEMORY if is_out_of_memory(failure) else _FAILED
+    if not ranks.stops_together:
+        if failure is not None and (status == _FAILED or ranks.meets_inside):
+            raise failure
+        return status == _OUT_OF_MEMORY
+    told = [int(theirs) for (theirs,) in ranks.exchange(status)]
+    if _FAILED in told:
+        rank = told.index(_FAILED)
+        said = ranks.from_rank(rank, f"{type(failure).__name__}: {failure}")
+        if failure is not None and status == _FAILED:
+            raise failure
+        raise PeerFailed(f"Rank {rank} failed in `{name}`: {said}\nThis rank stops, too.")
+    if _OUT_OF_MEMORY in told:
+        ranks.start_anew()
+        return True
+    return False
 
 
 class _Logged(dict[str, Any]):

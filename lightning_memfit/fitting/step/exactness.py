@@ -8,6 +8,7 @@ statistics, contrastive and summed losses, class weights, masks, teachers and co
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.step.comparison import Comparison, Cut, PartFailed, Pass
 from lightning_memfit.fitting.step.log_rules import LogRules, check_metrics
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.step.loss_weights import SUM, LossWeights, Rule
+from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, SUM, LossWeights, Rule
 from lightning_memfit.fitting.step.outputs import merge, merge_kept
 from lightning_memfit.fitting.step.split import BatchSplitter
 
@@ -99,6 +100,7 @@ class ExactnessCheck:
         self._slots: dict[str, Slot] = {}
         self._logged: set[str] = set()
         self._unread: set[str] = set()
+        self._ignored: set[int] = set()
         self._num_runs = -1
         self.is_done = False
         self.state_rules = StateRules()
@@ -123,11 +125,9 @@ class ExactnessCheck:
             count = max(2, min(size, num_samples // 2))
         while True:
             failure: Exception | None = None
-            try:
-                if num_samples >= 2:
-                    self._compare(request, batch, num_samples, min(count, num_samples), size)
-            except Exception as error:
-                failure = error
+            if num_samples >= 2:
+                compare = partial(self._compare, request, batch, num_samples, min(count, num_samples), size)
+                _, failure = self._consensus.together(compare)
             is_memory = failure is not None and is_out_of_memory(failure)
             told = self._consensus.exchange(0 if failure is None else 1 if is_memory else 2)
             if failure is not None and not is_memory:
@@ -157,6 +157,10 @@ class ExactnessCheck:
         if self._consensus.any_of([self._weights.is_sum])[0]:
             self._weights.take_sum()
             return
+        mine = sorted(self._ignored)
+        for index in range(int(max(count for (count,) in self._consensus.exchange(len(mine))))):
+            told_values = self._consensus.exchange(mine[index] if index < len(mine) else IGNORE_INDEX)
+            self._weights.ignore(int(value) for (value,) in told_values)
         rules, refuted = self._weights.all_rules(batch, num_samples), self._weights.refuted
         if len({length for (length,) in self._consensus.exchange(len(rules))}) > 1:
             raise MisconfigurationException(
@@ -259,6 +263,8 @@ class ExactnessCheck:
         two = runs.part(1, after=one)
         module = self._loop.module
         tolerance = Tolerance.of(module, runs.least_bits)
+        self._ignored |= runs.ignored
+        self._weights.ignore(runs.ignored)
         shares = self._shares(batch, num_samples, runs.cut, runs.parts)
         likeliest = next((list(parts) for rule, parts in shares.items() if rule != SUM), None)
         sizes = [float(size) for size in runs.cut.sizes]

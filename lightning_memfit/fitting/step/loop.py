@@ -24,13 +24,20 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.retry import WITH_SEVERAL_DEVICES, retry
+from lightning_memfit.fitting.upstream.deepspeed import ZeroEngine
 from lightning_memfit.memory.wrapping import wrap_method
 
 LIGHTNING_VERSION = "2.6"
 REMEDY_FOR_HOOKS = "Let hooks and clipping use less memory, or leave more of it free: `MicroBatching(limit_bytes=...)`."
+_OWN_BACKWARD = (
+    "`{}.backward` does more than `loss.backward()`, and the batch is split: it would run once per micro-batch, on "
+    "gradients that are not those of the batch yet. Do the rest in `on_after_backward` or `on_before_optimizer_step`, "
+    "which are called when they are complete, or keep the whole share in one micro-batch."
+)
 _BACKWARD_HOOKS = ("on_before_backward", "on_after_backward")
 _CLIPPING_HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")
 _STEP_HOOKS = ("on_after_backward", *_CLIPPING_HOOKS)
@@ -48,6 +55,7 @@ class StepRequest:
         zero_grad: Clears the gradients with all hooks; None within a window of `accumulate_grad_batches`.
         is_last: Whether the optimizer steps after it.
         kept: What `BatchGuard` keeps of the batch.
+        is_complete: Whether it has been run; the optimizer may call its closure again.
     """
 
     arguments: "OrderedDict[str, Any]"
@@ -56,6 +64,7 @@ class StepRequest:
     zero_grad: Callable[[], None] | None
     is_last: bool
     kept: Any = None
+    is_complete: bool = False
 
     @property
     def batch(self) -> Any:
@@ -86,6 +95,8 @@ class MicroBatchLoop(_AutomaticOptimization):
         guard: Makes a context around the optimizer step; must be set before training starts.
         begin: Called before the first batch if `run_step` is not set by then: Lightning's tuners run the loop without
             the hooks of callbacks.
+        engine: The DeepSpeed engine that accumulates gradients and divides them among ranks; None under strategies that
+            leave that to the loop.
         go_back: Returns to the start of the effective batch that `run_step` has run, so that its next call repeats it;
             None if it can't.
         recover: Whether what runs out of memory between backward and the optimizer's step is repeated.
@@ -101,7 +112,9 @@ class MicroBatchLoop(_AutomaticOptimization):
         self.results: Any = trainer.fit_loop.epoch_loop._results
         self._replaced: _AutomaticOptimization | None = None
         self._overridden: dict[tuple[str, ...], bool] = {}
+        self._overrides_backward: bool | None = None
         self._is_alone = trainer.world_size == 1
+        self.engine: ZeroEngine | None = None
         self.go_back: Callable[[], None] | None = None
         self.recover = True
         self._closure: Callable[[], Any] | None = None
@@ -145,7 +158,8 @@ class MicroBatchLoop(_AutomaticOptimization):
         )
         if not hasattr(self, "run_step"):
             self.begin()
-        return _WholeBatchClosure(partial(self.run_step, request))
+        # `run_step` is looked up at every call: the first one replaces it, and an optimizer may call again.
+        return _WholeBatchClosure(lambda: self.run_step(request))
 
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
@@ -242,7 +256,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         if part is not arguments["batch"]:
             arguments = arguments.copy()
             arguments["batch"] = part
-        if self._is_alone:
+        if self._is_alone or self.engine is not None:
             output = call._call_strategy_hook(self.trainer, "training_step", *arguments.values())
         else:
             with self.unsynchronized():  # DistributedDataParallel decides in forward whether backward reduces
@@ -255,7 +269,31 @@ class MicroBatchLoop(_AutomaticOptimization):
             )
         return ClosureResult.from_training_step_output(output, divisor)  # type: ignore[arg-type]
 
-    def backward(self, request: StepRequest, loss: Tensor, announce: bool) -> None:
+    def backward_of_part(self, request: StepRequest, loss: Tensor, announce: bool, is_final: bool = False) -> None:
+        """Run backward of one micro-batch of several, as `backward` does.
+
+        Raises:
+            MisconfigurationException: If the module's own `backward` does more than calling `loss.backward`.
+        """
+        if self._overrides_backward is None:
+            self._overrides_backward = is_overridden("backward", self.module)
+        if not self._overrides_backward or self._skip_backward:
+            self.backward(request, loss, announce, is_final)
+            return
+        unwrap = wrap_method(self.module, "backward", self._only_backward, innermost=True)
+        try:
+            self.backward(request, loss, announce, is_final)
+        finally:
+            unwrap()
+
+    def _only_backward(self, backward: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Call the module's own `backward`, and refuse it if it does anything with tensors but `loss.backward`."""
+        with _TorchCalls() as calls:
+            backward(loss, *args, **kwargs)
+        if calls.others or calls.roots != [id(loss)]:
+            raise MisconfigurationException(_OWN_BACKWARD.format(type(self.module).__name__))
+
+    def backward(self, request: StepRequest, loss: Tensor, announce: bool, is_final: bool = False) -> None:
         """Run backward without synchronising ranks and without calling `on_after_backward`.
 
         Args:
@@ -263,15 +301,18 @@ class MicroBatchLoop(_AutomaticOptimization):
             loss: A scalar with a graph.
             announce: Whether to call `on_before_backward`: for one micro-batch of a batch, so that hooks are called as
                 often as in a run without micro-batches.
+            is_final: Whether it is the last one before the optimizer steps, which an engine that reduces gradients
+                itself has to know.
         """
         if self._skip_backward:
             return
         has_hooks = self._overrides(_BACKWARD_HOOKS)
-        if self._is_alone and not has_hooks:
+        reduces = is_final and self.engine is not None
+        if (reduces or (self._is_alone and self.engine is None)) and not has_hooks:
             call._call_strategy_hook(self.trainer, "backward", loss, request.optimizer)
             return
         muted = _BACKWARD_HOOKS[1:] if announce else _BACKWARD_HOOKS
-        with self.unsynchronized(), self._without_hooks(muted) if has_hooks else _NOTHING:
+        with _NOTHING if reduces else self.unsynchronized(), self._without_hooks(muted) if has_hooks else _NOTHING:
             call._call_strategy_hook(self.trainer, "backward", loss, request.optimizer)
 
     def to_device(self, batch: Any) -> Any:
@@ -311,7 +352,7 @@ class MicroBatchLoop(_AutomaticOptimization):
 
     def unsynchronized(self) -> AbstractContextManager[None]:
         """Return a context in which backward does not reduce gradients over ranks."""
-        if self._is_alone:
+        if self._is_alone and self.engine is None:
             return _NOTHING
         return _block_parallel_sync_behavior(self.trainer.strategy, block=True)
 
@@ -359,6 +400,28 @@ class MicroBatchLoop(_AutomaticOptimization):
                 object.__delattr__(owner, name)
                 if own is not None:
                     object.__setattr__(owner, name, own)
+
+
+class _TorchCalls(TorchFunctionMode):
+    """Notes calls of `Tensor.backward` and whether torch is called otherwise; what backward itself runs stays unseen.
+
+    Attributes:
+        roots: Identities of the tensors whose `backward` was called.
+        others: Number of other calls: operations, or reading `Tensor.grad`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.roots: list[int] = []
+        self.others = 0
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward:
+            self.roots.append(id(args[0]))
+        else:
+            self.others += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _callbacks(trainer: Trainer) -> list[Any]:

@@ -188,6 +188,13 @@ class LossWeights:
             key: [r for r in known if r not in self._refuted] or [SAMPLES] for key, known in self._known.items()
         }
 
+    def ignore(self, values: Iterable[int]) -> None:
+        """Take entries of labels that the loss was seen to leave out for candidates, too."""
+        new = [value for value in sorted(values) if value not in self._ignored]
+        if new:
+            self._ignored = (*self._ignored, *new)
+            self._known.clear()
+
     @property
     def refuted(self) -> frozenset[Rule]:
         """Rules that a comparison has shown to be wrong."""

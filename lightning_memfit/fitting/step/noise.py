@@ -19,6 +19,8 @@ from typing_extensions import override
 aten = torch.ops.aten
 
 _WIDTHS = {torch.float64: 64, torch.complex128: 64, torch.float32: 32, torch.complex64: 32}
+_LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+"""Kernels whose fifth argument, `ignore_index`, says which labels `cross_entropy` and `nll_loss` leave out."""
 _FUSED = ("dropout_p", "dropout")
 """Names of the arguments with which kernels draw inside themselves: attention, recurrent layers."""
 
@@ -61,10 +63,12 @@ class RecordedNoise(TorchDispatchMode):
 
     Attributes:
         least_bits: Width of the least exact floating-point numbers that were computed.
+        ignored: Entries of labels that losses were told to leave out.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.ignored: set[int] = set()
         self.draws: dict[bytes, _Draw] = {}
         self.least_bits = 64
         self._size = size
@@ -73,6 +77,8 @@ class RecordedNoise(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
+            if func in _LOSSES:
+                self.ignored.add(int(kwargs.get("ignore_index", args[4])))
             found = func(*args, **kwargs)
             if isinstance(found, Tensor) and found.is_floating_point():
                 self.least_bits = min(self.least_bits, _WIDTHS.get(found.dtype, 16))

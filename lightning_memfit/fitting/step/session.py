@@ -7,6 +7,7 @@ and then leaves every batch to an `EffectiveStep`, which runs later batches with
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import BatchSampler
 
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
@@ -37,9 +39,15 @@ from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs
 from lightning_memfit.fitting.step.split import BatchSplitter
+from lightning_memfit.fitting.upstream.deepspeed import engine_of
 from lightning_memfit.memory.kind import DeviceKind, hardware_name
 from lightning_memfit.memory.replicas import num_replicas
 
+_ON_DISK = (
+    "`MicroBatching` compares and tries steps, which can't be taken back where DeepSpeed keeps optimizer states or "
+    "weights on disk. Set the loader's batch size to the micro-batch and `accumulate_grad_batches` to the number of "
+    "micro-batches; `memfit estimate` says which micro-batch fits."
+)
 _HINT = "`MicroBatching(last_resort='offload')` recomputes activations and uses host memory before it gives up."
 
 # --- `global_batch_size` = loader batch x devices x `accumulate_grad_batches` ---------------------------------------
@@ -120,6 +128,11 @@ def check_global_batch(trainer: Trainer, global_batch_size: int, found: int) -> 
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
+def _unguarded(_: Optimizer) -> AbstractContextManager[None]:
+    """Guard no steps: those of an engine communicate, and can't be repeated by one rank."""
+    return nullcontext()
+
+
 @dataclass(frozen=True)
 class Options:
     """The arguments of `MicroBatching` that concern training."""
@@ -148,6 +161,7 @@ class FitSession:
         device_memory: The device's memory; None if it has no known limit.
         kept: What an earlier run found, as `kept` returns it; used on the same device with as many ranks.
         note: Called with the size and the reason at every choice and change.
+        consensus: Communication between the ranks.
 
     Attributes:
         sizes: The size in use; None before the first batch.
@@ -166,6 +180,7 @@ class FitSession:
         device_memory: DeviceMemory | None,
         kept: dict[str, Any],
         note: Callable[[int, str], None],
+        consensus: RankConsensus,
     ) -> None:
         trainer, module = loop.trainer, loop.module
         loader_size = loader_batch_size(trainer)
@@ -179,7 +194,11 @@ class FitSession:
         self._kept = kept
         self._note = note
         self._device: torch.device = trainer.strategy.root_device
-        self._consensus = RankConsensus(trainer.world_size)
+        self._consensus = consensus
+        loop.engine = engine_of(trainer)
+        if loop.engine is not None and loop.engine.is_on_disk:
+            raise MisconfigurationException(_ON_DISK)
+        consensus.settle()
         # Made before any trial, so that trials measure its buffer as well.
         self._reducer: GradientReducer | None = None
         if isinstance(trainer.strategy.model, DistributedDataParallel):
@@ -195,13 +214,13 @@ class FitSession:
         self.sizes: MicroBatchSize | None = None
         self.found: SizeSearchResult | None = None
         self._shapes: ShapeGuard | None = None
-        self._step_guard = loop.guard = StepGuard(device_memory)
+        self._step_guard = StepGuard(device_memory)
+        loop.guard = self._step_guard if loop.engine is None else _unguarded
         loop.run_step = self._run_first
-        loop.recover = options.recover
+        loop.recover = options.recover and loop.engine is None
 
     def close(self) -> None:
-        """Destroy what ranks share, and undo everything that the ladder did."""
-        self._consensus.close()
+        """Undo everything that the ladder did."""
         self._ladder.close()
 
     def kept(self) -> dict[str, Any]:
@@ -213,6 +232,7 @@ class FitSession:
 
     def _run_first(self, request: StepRequest) -> ClosureResult:
         """Choose the size and run the batch; from the next one on the loop calls the step itself."""
+        self._consensus.settle()
         options, sizes = self._options, self._start(request)
         check = ExactnessCheck(self._loop, self._splitter, self._weights, self._consensus, self._rules, self._memory)
         step = EffectiveStep(
@@ -283,16 +303,20 @@ class FitSession:
         def forward_and_backward(size: int) -> None:
             is_cleared = size == local_batch_size and loop.trainer.accumulate_grad_batches == 1
             with StepLogs().capture(loop.results):
+                if loop.engine is not None and not is_cleared:  # what a window has accumulated is alive in forward
+                    loss = loop.forward(request, self._take(batch, 1), 1.0).closure_loss
+                    if loss is not None:
+                        loop.backward(request, loss, announce=False)
                 loss = loop.forward(request, self._take(batch, size), 1.0).closure_loss
                 if is_cleared:  # the whole batch at once: `zero_grad` comes between forward and backward
                     clear_gradients(loop.module)
                 if loss is not None:
-                    loop.backward(request, loss, announce=False)
+                    loop.backward(request, loss, announce=False, is_final=True)
 
         with (
             silenced(loop.trainer),
             self._step_guard.trial(),
-            Trial(loop.trainer, forward_and_backward, self._memory, self._consensus) as trial,
+            Trial(loop.trainer, forward_and_backward, self._memory, self._consensus, loop.engine) as trial,
         ):
             found = fit_size(trial, local_batch_size, limit_bytes, self._options.predictor)
         self._shapes = self._guard(batch, found.largest, limit_bytes - found.missed_bytes)

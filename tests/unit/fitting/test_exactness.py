@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.recovery.step_state import alike, find_slots, reading_of
-from tests.helpers.fitting import is_checking, out_of_memory
+from tests.helpers.fitting import TwiceSGD, is_checking, out_of_memory
 from tests.helpers.trainers import difference, fit
 
 FEATURES, CLASSES, LENGTH, BATCH, SAMPLES = 4, 5, 3, 6, 24
@@ -787,3 +787,125 @@ def test_nothing_is_checked_that_is_not_split() -> None:
     module = Logging()
     fit(module, MicroBatching(micro_batch_size=BATCH), MemoryLimit("1GiB"), max_steps=3)
     assert len(module.checked) == 0
+
+
+class WithTwice(Toy):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return TwiceSGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("fails_at", [(), (3,)])
+def test_optimizers_that_call_their_closure_twice_get_gradients_at_both_weights(fails_at: tuple[int, ...]) -> None:
+    assert_exact(WithTwice, 2, fails_at)
+
+
+def test_closures_called_twice_with_accumulation_are_refused() -> None:
+    module = WithTwice()
+    before = module.net[0].weight.detach().clone()
+    with pytest.raises(MisconfigurationException, match="calls its closure more than once"):
+        fit(module, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
+    assert torch.equal(module.net[0].weight, before)
+
+
+@pytest.mark.parametrize("optimizer", [TwiceSGD, torch.optim.LBFGS])
+def test_sizes_are_found_for_optimizers_that_need_their_closure(optimizer: Any) -> None:
+    class Searched(Toy):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer(self.parameters(), lr=0.1)
+
+    plain, ours = Searched(), Searched()
+    fit(plain)
+    fit(ours, MicroBatching(), MemoryLimit("1MiB"))
+    assert difference(plain, ours) < 1e-9
+
+
+class PlainBackward(Toy):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, retain_graph=True, **kwargs)
+
+
+class SuperBackward(Toy):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+
+
+class HalvedGradients(Toy):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        for parameter in self.net[2].parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+
+class RarelyClipped(Toy):
+    """Edits gradients only where they are larger than those of the first batches."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        if max(float(p.grad.abs().max()) for p in self.parameters() if p.grad is not None) > 1e3:
+            nn.utils.clip_grad_norm_(self.parameters(), 1e3)
+
+
+class GradientsOfItsOwn(Toy):
+    def backward(self, loss: Tensor) -> None:
+        gradients = torch.autograd.grad(loss, list(self.parameters()))
+        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
+            parameter.grad = gradient.sign()
+
+
+@pytest.mark.parametrize("kind", [PlainBackward, SuperBackward])
+def test_an_own_backward_that_only_calls_backward_is_exact(kind: type[Toy]) -> None:
+    assert_exact(kind, 2)
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (6, (1,))])
+@pytest.mark.parametrize("kind", [HalvedGradients, RarelyClipped, GradientsOfItsOwn])
+def test_an_own_backward_that_does_more_is_refused_where_the_batch_is_split(
+    kind: type[Toy], size: int, fails_at: tuple[int, ...]
+) -> None:
+    assert_refused(kind, "`.*backward` does more than|would give other weights", size, fails_at)
+
+
+@pytest.mark.parametrize("kind", [HalvedGradients, RarelyClipped, GradientsOfItsOwn])
+def test_an_own_backward_may_do_more_with_the_whole_batch(kind: type[Toy]) -> None:
+    assert_exact(kind, BATCH)
+
+
+class PaddedWithAToken(Toy):
+    """Padding is a token like any other, rows that are full end in two equal tokens, and no part names its index."""
+
+    pad = CLASSES - 1
+
+    @staticmethod
+    def make_loader() -> DataLoader:
+        ids = torch.randint(1, CLASSES - 1, (SAMPLES, 8), generator=numbers())
+        ids[1:BATCH, -2:] = ids[1:BATCH, -3:-2]  # in the first batch: two equal ones at the end of unpadded rows
+        ids[BATCH::3, 4:] = PaddedWithAToken.pad
+        ids[BATCH + 1 :: 3, -2:] = 1
+        return loader(ids)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES)).double()
+
+    def loss(self, batch: Any) -> Tensor:
+        (ids,) = batch
+        logits = self.net(ids[:, :-1]).transpose(1, 2)
+        return functional.cross_entropy(logits, ids[:, 1:], ignore_index=self.pad)
+
+
+class OneClassLeftOut(Toy):
+    make_loader = staticmethod(classes)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(FEATURES, CLASSES).double()
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.cross_entropy(self.net(batch[0]), batch[1], ignore_index=2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("kind", [PaddedWithAToken, OneClassLeftOut])
+def test_entries_that_the_loss_itself_leaves_out_are_seen_in_its_call(kind: type[Toy], size: int) -> None:
+    assert_exact(kind, size)

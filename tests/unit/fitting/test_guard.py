@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_memfit.device.limit import SimulatedDevice
 from lightning_memfit.fitting.recovery.guard import StepGuard
-from tests.helpers.fitting import out_of_memory
+from tests.helpers.fitting import TwiceSGD, out_of_memory
 
 
 class FullMemory:
@@ -172,3 +172,72 @@ def test_without_room_for_a_copy_the_step_is_taken(monkeypatch: pytest.MonkeyPat
         assert equal(trained(set(), StepGuard(FullMemory()), after=False), trained(set(), None, after=False))
     with pytest.raises(torch.OutOfMemoryError, match="Resume from the last checkpoint"):
         trained({3}, StepGuard(FullMemory()), after=True)
+
+
+class Lookahead(torch.optim.SGD):
+    """Moves weights before it asks for gradients."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight.mul_(0.9)
+        loss = closure()
+        super().step()
+        return loss
+
+
+def closure_steps(kind: Any, guard: StepGuard | None, fails: Any = None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    module = nn.Linear(4, 4)
+    optimizer = kind(module.parameters(), lr=0.1)
+    calls = 0
+
+    @torch.enable_grad()
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = module(torch.full((1, 4), 0.5)).square().mean()
+        loss.backward()
+        if fails is not None:
+            fails(calls)
+        return loss
+
+    for _ in range(4):
+        before = [p.detach().clone() for p in module.parameters()]
+        try:
+            if guard is None:
+                optimizer.step(closure)
+            else:
+                with guard(optimizer):
+                    optimizer.step(closure)
+        except RuntimeError:
+            assert equal(before, list(module.parameters()))
+            raise
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("kind", [TwiceSGD, Lookahead, torch.optim.LBFGS, torch.optim.SGD])
+def test_every_call_of_the_closure_computes_at_the_weights_of_that_moment(kind: Any) -> None:
+    assert equal(closure_steps(kind, StepGuard(FullMemory())), closure_steps(kind, None))
+    assert equal(closure_steps(kind, StepGuard(None)), closure_steps(kind, None))
+
+
+def test_a_closure_that_fails_at_other_weights_leaves_those_before_the_step() -> None:
+    def fail(calls: int) -> None:
+        if calls == 4:
+            raise RuntimeError("in the second call of the second step")
+
+    with pytest.raises(RuntimeError, match="second call"):
+        closure_steps(TwiceSGD, StepGuard(FullMemory()), fail)
+
+
+def test_a_step_that_has_called_its_closure_twice_is_not_repeated() -> None:
+    class Failing(TwiceSGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            super().step(closure)
+            raise out_of_memory()
+
+    with pytest.raises(torch.OutOfMemoryError, match="closure more than once, which can't be repeated; weights and"):
+        closure_steps(Failing, StepGuard(FullMemory()))

@@ -1,6 +1,6 @@
 """Predictions made inside a Trainer, before anything is allocated for the run."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -182,6 +182,28 @@ def test_no_prediction_says_why() -> None:
     with pytest.warns(UserWarning, match="depends on values of tensors"):
         trainer.fit(Wide(value_dependent=True))
     assert prediction.estimate is None
+
+
+class ReachesItself(Wide):
+    """Computes by what its copies share with it."""
+
+    made: ClassVar[list[Any]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made[:] = [self]
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.head(nn.Sequential(*self.made[0].blocks)(batch[0])).square().mean()
+
+
+def test_a_module_that_its_copy_reaches_is_not_predicted_and_stays_as_it_is() -> None:
+    prediction, module = MemoryPrediction(), ReachesItself()
+    weights = [weight.detach().clone() for weight in module.parameters()]
+    with pytest.warns(UserWarning, match="reaches the module itself"):
+        fit(module, prediction, max_epochs=1)
+    assert prediction.estimate is None
+    assert not any(torch.equal(*pair) for pair in zip(weights, module.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("prediction_first", [True, False])

@@ -313,7 +313,7 @@ def test_errors_of_the_system_are_explained_too() -> None:
         assert str(one) == before
     late = MemoryError()
     explain_where(late, 2)
-    assert "under DDP" in str(late)
+    assert "which all devices would have to do together" in str(late)
 
 
 def test_a_scheduler_with_parts_is_put_back(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Private names of upstream's that fitting uses, one module per library."""

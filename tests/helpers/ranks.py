@@ -1,0 +1,98 @@
+"""Run a function in one process per rank, and find out how and when each of them ends."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+num_ranks = 1
+"""Ranks of the run that this process belongs to; Lightning takes `WORLD_SIZE` away after a run."""
+
+
+@dataclass
+class Ended:
+    """How the process of one rank ended.
+
+    Attributes:
+        code: Its exit status; the negative number of the signal that ended it.
+        seconds: Until its end.
+        output: What it printed.
+        result: What the function returned; None if it didn't.
+        error: What the function raised, in words; empty if it didn't.
+    """
+
+    code: int | None
+    seconds: float
+    output: str
+    result: Any
+    error: str
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, folder: Path, *args: Any, seconds: float = 120.0
+) -> list[Ended]:
+    """Call `function(*args)` on every rank; processes that have not ended after some time are killed.
+
+    The processes are forked and independent of each other, as those of a launcher on several machines are.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    begin = time.monotonic()
+    processes = [
+        context.Process(target=_run, args=(function, rank, world_size, port, folder, args))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    ends: dict[int, float] = {}
+    while len(ends) < world_size and time.monotonic() - begin < seconds:
+        time.sleep(0.05)
+        for rank, process in enumerate(processes):
+            if rank not in ends and not process.is_alive():
+                ends[rank] = time.monotonic() - begin
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    return [_ended(folder, rank, process.exitcode, ends.get(rank, seconds)) for rank, process in enumerate(processes)]
+
+
+def _ended(folder: Path, rank: int, code: int | None, seconds: float) -> Ended:
+    outcome = folder / f"outcome-{rank}.pt"
+    result, error = torch.load(outcome, weights_only=False) if outcome.exists() else (None, "")
+    return Ended(code, seconds, (folder / f"output-{rank}.txt").read_text(), result, error)
+
+
+def _run(function: Callable[..., Any], rank: int, world_size: int, port: int, folder: Path, args: Any) -> None:
+    """In the process of a rank: call the function and leave what it returned or raised in a file."""
+    output = os.open(folder / f"output-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+    names = {"LOCAL_RANK": rank, "RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    global num_ranks
+    num_ranks = world_size
+    torch.set_num_threads(1)
+    outcome = folder / f"outcome-{rank}.pt"
+    try:
+        torch.save((function(*args), ""), outcome)
+    except BaseException as error:
+        torch.save((None, f"{type(error).__name__}: {error}"), outcome)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)  # without the handlers of the process that it was forked from

@@ -1,0 +1,126 @@
+"""Modules that don't do what sharding would like: no `configure_model`, and steps that don't call the module."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tests.helpers.strategy_runs import build_trainer
+
+
+class Numbers(pl.LightningDataModule):
+    """Random inputs and targets, dealt to the ranks in turn."""
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(1)
+        data = TensorDataset(torch.randn(64, 16, generator=generator), torch.randn(64, 4, generator=generator))
+        placement = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False, **placement))
+
+    val_dataloader = train_dataloader
+
+
+class Plain(pl.LightningModule):
+    """Its step calls itself, its network, or the network's layers one by one; or steps by hand."""
+
+    def __init__(self, calls: str) -> None:
+        super().__init__()
+        self.calls = calls
+        hidden = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)]
+        self.net = nn.Sequential(nn.Linear(16, 32), *hidden, nn.Linear(32, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.losses: list[torch.Tensor] = []
+        self.automatic_optimization = calls != "by hand"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * self.scale
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        if self.calls == "itself":
+            return self(x)
+        if self.calls == "layers":
+            for layer in self.net:
+                x = layer(x)
+            return x * self.scale
+        return self.net(x) * self.scale
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.mse_loss(self.predict(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.predict(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def train(case: dict[str, Any]) -> dict[str, Any]:
+    """Train, validate and train on a module whose first weights differ from rank to rank."""
+    torch.manual_seed(int(os.environ.get("LOCAL_RANK", 0)))
+    module = Plain(case["calls"])
+    trainer = build_trainer(case, max_steps=4, limit_val_batches=2)
+    trainer.fit(module, Numbers())
+    validated = trainer.validate(module, Numbers(), verbose=False)
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(module, Numbers())
+    losses = [float(trainer.strategy.reduce(loss, reduce_op="mean")) for loss in module.losses]
+    left = sorted(name for name in vars(module) if name.endswith("_step") or name == "configure_model")
+    return {"losses": losses, "val_loss": validated[0]["val_loss"], "left": left}
+
+
+class Scaled(Plain):
+    """One of its parameters has no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__("itself")
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / self.temperature
+
+
+class TwoGroups(Plain):
+    """Adagrad with groups that differ, and a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__("itself")
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": self.net[:2].parameters()},
+            {"params": [*self.net[2:].parameters(), self.scale], "lr": 1e-3, "initial_accumulator_value": 0.1},
+        ]
+        optimizer = torch.optim.Adagrad(groups, lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def save_and_resume(case: dict[str, Any]) -> dict[str, Any]:
+    """Train in one go; train half of it and go on from a checkpoint; evaluate that as well."""
+    path = str(Path(case["folder"]) / "half.ckpt")
+
+    def train(steps: int, ckpt_path: str | None = None) -> tuple[pl.Trainer, Plain]:
+        torch.manual_seed(0)
+        trainer, module = build_trainer(case, max_steps=steps, limit_val_batches=2), globals()[case["module"]]()
+        trainer.fit(module, Numbers(), ckpt_path=ckpt_path)
+        return trainer, module
+
+    _, whole = train(4)
+    trainer, half = train(2)
+    trainer.save_checkpoint(path)
+    validated = trainer.validate(half, Numbers(), verbose=False)
+    _, resumed = train(4, path)
+    losses = [float(trainer.strategy.reduce(loss, reduce_op="mean")) for loss in (*whole.losses, *resumed.losses)]
+    return {"losses": losses, "val_loss": validated[0]["val_loss"]}

@@ -1,0 +1,133 @@
+"""Under FSDP2, an error on one rank ends all of them soon, with the message there and the rank's number elsewhere."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.strategies import FullyShardedStrategy
+from tests.helpers import ranks
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sharded_steps import (
+    SECONDS,
+    Moments,
+    TellOfLayers,
+    be_killed,
+    break_down,
+    close,
+    fail,
+    never,
+    run_out_of_memory,
+    whole,
+)
+from tests.helpers.strategy_runs import TokenData, build_module
+from tests.helpers.trainers import quiet_trainer
+
+EARLY, LATE = 2, 20
+VALIDATED = {"limit_val_batches": 2, "val_check_interval": 2}
+
+
+@pytest.mark.parametrize(
+    ("where", "number", "options"),
+    [
+        ("training step", 1, {}),
+        ("training step", 5, {}),
+        ("forward", EARLY, {}),
+        ("forward", LATE, {}),
+        ("backward", EARLY, {}),
+        ("backward", 10, {}),
+        ("before step", 1, {}),
+        ("step", 2, {}),
+        ("validation step", 1, VALIDATED),
+        ("validation", 4, VALIDATED),
+    ],
+)
+def test_an_error_on_one_rank_ends_all(where: str, number: int, options: dict, tmp_path: Path) -> None:
+    first, second = run_ranks(lambda: fail(where, number, break_down, **options), 2, tmp_path, seconds=60)
+    assert second.error == "ValueError: no such column"
+    assert "Rank 1 failed" in first.error
+    assert "no such column" in first.error
+    assert max(first.seconds, second.seconds) < 30
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
+    ended = run_ranks(lambda: fail("forward", LATE, be_killed, rank=rank), 2, tmp_path, seconds=60)
+    assert ended[rank].code == -9
+    assert f"Rank {rank} failed" in ended[1 - rank].error
+    assert ended[1 - rank].seconds < 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", [break_down, be_killed])
+def test_three_ranks_end_when_one_does(action: Any, tmp_path: Path) -> None:
+    ended = run_ranks(lambda: fail("backward", 10, action, rank=2), 3, tmp_path, seconds=60)
+    for one in ended[:2]:
+        assert "Rank 2 failed" in one.error
+        assert one.seconds < 40
+
+
+@pytest.mark.parametrize(
+    ("action", "message"), [(break_down, "no such column"), (run_out_of_memory, "Memory ran out on this rank")]
+)
+def test_where_ranks_can_not_stop_together_all_end(
+    action: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with torch 2.11, which can't forget a pass that was broken off."""
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.lockstep.sharded_units", lambda module: [])
+    first, second = run_ranks(lambda: fail("forward", LATE, action), 2, tmp_path, seconds=60)
+    assert message in second.error
+    assert "Rank 1 failed" in first.error
+    assert message in first.error
+    assert max(first.seconds, second.seconds) < 30
+
+
+# --- tensor parallelism ---------------------------------------------------------------------------------------------
+
+
+def train_together(moments: Moments, size: int = 2) -> Any:
+    pl.seed_everything(0, verbose=False)
+    module = build_module()
+    strategy = FullyShardedStrategy(process_group_backend="gloo", timeout=SECONDS, tensor_parallel_size=2)
+    options = {"strategy": strategy, "devices": ranks.num_ranks, "use_distributed_sampler": False}
+    trainer = quiet_trainer(
+        TellOfLayers(moments), MicroBatching(micro_batch_size=size), max_steps=4, limit_val_batches=0, **options
+    )
+    trainer.fit(module, TokenData())
+    return {name: whole(p) for name, p in module.named_parameters()}, {}
+
+
+def disturb_together() -> list[tuple[int, float]]:
+    """Run out of memory in the first step with two samples; all that follows is in micro-batches of one."""
+    undisturbed = train_together(never(), size=1)
+    found = []
+    for where, number in (("forward", 5), ("backward", 1), ("backward", 7)):
+        moments = Moments(1, where, (number,), run_out_of_memory)
+        found.append((moments, close(train_together(moments), undisturbed)))
+    return [(moments.failures, difference) for moments, difference in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_tensor_parallelism_recovers_while_a_size_is_new(world_size: int, tmp_path: Path) -> None:
+    ended = run_ranks(disturb_together, world_size, tmp_path, seconds=180)
+    for process in ended:
+        assert process.code == 0, process.output[-5000:]
+        assert max(difference for _, difference in process.result) == 0.0
+    assert [failures for failures, _ in ended[1].result] == [1, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("action", "message"), [(run_out_of_memory, "a step that had fitted before"), (break_down, "no such column")]
+)
+def test_tensor_parallelism_ends_all_ranks_later(action: Any, message: str, tmp_path: Path) -> None:
+    moments = Moments(1, "forward", (50,), action)
+    ended = run_ranks(lambda: train_together(moments), 4, tmp_path, seconds=90)
+    assert message in ended[1].error
+    for rank in (0, 2, 3):
+        assert "Rank 1 failed" in ended[rank].error
+        assert message in ended[rank].error
+        assert ended[rank].seconds < 60
