@@ -1,8 +1,15 @@
 """`DataParallelStrategy`: Lightning's DDP with settings that avoid wasting memory."""
 
+from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_memfit.strategies.checkpoints import consolidated, is_sharded
+from lightning_memfit.strategies.launched import check_num_nodes
 
 
 class DataParallelStrategy(DDPStrategy):
@@ -36,3 +43,28 @@ class DataParallelStrategy(DDPStrategy):
             bucket_cap_mb=bucket_cap_mb,
             **options,
         )
+
+    @override
+    def _configure_launcher(self) -> None:
+        check_num_nodes(self.cluster_environment, self.num_processes, self.num_nodes)
+        super()._configure_launcher()
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a file; for evaluation, also a sharded strategy's folder, whose weights are put together in host memory.
+
+        Raises:
+            MisconfigurationException: If training is to go on from such a folder, whose optimizer states are in shards.
+        """
+        if not is_sharded(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            raise MisconfigurationException(
+                f"`ckpt_path={str(checkpoint_path)!r}` is a folder that a sharded strategy wrote, and "
+                f"`{self.strategy_name}` can't go on with its optimizer states. Resume with the strategy that wrote "
+                "it; or start a new optimizer from the weights, which "
+                "`lightning_memfit.strategies.checkpoints.consolidated` reads and `memfit export` writes for a "
+                "model's `pretrained`."
+            )
+        return consolidated(checkpoint_path)

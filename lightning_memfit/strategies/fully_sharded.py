@@ -1,24 +1,45 @@
 """`FullyShardedStrategy`: FSDP2 for any module and tensor parallelism, after everything that changes the blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
+from lightning_memfit.strategies.checkpoints import FSDP2_MARK, named_states, rewritten
+from lightning_memfit.strategies.launched import check_num_nodes
 from lightning_memfit.strategies.tensor_parallel import check_same_batch, divide_blocks, share_random_state
+from lightning_memfit.strategies.upstream.lightning import naming_states_by
 from lightning_memfit.strategies.upstream.torch import save_states_plainly
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+@contextmanager
+def _configured(module: LightningModule) -> Iterator[None]:
+    """Let Lightning's strategy take a module without `configure_model`, in which it expects the sharding."""
+    if is_overridden("configure_model", module):
+        yield
+        return
+    vars(module)["configure_model"] = lambda: None
+    try:
+        yield
+    finally:
+        del vars(module)["configure_model"]
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
@@ -68,7 +89,14 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self.tensor_parallel_size = tensor_parallel_size
         self.reshard_after_forward = reshard_after_forward
         self.blocks = blocks
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         self._compared: set[str] = set()
+        self._gathering: set[str] = set()
+
+    @override
+    def _configure_launcher(self) -> None:
+        check_num_nodes(self.cluster_environment, self.num_processes, self.num_nodes)
+        super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
@@ -97,10 +125,22 @@ class FullyShardedStrategy(ModelParallelStrategy):
         assert module is not None
         self._compared.clear()
         if not any(isinstance(child, FSDPModule) for child in module.modules()):
+            self._start_alike(module)
             self._shard(module)
-        super().setup(trainer)
+        self._gather_in_steps(module)
+        with _configured(module):
+            super().setup(trainer)
         if self.tensor_parallel_size > 1:
             share_random_state(self._together, self.root_device)
+
+    @override
+    def teardown(self) -> None:
+        """Give the module its own steps back."""
+        if self.lightning_module is not None:
+            for name in self._gathering:
+                vars(self.lightning_module).pop(name, None)
+        self._gathering.clear()
+        super().teardown()
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -119,6 +159,47 @@ class FullyShardedStrategy(ModelParallelStrategy):
             self._compared.add(stage)
             check_same_batch(batch, self._together, self.root_device, stage.value)
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a folder of shards, which replaces an existing one when it is complete; or one file."""
+        if not self.save_distributed_checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        with rewritten(self.broadcast(filepath), self.is_global_zero, self.barrier, FSDP2_MARK) as folder:
+            super().save_checkpoint(checkpoint, folder, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a folder of shards, or one file, whose optimizer states belong to parameters by their places in groups.
+
+        Raises:
+            ValueError: If the optimizer's groups are not those of the run that wrote the file.
+        """
+        assert self.model is not None
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        optimizers = iter(self.optimizers)
+
+        def rename(saved: dict[str, Any]) -> dict[str, Any]:
+            return named_states(saved, next(optimizers).param_groups, names, checkpoint_path)
+
+        with naming_states_by(rename):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _start_alike(self, module: nn.Module) -> None:
+        """Give every rank the first one's weights, as DDP does: a shard is cut from what its own rank has."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                value = tensor.detach().to(self.root_device)
+                torch.distributed.broadcast(value, src=0)
+                tensor.detach().copy_(value)
+
+    def _gather_in_steps(self, module: LightningModule) -> None:
+        """Gather what no block holds for the whole of a step, which need not call the module itself."""
+        for name in _STEPS:
+            if is_overridden(name, module) and name not in vars(module):
+                register_fsdp_forward_method(module, name)
+                self._gathering.add(name)
 
     @property
     def _together(self) -> DeviceMesh:

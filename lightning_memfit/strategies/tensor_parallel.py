@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.strategies.tensor_parallel_styles import Columns, Region, Rows, Whole, output_features
+from lightning_memfit.strategies.upstream.torch import is_imagined
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def divide_blocks(module: nn.Module, mesh: DeviceMesh) -> str:
         own = list(layer.parameters(recurse=False))
         if own and not any(isinstance(parameter, DTensor) for parameter in own):
             parallelize_module(layer, mesh, rest)
+    rest.forget_wholes()
     families = " and ".join(sorted({plan.family for plan in plans.values()}))
     return f"{len(plans)} blocks like {families}'s among {mesh.size()} ranks each"
 
@@ -178,6 +180,8 @@ def share_random_state(mesh: DeviceMesh, device: torch.device) -> None:
     Dropout on what all ranks hold must drop the same elements. On the heads that a rank holds, it drops the same
     positions as on other ranks' heads.
     """
+    if is_imagined(mesh):
+        return
     first = distributed.get_global_rank(mesh.get_group(), 0)
     state = torch.get_rng_state().to(device)
     distributed.broadcast(state, first, group=mesh.get_group())
@@ -194,6 +198,8 @@ def check_same_batch(batch: Any, mesh: DeviceMesh, device: torch.device, stage: 
     Raises:
         MisconfigurationException: On every rank of the group, if the ranks were given different batches.
     """
+    if is_imagined(mesh):
+        return
     mine = _fingerprint(batch).to(device)
     all_of_them = [torch.empty_like(mine) for _ in range(mesh.size())]
     distributed.all_gather(all_of_them, mine, group=mesh.get_group())

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 from typing_extensions import override
 
+from lightning_memfit.memory.collectives import announce, announce_in_backward
 from lightning_memfit.strategies.upstream.torch import distribute_packed, own_parameters, packed_slice, save_plainly
 
 
@@ -78,7 +79,7 @@ class Columns(_Layer):
         """Outputs of this rank."""
         if self.parts == 1 or name == "weight":
             return parameter.to_local()
-        return packed_slice(parameter.to_local(grad_placements=[Partial()]), 0, self.parts, self.mesh)
+        return packed_slice(_with_summed_gradient(parameter.to_local(), self.mesh), 0, self.parts, self.mesh)
 
     @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -110,6 +111,7 @@ class Rows(_Layer):
 
         def summed(layer: nn.Module, _: Any, output: Tensor) -> Tensor:
             parts = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+            announce()
             whole: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
             bias = layer.bias
             if bias is not None:
@@ -137,6 +139,10 @@ class Whole(_Layer):
             self._done[parameter] = super()._divided(layer, name, parameter)
         return self._done[parameter]
 
+    def forget_wholes(self) -> None:
+        """Let go of the undivided parameters, once no layer is left that may share one."""
+        self._done.clear()
+
     @override
     def placement(self, layer: nn.Module, name: str, value: Tensor) -> Placement:
         """Divide matrices by their last dimension."""
@@ -146,6 +152,8 @@ class Whole(_Layer):
     @override
     def local(self, layer: nn.Module, name: str, parameter: DTensor) -> Tensor | None:
         """The whole parameter."""
+        if any(not placement.is_replicate() for placement in parameter.placements):
+            announce()
         return parameter.full_tensor()
 
 
@@ -167,8 +175,7 @@ class Region(ParallelStyle):
                 setattr(module, name, getattr(module, name) // device_mesh.size())
 
         def enter(hidden: Tensor) -> Tensor:
-            copies = DTensor.from_local(hidden, device_mesh, [Replicate()], run_check=False)
-            return copies.to_local(grad_placements=[Partial()])
+            return _with_summed_gradient(hidden, device_mesh)
 
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -179,6 +186,12 @@ class Region(ParallelStyle):
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         return module
+
+
+def _with_summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a tensor that all ranks have alike, and whose gradients they sum."""
+    copies = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return announce_in_backward(copies.to_local(grad_placements=[Partial()]))
 
 
 def output_dim(layer: nn.Module) -> int:

@@ -23,11 +23,14 @@ from typing_extensions import override
 
 from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
 from lightning_memfit.memory.process import return_freed_memory
-from lightning_memfit.strategies.checkpoints import SavedRun, convert, rewritten
+from lightning_memfit.strategies.checkpoints import ZERO_MARK, SavedRun, consolidated, convert, is_sharded, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
+from lightning_memfit.strategies.launched import check_num_nodes
 from lightning_memfit.strategies.upstream.deepspeed import (
     allow_loading_without_optimizer,
+    broadcast_scalars,
     disable_shared_memory_collectives,
+    keep_adagrad,
     loading_universal,
 )
 from lightning_memfit.strategies.upstream.huggingface import partitioned_builds
@@ -119,8 +122,14 @@ class ZeroStrategy(DeepSpeedStrategy):
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
         self._train_engine: Any = None
+        self._accumulates = False
 
     # --- processes and devices --------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        check_num_nodes(self.cluster_environment, self.num_processes, self.num_nodes)
+        super()._configure_launcher()
 
     @property
     def _on_cpu(self) -> bool:
@@ -130,6 +139,8 @@ class ZeroStrategy(DeepSpeedStrategy):
     def setup_environment(self) -> None:
         """Start the processes' communication; Lightning's own strategy refuses the CPU here."""
         allow_loading_without_optimizer()
+        broadcast_scalars()
+        keep_adagrad()
         if self._on_cpu or {"offload_optimizer", "offload_param"} & set(self.config["zero_optimization"]):
             return_freed_memory()
         if not self._on_cpu:
@@ -244,15 +255,35 @@ class ZeroStrategy(DeepSpeedStrategy):
         self._fill_sizes(model)
         super()._initialize_deepspeed_inference(model)
 
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """Lightning says when a window ends, as for every other strategy: the last of an epoch may be shorter."""
+        return False
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Let backward accumulate, so that the engine doesn't step: DeepSpeed reduces as its stage demands."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
     @override
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Leave the division by `accumulate_grad_batches` to Lightning.
+        """Leave the division by `accumulate_grad_batches`, and which batches are accumulated, to who calls.
 
         Lightning's own strategy makes DeepSpeed divide once more: gradients become too small by that factor, which Adam
-        hides and clipping does not.
+        hides and clipping does not. And DeepSpeed counts on over epochs, so that a window which an epoch's end cuts off
+        is mixed with the next epoch's, or lost (deepspeed 0.19).
         """
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self.deepspeed_engine.set_gradient_accumulation_boundary(not self._accumulates)
         return super().backward(closure_loss, optimizer, *args, **{"scale_wrt_gas": False, **kwargs})
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -265,13 +296,22 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and, to continue training, optimizer states, converted if ranks or stage have changed."""
+        """Load weights and, to continue training, optimizer states, converted if ranks or stage have changed.
+
+        For evaluation, any sharded checkpoint will do: where DeepSpeed can't load it as it is, weights are put together
+        in host memory.
+        """
         assert self.lightning_module is not None
-        if self.load_full_weights or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+        if self.load_full_weights:
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(self.broadcast(checkpoint_path))
-        saved = SavedRun.read(folder)
-        if not saved.needs_conversion(self.config["zero_optimization"]["stage"], self.world_size):
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            if not is_sharded(folder) or self._reads_weights_of(folder):
+                return super().load_checkpoint(folder, weights_only)
+            return self._load_consolidated(folder)
+        saved, zero = SavedRun.read(folder), self.config["zero_optimization"]
+        on_disk = zero.get("offload_optimizer", {}).get("device") == "nvme"
+        if not saved.needs_conversion(zero["stage"], self.world_size, on_disk):
             return super().load_checkpoint(folder, weights_only)
         rank_zero_info(f"{type(self).__name__}: converting the checkpoint of {saved} in {str(folder)!r}.")
         if self.local_rank == 0:
@@ -279,3 +319,20 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.barrier()
         with loading_universal(self.deepspeed_engine):
             return super().load_checkpoint(folder, weights_only)
+
+    def _reads_weights_of(self, folder: Path) -> bool:
+        """Whether DeepSpeed can load the weights of a checkpoint as they were saved."""
+        if not (folder / ZERO_MARK).is_file():
+            return False
+        saved, stage = SavedRun.read(folder), self.config["zero_optimization"]["stage"]
+        is_whole = 3 not in (stage, saved.stage)
+        return is_whole or ((saved.stage, saved.world_size) == (stage, self.world_size) and not saved.on_disk)
+
+    def _load_consolidated(self, folder: Path) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        whole, strict = consolidated(folder), self.lightning_module.strict_loading
+        if self.zero_stage_3:
+            self._restore_zero_state(whole, strict=strict)
+        else:
+            self.lightning_module.load_state_dict(whole["state_dict"], strict=strict)
+        return whole

@@ -32,7 +32,6 @@ from lightning_memfit.nvme.preflight import Needs, PreflightReport, preflight
 from lightning_memfit.nvme.traffic import step_traffic
 from lightning_memfit.nvme.tuning import tuned_aio
 from lightning_memfit.nvme.watermark import DiskWatermark
-from lightning_memfit.strategies.checkpoints import consolidated
 from lightning_memfit.strategies.model_shape import ModelShape
 from lightning_memfit.strategies.upstream.deepspeed import (
     SUB_GROUPS,
@@ -321,9 +320,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(self.broadcast(checkpoint_path))
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            whole = consolidated(folder)
-            self._restore_zero_state(whole, strict=self.lightning_module.strict_loading)
-            return whole
+            return self._load_consolidated(folder)
         with loading_swapped_parameters():
             loaded = super().load_checkpoint(folder, weights_only)
         if self._offloads[0]:

@@ -4,7 +4,7 @@ Written for DeepSpeed 0.19.8; `test_upstream_names.py` and `test_zero_infinity.p
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,80 @@ def allow_loading_without_optimizer() -> None:
 
     if not hasattr(DeepSpeedZeRoOffload, "_restore_from_bit16_weights"):
         DeepSpeedZeRoOffload._restore_from_bit16_weights = lambda self: None
+
+
+def broadcast_scalars() -> None:
+    """Let parameters without dimensions be broadcast.
+
+    DeepSpeed broadcasts the bytes of every parameter, as `data.view(torch.uint8)`, which torch has only for tensors
+    with a dimension. So they get one for as long as that takes; stage 3 has noted their shape by then.
+    """
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
+
+    if hasattr(DeepSpeedEngine._broadcast_model, "takes_scalars"):
+        return
+    broadcast, note, leave = (
+        DeepSpeedEngine._broadcast_model,
+        Init._convert_to_deepspeed_param,
+        GatheredParameters.__exit__,
+    )
+
+    def broadcast_model(self: Any) -> None:
+        scalars = [p for p in self.module.parameters() if not p.dim()]
+        _reshape(scalars, (1,))
+        try:
+            broadcast(self)
+        finally:
+            _reshape(scalars, ())
+
+    def convert(self: Any, param: Any) -> None:
+        note(self, param)
+        _reshape([param] if not param.dim() else [], (1,))  # it is partitioned next
+
+    def exit_gathered(self: Any, *error: Any) -> None:
+        scalars = [p for p in self.params if not p.dim()] if self.enabled else []
+        _reshape(scalars, (1,))
+        leave(self, *error)
+        _reshape([p for p in scalars if p.numel()], ())  # those that were not partitioned
+
+    broadcast_model.takes_scalars = True  # type: ignore[attr-defined]
+    DeepSpeedEngine._broadcast_model = broadcast_model
+    Init._convert_to_deepspeed_param = convert
+    GatheredParameters.__exit__ = exit_gathered
+
+
+def _reshape(parameters: Sequence[torch.nn.Parameter], shape: tuple[int, ...]) -> None:
+    for parameter in parameters:
+        parameter.data = parameter.data.reshape(shape)
+
+
+def keep_adagrad() -> None:
+    """Let stages step with the user's own Adagrad, whose groups may differ and whose learning rates a schedule sets.
+
+    Its states are made by its constructor, so that DeepSpeed constructs another one for the partitions: with the
+    options of the first group only, out of reach of schedules, and wrong for several groups. Its states are right.
+    """
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    for stage in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+        if not hasattr(stage.initialize_optimizer_states, "keeps_adagrad"):
+            stage.initialize_optimizer_states = _keeping_optimizer(stage.initialize_optimizer_states)
+
+
+def _keeping_optimizer(plain: Callable[[Any], None]) -> Callable[[Any], None]:
+    def initialize(self: Any) -> None:
+        own = self.optimizer
+        plain(self)
+        if self.optimizer is own:
+            return
+        own.state.clear()  # those of the parameters, which it doesn't step
+        own.state.update(self.optimizer.state)
+        self.optimizer = own
+
+    initialize.keeps_adagrad = True  # type: ignore[attr-defined]
+    return initialize
 
 
 @contextmanager

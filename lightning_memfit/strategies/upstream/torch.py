@@ -22,12 +22,19 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
+def is_imagined(mesh: DeviceMesh) -> bool:
+    """Whether the other ranks of a mesh exist in a trace only, where tensors have no values to compare."""
+    return torch.distributed.get_backend(mesh.get_group()) == "fake"
+
+
 def distribute_packed(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: int) -> DTensor:
     """Divide each of `parts` equal parts of a dimension among the ranks of a mesh, with the first rank's values."""
     whole = distribute_tensor(tensor, mesh, [Replicate()])
     packed: DTensor = whole.redistribute(placements=[_StridedShard(dim, split_factor=parts)])
     expected = packed_slice(whole.to_local(), dim, parts, mesh)
-    assert torch.equal(packed.to_local(), expected), f"torch {torch.__version__} divides packed weights in another way"
+    if not is_imagined(mesh):
+        same = torch.equal(packed.to_local(), expected)
+        assert same, f"torch {torch.__version__} divides packed weights in another way"
     return packed
 
 

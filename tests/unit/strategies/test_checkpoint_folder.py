@@ -1,6 +1,10 @@
+import shutil
+from pathlib import Path
+
 import pytest
 
-from lightning_memfit.strategies.checkpoints import rewritten
+from lightning_memfit.strategies import checkpoints
+from lightning_memfit.strategies.checkpoints import SavedRun, rewritten
 
 
 def save(path, content):
@@ -29,5 +33,68 @@ def test_a_failed_save_leaves_the_former_one(tmp_path):
 
 def test_what_is_no_checkpoint_is_not_overwritten(tmp_path):
     (tmp_path / "precious").mkdir()
-    with pytest.raises(FileExistsError, match="not a DeepSpeed checkpoint"):
+    with pytest.raises(FileExistsError, match="not a checkpoint of this strategy"):
         save(tmp_path / "precious", "first")
+
+
+class Killed(BaseException):
+    """What `SIGKILL` does: nothing after it runs."""
+
+
+def _killed_at(monkeypatch, moment):
+    """End the run before the n-th change of the file system."""
+    calls = iter(range(100))
+
+    def counted(function):
+        def call(*args, **kwargs):
+            if next(calls) == moment:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    for owner, name in ((Path, "rename"), (Path, "mkdir"), (Path, "write_text"), (shutil, "rmtree")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+    monkeypatch.setattr(checkpoints, "_exchanged", counted(checkpoints._exchanged))
+
+
+@pytest.mark.parametrize("mark", [checkpoints.ZERO_MARK, checkpoints.FSDP2_MARK])
+def test_whenever_the_run_dies_a_whole_checkpoint_is_there(tmp_path, mark):
+    target = tmp_path / "last.ckpt"
+
+    def write(content):
+        with rewritten(target, True, lambda: None, mark) as folder:
+            folder.mkdir()
+            (folder / "weights").write_text(content)
+            (folder / mark).write_text(content)
+
+    write("0")
+    died = 0
+    for moment in range(10):
+        before = (target / "weights").read_text()
+        with pytest.MonkeyPatch.context() as patch:
+            _killed_at(patch, moment)
+            try:
+                write(str(moment + 1))
+            except Killed:
+                died += 1
+        assert (target / "weights").read_text() == (target / mark).read_text()
+        assert (target / "weights").read_text() in (before, str(moment + 1))
+    assert died >= 5
+    write("last")
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_without_a_call_that_exchanges_the_former_one_is_beside(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "_exchanged", lambda one, other: False)
+    for content in ("first", "second"):
+        save(tmp_path / "last.ckpt", content)
+    assert (tmp_path / "last.ckpt" / "weights").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize(("saved", "here", "words"), [(True, False, "memfit_zero_infinity"), (False, True, "zero_3")])
+def test_states_on_disk_and_in_memory_do_not_go_on_from_each_other(saved, here, words):
+    with pytest.raises(ValueError, match=words):
+        SavedRun(3, 2, saved).needs_conversion(3, 2, here)
+    assert not SavedRun(3, 2, saved).needs_conversion(3, 2, saved)

@@ -1,0 +1,30 @@
+"""Check a Trainer's `devices` and `num_nodes` against the processes that a launcher has started."""
+
+import os
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+
+def check_num_nodes(environment: ClusterEnvironment | None, devices: int, num_nodes: int) -> None:
+    """Refuse a Trainer that knows of other processes than torchrun, SLURM or another launcher has started.
+
+    Args:
+        environment: What the processes were started by; None if that isn't known yet.
+        devices: Processes per machine, as the Trainer has them.
+        num_nodes: Machines, as the Trainer has them.
+
+    Raises:
+        MisconfigurationException: If their product is not the number of processes.
+    """
+    if environment is None or not environment.creates_processes_externally:
+        return
+    started = environment.world_size()
+    if started == devices * num_nodes:
+        return
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+    fix = f"`trainer.devices={per_node}` and `trainer.num_nodes={max(1, started // per_node)}`"
+    raise MisconfigurationException(
+        f"`trainer.devices={devices}` on `trainer.num_nodes={num_nodes}` makes {devices * num_nodes} processes, but "
+        f"the launcher has started {started}. Set {fix}, or start as many processes as the Trainer has."
+    )
