@@ -1,4 +1,4 @@
-"""Find out, in one forward pass, whether frozen weights are read where their layer's adapter or codes can't be seen."""
+"""Find out, in a training step, whether frozen weights are read where their layer's adapter or codes aren't seen."""
 
 from __future__ import annotations
 

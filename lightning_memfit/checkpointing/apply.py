@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint, get_device_states, noop_context_fn, set_device_states
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
@@ -33,7 +34,9 @@ from lightning_memfit.checkpointing.state import (
     StatePlaces,
     copied,
     first_difference,
+    gradient_hooks_kept,
     in_function_transform,
+    in_trace,
 )
 
 _NUM_LOOKS = 2
@@ -80,7 +83,10 @@ class CheckpointedForward(ReplacedForward):
         call = _Call(function, knowledge, args, kwargs, kept, is_watched=self.inputs_on_host is None)
         contexts = partial(_contexts, self.choice, call)
         if self.inputs_on_host is None:
-            return checkpoint(call, *call.saved, use_reentrant=False, context_fn=contexts)
+            saved = call.saved
+            result = checkpoint(call, *saved, use_reentrant=False, context_fn=contexts)
+            call.try_again(saved)
+            return result
         with self.inputs_on_host.saving(self.block):
             return checkpoint(call, *call.saved, use_reentrant=False, context_fn=contexts)
 
@@ -131,7 +137,7 @@ _LIMITS = {
     "extra time": "it is recomputed more than once (a gradient inside forward, or a graph that is kept), and torch "
     "hands out the kept results of a selective choice only once. Or use mode='full'.",
     _CHANGES_KEPT: "what a selective choice keeps is changed in place afterwards, as nn.GRU and nn.RNN do on the "
-    "CPU. Or use mode='full'.",
+    "CPU, and `vmap` where it adds a bias to a product. Or use mode='full'.",
     "not found in storage": "run a second time from the state in which it began, it calls operators that it hadn't "
     "called. It reads something that has changed since its forward, and that its modules, their hooks and the globals "
     "that its code names don't show.",
@@ -154,7 +160,7 @@ class Knowledge:
         self.written: set[Place] = set()
         self._unsteady: dict[tuple[bool, ...], set[int]] = {}
         self._places: StatePlaces | None = None
-        self._num_looks: dict[tuple[bool, ...], int] = {}
+        self._num_calls: dict[tuple[bool, ...], int] = {}
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,17 +171,21 @@ class Knowledge:
         """What errors call the modules."""
         return " and ".join(dict.fromkeys(type(module).__name__ for module in self.modules))
 
-    def places(self) -> tuple[StatePlaces, bool, set[int]]:
-        """Where the modules keep state, whether to watch this call, and which saved tensors are unsteady."""
+    def places(self) -> tuple[StatePlaces, int, set[int]]:
+        """Where the modules keep state, how many calls came before, and which saved tensors are unsteady.
+
+        Calls are counted as far as they are watched. A trace counts for itself: its calls have no values, and must
+        not stand for those of a run.
+        """
         found = list(dict.fromkeys(child for module in self.modules for child in module.modules()))
         if self._places is None or self._places.modules != found:
             self._places = StatePlaces(self.modules)
-            self._num_looks, self.written, self._unsteady = {}, set(), {}
-        flags = tuple(module.training for module in found)
-        number = self._num_looks.get(flags, 0)
+            self._num_calls, self.written, self._unsteady = {}, set(), {}
+        flags = (in_trace(), *(module.training for module in found))
+        number = self._num_calls.get(flags, 0)
         if number < _NUM_LOOKS:
-            self._num_looks[flags] = number + 1
-        return self._places, number < _NUM_LOOKS, self._unsteady.setdefault(flags, set())
+            self._num_calls[flags] = number + 1
+        return self._places, number, self._unsteady.setdefault(flags, set())
 
     def steps_in_backward(self) -> bool:
         """Whether weights may change before backward ends."""
@@ -216,7 +226,8 @@ class _Call:
             )
         self._function = function
         self._knowledge = knowledge
-        self._places, looking, unsteady = knowledge.places()
+        self._places, num_calls, unsteady = knowledge.places()
+        looking = num_calls < _NUM_LOOKS
         self._is_watched = looking and is_watched
         self._arguments: tuple[Any, Any] | None = (args, kwargs)
         self._leaves, self._structure = tree_flatten((args, kwargs))
@@ -242,8 +253,11 @@ class _Call:
         self._results: list[tuple[str, float]] | None = None
         self._context = contextvars.copy_context()
         self._samples: Samples | None = None
-        if torch._guards.detect_fake_mode(()) is None:  # a trace has no values
+        if not in_trace():  # a trace has no values
             self._samples = Samples(knowledge.name, unsteady, knowledge.steps_in_backward)
+        self._is_compared = self._is_watched and not self._places.is_gathered and self._samples is not None
+        self._random_states = _random_states(tensors) if self._is_compared and not kept else None
+        self._asks_gradient = False
 
     def from_here_on(self) -> AbstractContextManager[None]:
         """In this context, samples of what is saved for backward are taken."""
@@ -261,12 +275,20 @@ class _Call:
             return self._run_again(saved)
         args, kwargs = self._arguments
         self._arguments = None
+        try:
+            return self._run_first(args, kwargs)
+        except RuntimeError as error:
+            # With torch 2.11, the contexts around this run don't see its errors: they are left when the error is freed.
+            self.refuse_limits(error)
+            raise
+
+    def _run_first(self, args: Any, kwargs: Any) -> Any:
         state = self._state
         look = self._look
         if look is None:
             result = self._function(*args, **kwargs)
         else:
-            if self._is_watched and not self._places.is_gathered and self._samples is not None:
+            if self._is_compared:
                 self._results = look.results
             with look:
                 result = self._function(*args, **kwargs)
@@ -281,20 +303,41 @@ class _Call:
 
     @contextmanager
     def from_its_beginning(self) -> Iterator[None]:
-        """In this context all is as it was when the call began."""
-        self._fresh = {
-            place[1]: copy.detach().requires_grad_(self._needs_grad[place[1]]).clone()
-            for place, copy in self._copies.items()
-        }
+        """In this context all is as it was when the call began, and what is saved is compared."""
         if self._look is not None:  # forward itself asks for a gradient
-            self._look.is_paused = True
+            self._look.is_paused = self._asks_gradient = True
         try:
             compared = nullcontext() if self._samples is None else self._samples.compared()
-            with self._state.again(self._knowledge.name, self._places), compared:
+            with self._rewound(), compared:
                 yield
         finally:
             if self._look is not None:
                 self._look.is_paused = False
+
+    @contextmanager
+    def _rewound(self) -> Iterator[None]:
+        self._fresh = {
+            place[1]: copy.detach().requires_grad_(self._needs_grad[place[1]]).clone()
+            for place, copy in self._copies.items()
+        }
+        with self._state.again(self._knowledge.name, self._places):
+            yield
+
+    def try_again(self, saved: Sequence[Any]) -> None:
+        """Run a call that is watched to its end once more at once, and compare what its operators return.
+
+        A recomputation ends when all that was saved is there, and shows nothing of the operators behind. Nothing is
+        saved for backward here, so that it takes no more memory than the recomputation does. Where a selective choice
+        keeps results it would, beside them, so that no call is tried again then.
+        """
+        if self._random_states is None or self._asks_gradient:  # a gradient inside needs what would be saved
+            return
+        inputs = [
+            one.detach().requires_grad_(one.requires_grad) if isinstance(one, torch.Tensor) else one for one in saved
+        ]
+        with _unseen(self._rewound()), self._random_states(), saved_tensors_hooks(_nothing, _nothing):
+            self._run_again(inputs, is_whole=True)
+        self._random_states = None
 
     def _copy(self, place: Place, tensor: torch.Tensor) -> None:
         """Keep a tensor's values before an operator writes it."""
@@ -305,7 +348,7 @@ class _Call:
             else:
                 self._state.copy(tensor)
 
-    def _run_again(self, saved: tuple[Any, ...]) -> Any:
+    def _run_again(self, saved: Sequence[Any], is_whole: bool = False) -> Any:
         leaves = list(self._leaves)
         for number, tensor in zip(self._numbers, saved, strict=False):
             leaves[number] = tensor
@@ -314,8 +357,10 @@ class _Call:
         self._fresh = {}
         args, kwargs = tree_unflatten(leaves, self._structure)
         run = partial(self._context.copy().run, self._function)  # context variables are as they were
-        if self._results is None:
-            return run(*args, **kwargs)
+        with gradient_hooks_kept(self._places, leaves):
+            return run(*args, **kwargs) if self._results is None else self._run_compared(run, args, kwargs, is_whole)
+
+    def _run_compared(self, run: Callable[..., Any], args: Any, kwargs: Any, is_whole: bool) -> Any:
         with Look(_ignore, ()) as look:
             try:
                 return run(*args, **kwargs)
@@ -323,11 +368,11 @@ class _Call:
                 self.refuse_limits(error)
                 raise
             finally:
-                self._compare(look.results)
+                self._compare(look.results, is_whole)
 
-    def _compare(self, results: list[tuple[str, float]]) -> None:
+    def _compare(self, results: list[tuple[str, float]], is_whole: bool) -> None:
         assert self._results is not None
-        different = first_difference(self._results, results)
+        different = first_difference(self._results, results, is_whole)
         if different is not None:
             raise InexactRecomputationError(
                 self._knowledge.name,
@@ -339,6 +384,40 @@ class _Call:
 
 def _ignore(place: Place, tensor: torch.Tensor) -> None:
     pass
+
+
+def _nothing(value: Any) -> Any:
+    """Keep nothing of what a graph saves that is never run backward."""
+
+
+@contextmanager
+def _unseen(context: AbstractContextManager[None]) -> Iterator[None]:
+    """Enter and leave a context where no mode sees what it copies: a technique may watch what reads a weight."""
+    with _disable_current_modes():
+        context.__enter__()
+    try:
+        yield
+    finally:
+        with _disable_current_modes():
+            context.__exit__(None, None, None)
+
+
+def _random_states(tensors: Sequence[tuple[Place, torch.Tensor]]) -> Callable[[], AbstractContextManager[None]]:
+    """Torch's own random states as they are now, as a context in which they are so again."""
+    devices, states = get_device_states(*(tensor for _, tensor in tensors))
+    kinds = [tensor.device.type for _, tensor in tensors if tensor.device.type not in ("cpu", "meta")]
+    of_kind = {"device_type": kinds[0]} if kinds else {}  # as `checkpoint` takes it
+    with _disable_current_modes():  # what keeps count of a device's memory is not to count it
+        of_host = torch.get_rng_state()
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with torch.random.fork_rng(devices, **of_kind):
+            torch.set_rng_state(of_host)
+            set_device_states(devices, states, **of_kind)
+            yield
+
+    return again
 
 
 class AppliedCheckpointing:

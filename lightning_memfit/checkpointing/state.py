@@ -207,7 +207,12 @@ def _slots(kind: type) -> Iterator[types.MemberDescriptorType]:
 
 
 def is_random_source(value: Any) -> bool:
-    """Whether a value is a generator of random numbers of torch, NumPy or Python."""
+    """Whether a value is a generator of random numbers of torch, NumPy or Python, which can be put back.
+
+    The system's own (`random.SystemRandom`) can't: where its draws matter, a recomputation returns something else.
+    """
+    if isinstance(value, random.SystemRandom):
+        return False
     return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
 
 
@@ -638,11 +643,45 @@ class Look(TorchDispatchMode):
                     self._on_write(place, watched)
 
 
-def first_difference(first: Sequence[tuple[str, float]], again: Sequence[tuple[str, float]]) -> str | None:
-    """The first operator that returned something else when a block ran again, which may end early; None if none did."""
+_GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@contextmanager
+def gradient_hooks_kept(places: StatePlaces, leaves: Iterable[Any]) -> Iterator[None]:
+    """Take off at the end what a second run registers on tensors that outlive a block: its first has done so already.
+
+    Args:
+        places: Of the block, whose parameters are meant.
+        leaves: Its arguments, of which the tensors are meant.
+    """
+    weights = (one for module in places.modules for one in module._parameters.values() if one is not None)
+    tensors = [*weights, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+    before = [[tuple(getattr(one, name) or ()) for name in _GRADIENT_HOOKS] for one in tensors]
+    try:
+        yield
+    finally:
+        for tensor, held in zip(tensors, before, strict=True):
+            for name, keys in zip(_GRADIENT_HOOKS, held, strict=True):
+                hooks = getattr(tensor, name)
+                for key in [key for key in hooks or () if key not in keys]:
+                    del hooks[key]
+
+
+def first_difference(
+    first: Sequence[tuple[str, float]], again: Sequence[tuple[str, float]], is_whole: bool = False
+) -> str | None:
+    """The first operator that returned something else when a block ran again; None if none did.
+
+    Args:
+        first: What the operators returned at first.
+        again: The same of the second run.
+        is_whole: Whether that ran to its end, so that an operator may be missing.
+    """
     for (name, value), (other, found) in zip(first, again, strict=False):
         if name != other or not _same(value, found):
             return other
+    if len(again) < len(first) and is_whole:
+        return first[len(again)][0]
     return again[len(first)][0] if len(again) > len(first) else None
 
 
@@ -652,6 +691,11 @@ _TOLERANCE = 1e-3
 
 def _same(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=1e-30) or (one != one and other != other)
+
+
+def in_trace() -> bool:
+    """Whether tensors are fake, as in a trace: they have no values."""
+    return torch._guards.detect_fake_mode(()) is not None
 
 
 def in_function_transform() -> bool:

@@ -328,7 +328,7 @@ def _refuse(optimizer: Optimizer, chunk_elements: int) -> None:
     name = type(optimizer).__name__
     if chunk_elements < 4096:
         raise ValueError(f"`chunk_elements={chunk_elements}` must be at least 4096.")
-    refuse_coupled(optimizer)
+    refuse_coupled(optimizer, "stepping bfloat16 weights in float32, a chunk at a time,")
     if optimizer.state:
         raise ValueError(
             f"`optimizer` ({name}) has states already, of the weights' dtype. Wrap it before it steps or is loaded; "

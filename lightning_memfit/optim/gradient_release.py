@@ -301,13 +301,18 @@ def _refuse_hooks(optimizer: Optimizer) -> None:
             )
 
 
-def refuse_coupled(optimizer: Optimizer) -> None:
-    """Raise a `ValueError` unless it is known that the optimizer steps each parameter independently of the others."""
+def refuse_coupled(optimizer: Optimizer, what: str = "releasing gradients during backward") -> None:
+    """Raise a `ValueError` unless it is known that the optimizer steps each parameter independently of the others.
+
+    Args:
+        optimizer: The optimizer.
+        what: What needs that, for the message.
+    """
     cls = type(getattr(optimizer, "wrapped", optimizer))  # inside `Float32Step`, which steps weights with a gradient
     known = cls.__module__.startswith(_SINGLE_PARAMETER) or cls.__name__ in _KNOWN_ELSEWHERE
     if not known or cls.__name__ in _WHOLE_MODEL:
         raise ValueError(
             f"`{cls.__module__}.{cls.__name__}` is not known to step each parameter independently of the others, which "
-            "releasing gradients during backward needs. Use an optimizer of torch.optim (but LBFGS), bitsandbytes or "
+            f"{what} needs. Use an optimizer of torch.optim (but LBFGS), bitsandbytes or "
             "torchao's Adam, Lion or Adafactor."
         )

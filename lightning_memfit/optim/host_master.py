@@ -174,8 +174,8 @@ class HostMaster:
         """Let weights be their masters, once all gradients have arrived.
 
         Args:
-            check: Read the weights to find changes that their masters did not get. Otherwise only weights that have
-                been exchanged are found.
+            check: Read the weights to find changes that their masters did not get. Otherwise only those that torch
+                has counted are found, and weights that have been exchanged.
 
         Raises:
             RuntimeError: If other code has written to a weight, which the next step would overwrite.
@@ -316,7 +316,8 @@ class HostMaster:
         real = [slot for slot in self._slots.values() if slot.sum is not None]
         same = _compare_sums(real) if thoroughly else [True] * len(real)
         for slot, is_same in zip(real, same, strict=True):
-            if is_same and slot.weight.data_ptr() == slot.half.data_ptr():
+            # Rounding may hide a small change, of which only torch's count of writes is left.
+            if is_same and slot.weight.data_ptr() == slot.half.data_ptr() and not slot.was_written():
                 continue
             name = self.names.get(slot.weight, f"of shape {tuple(slot.weight.shape)}")
             raise RuntimeError(
@@ -339,7 +340,7 @@ class _Slot:
         self.sum: Tensor | None = None
         self.is_trained = False
         self._dtype = weight.dtype if value is None else value.dtype
-        self._version = weight._version
+        self._version = self._hidden_version = weight._version
         self._buffer: Tensor | None = None
         self._arrival: Future[None] | None = None
         self._handle: Any = None
@@ -416,7 +417,12 @@ class _Slot:
                 changed = True
                 self._keep(shown.to("cpu"))
             self.weight.data = self.half
+        self._hidden_version = self.weight._version
         return changed
+
+    def was_written(self) -> bool:
+        """Whether torch has counted a change of the weight on the device; it counts none through `.data`."""
+        return self.weight._version != self._hidden_version
 
     def expect(self) -> bool:
         """Give the master a gradient, and return whether it is new, so that it must be overwritten."""
@@ -487,7 +493,12 @@ class _Transfer:
         """Move a gradient from the device to the host."""
         slot.refuse_other_hooks()
         gradient, weight.grad = weight.grad, None
-        assert gradient is not None
+        if gradient is None:
+            raise RuntimeError(
+                f"A hook (`register_post_accumulate_grad_hook`) of a weight of shape {tuple(weight.shape)} has taken "
+                "its gradient away or returned something, which torch does not allow: it must return None and leave "
+                "`.grad` where it is. Change the gradient in place there, or train without masters."
+            )
         if gradient.layout is not torch.strided:
             slot.wait()
             slot.add_sparse(gradient)

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from torch import nn
 from typing_extensions import override
 
@@ -21,6 +20,7 @@ from lightning_memfit.checkpointing.apply import (
 from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks, select_blocks
 from lightning_memfit.checkpointing.knapsack import CheckpointingPlan
 from lightning_memfit.checkpointing.policies import Choice, Keep, Mode, check_mode, choices_for
+from lightning_memfit.checkpointing.state import in_trace
 from lightning_memfit.memory import Category, format_bytes, parse_bytes
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.profile.events import CATEGORIES
@@ -165,7 +165,7 @@ class ActivationCheckpointing(TechniqueCallback):
     def _resolve(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the plan, unless this is a copy, inside a trace, of a callback that already has one."""
         assert self.budget is not None
-        if torch._guards.detect_fake_mode(()) is None:
+        if not in_trace():
             self.restore()
             self.resolved = resolve_budget(self.budget, trainer, pl_module, ActivationCheckpointing, self.blocks)
         elif self.resolved is None:

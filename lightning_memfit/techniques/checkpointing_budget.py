@@ -1,5 +1,6 @@
 """Resolve `ActivationCheckpointing(budget=...)` into a plan, from traces of the run that is about to begin."""
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -76,19 +77,28 @@ def make_planner(
         BudgetError: If the blocks can't be planned for.
     """
 
-    def trace(shorten: bool, **arguments: Any) -> Trace:
-        callback = checkpointing(**arguments, blocks=blocks)
-        traced = (*techniques, callback)
-        return trace_step(module, batch, options, emulation, traced, shorten=shorten, find_groups=find_groups)
+    def trace(shorten: bool, check: bool, **arguments: Any) -> Trace:
+        traced = (*techniques, checkpointing(**arguments, blocks=blocks))
+        return trace_step(
+            module,
+            batch,
+            options,
+            emulation,
+            traced,
+            shorten=shorten,
+            check_assumptions=check,
+            find_groups=find_groups,
+        )
 
     def find_groups(clone: torch.nn.Module) -> list[BlockGroup]:
         return find_blocks(clone) if blocks is None else select_blocks(clone, blocks)
 
     def trace_uniform(choice: Choice) -> Trace:
-        return trace(True, **_following(choice))
+        # Values that have to be assumed, and mixtures' routings, are those of the step, whatever is recomputed.
+        return trace(True, choice == "none", **_following(choice))
 
     def trace_plan(choices: tuple[Choice, ...]) -> Trace:
-        return trace(False, choices=choices)
+        return trace(False, False, choices=choices)
 
     return BudgetPlanner(trace_uniform, trace_plan, rate, rounding_bytes)
 
@@ -123,6 +133,8 @@ def resolve_budget(
             outcome = _resolve(budget, trainer, module, checkpointing, blocks)
         except (ValueError, TraceError) as error:
             outcome = error
+        # What traces leave in cycles would lie in memory during the first steps, and count where these are measured.
+        gc.collect(1)
     if trainer.world_size > 1:
         outcome = trainer.strategy.broadcast(outcome)
     if isinstance(outcome, BudgetError):

@@ -172,11 +172,9 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
         return "loss scaling (16-mixed) needs all gradients to look for overflow. Use bf16-mixed."
     if len(facts.optimizers) > 1:
         return f"it releases gradients to one optimizer, and the module has {len(facts.optimizers)}. Leave it out."
-    if "backward" in facts.overridden:
-        return (
-            "the module's `backward` may run several backward passes, the first of which would step parameters. Remove "
-            "it, or leave GradientRelease out."
-        )
+    own_backward = facts.why_not_own_backward("GradientRelease")
+    if own_backward is not None:
+        return own_backward
     own = next((f"the module's `{hook}`" for hook in sorted(facts.overridden)), None)
     who = own or facts.who_looks(*BEFORE_STEP, *BEFORE_ZERO_GRAD, *BETWEEN_STEPS)
     if who is not None:

@@ -361,6 +361,9 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
     for name, reason in _CONFLICTS.items():
         if run.has(name):
             return f"{reason}. Leave {name} out."
+    own_backward = facts.why_not_own_backward("HostMasterWeights")
+    if own_backward is not None:
+        return own_backward
     who = facts.who_looks(*BETWEEN_STEPS)
     if who is not None:
         return (

@@ -108,6 +108,7 @@ class Lora(TechniqueCallback):
         self._loaded: frozenset[str] = frozenset()
         self._before: Originals | None = None
         self._watch: Watch | None = None
+        self._is_in_watched_step = False
         self._was_saved = False
         self._quantizers: list[QuantizedWeights] = []
 
@@ -204,14 +205,16 @@ class Lora(TechniqueCallback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Notice weights that something has unfrozen."""
+        """Notice weights that something has unfrozen, and refuse what a step read that runs `backward` itself."""
+        self._refuse_reads_outside()
         self._follow_unfrozen(trainer)
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Notice them where the module calls `backward` itself."""
+        """Do the same where the module calls `loss.backward()`."""
+        self._refuse_reads_outside()
         self._follow_unfrozen(trainer)
 
     def _follow_unfrozen(self, trainer: pl.Trainer) -> None:
@@ -246,7 +249,8 @@ class Lora(TechniqueCallback):
             ValueError: If a reentrant checkpoint kept gradients from them.
         """
         watch = self._watch
-        self._stop_watching()
+        if not self._is_in_watched_step:  # with manual optimization the step may go on, and run layers again
+            self._stop_watching()
         if watch is not None and watch.without_gradient:
             raise ValueError(
                 f"Lora: {_some(watch.without_gradient)} ran in a reentrant checkpoint (torch.utils.checkpoint) whose "
@@ -335,17 +339,29 @@ class Lora(TechniqueCallback):
         self._stop_watching()  # the step before may have had no backward pass
         self._watch = watch = Watch(lora.frozen_layers(module))
         watch.attach()
-        with watch:
-            result = step(*args, **kwargs)
-        if watch.outside:
-            name, operator = next(iter(watch.outside.items()))
-            raise ValueError(
-                f"Lora: {_some(watch.outside)}: the step reads the frozen weight itself (in {operator} for {name}), "
-                "not through its layer, and would compute without the adapter. Read `layer.weight` when it is used "
-                "instead of keeping the tensor, log it under torch.no_grad(), or leave the layer out of "
-                "`target_modules`."
-            )
+        self._is_in_watched_step = True
+        try:
+            with watch:
+                result = step(*args, **kwargs)
+        finally:
+            self._is_in_watched_step = False
+        self._refuse_reads_outside()
+        if not module.automatic_optimization:  # its backward passes are over
+            self._stop_watching()
         return result
+
+    def _refuse_reads_outside(self) -> None:
+        """Raise a `ValueError` if the step that is watched has used a weight beside its adapter."""
+        if self._watch is None or not self._watch.outside:
+            return
+        outside = self._watch.outside
+        name, operator = next(iter(outside.items()))
+        raise ValueError(
+            f"Lora: {_some(outside)}: the step reads the frozen weight itself (in {operator} for {name}), "
+            "not through its layer, and would compute without the adapter. Read `layer.weight` when it is used "
+            "instead of keeping the tensor, log it under torch.no_grad(), or leave the layer out of "
+            "`target_modules`."
+        )
 
     def _stop_watching(self) -> None:
         if self._watch is not None:

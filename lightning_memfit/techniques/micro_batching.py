@@ -10,11 +10,6 @@ def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if batches can be cut."""
     if not run.facts.automatic_optimization:
         return "with manual optimization the module runs its own forward and backward. Use automatic optimization."
-    if run.strategy.startswith("DeepSpeed"):
-        return (
-            "DeepSpeed accumulates gradients on its own. Set the loader's batch size to the micro-batch and "
-            "`accumulate_grad_batches` to the number of micro-batches."
-        )
     for name in _SINGLE_BACKWARD:
         if run.has(name):
             return f"{name} uses gradients up during backward, which may have to be repeated. Leave one of the two out."

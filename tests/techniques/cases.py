@@ -219,7 +219,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(
             using("micro_batching", micro_batch_size=1),
             EXACT,
-            ((MANUAL, "manual optimization"), (Run(strategy="DeepSpeedStrategy"), "DeepSpeed")),
+            ((MANUAL, "manual optimization"),),
         ),
     ),
 }

@@ -22,15 +22,13 @@ def traces_are_shared():
     """Every plan here is for the same step: what a choice does to it is traced once, and not anew for each budget."""
     known = {}
 
-    def traced(module, batch, options, emulation, techniques, shorten, find_groups):
+    def traced(module, batch, options, emulation, techniques, **settings):
         *others, callback = techniques
         assert not others
         assert callback.blocks is None
-        key = (callback.mode, callback.keep, callback.choices, options, emulation, shorten)
+        key = (callback.mode, callback.keep, callback.choices, options, emulation, settings["shorten"])
         if key not in known:
-            known[key] = trace_step(
-                module, batch, options, emulation, techniques, shorten=shorten, find_groups=find_groups
-            )
+            known[key] = trace_step(module, batch, options, emulation, techniques, **settings)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -139,9 +139,16 @@ class Manual(LanguageModel):
         self.automatic_optimization = False
 
 
+class ClipsInBackward(LanguageModel):
+    def backward(self, loss):
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
 @pytest.mark.parametrize(
     ("module", "others", "kwargs", "message"),
     [
+        (ClipsInBackward, [], {}, "the module's `backward` may .* leave HostMasterWeights out"),
         (LanguageModel, [], {"precision": "32-true"}, "precision='bf16-true'"),
         (LanguageModel, [], {"precision": "16-true"}, "loss scaling"),
         (LanguageModel, [], {"strategy": "ddp", "devices": 1}, "DDPStrategy"),
@@ -442,6 +449,31 @@ def test_writing_to_weights_during_the_run_is_refused(moment):
         quiet_trainer(HostMasterWeights(), Clamp(), precision="bf16-true").fit(module, data())
     assert module.net[0].weight.dtype is torch.float32
     assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+
+
+@pytest.mark.parametrize("how", ["mul_", "foreach", "part"])
+@pytest.mark.parametrize("moment", ["on_train_batch_end", "on_train_batch_start"])
+def test_writes_that_rounding_would_hide_are_refused(moment, how):
+    """A decay of 0.1 % changes no weight of 0.75 in bfloat16."""
+
+    @torch.no_grad()
+    def decay(self, *args):
+        if how == "foreach":
+            torch._foreach_mul_(list(self.parameters()), 0.999)
+        elif how == "part":
+            self.net[0].weight.detach()[:2].mul_(0.999)
+        else:
+            self.net[0].weight.mul_(0.999)
+
+    def same():
+        net = make_net()
+        for parameter in net.parameters():
+            parameter.data.fill_(0.75)
+        return net
+
+    module = type("Decays", (Small,), {moment: decay})(partial(sgd, lr=0.0), same)
+    with pytest.raises(RuntimeError, match=r"net\.0\.weight was written to.*float32_weights"):
+        quiet_trainer(HostMasterWeights(), precision="bf16-true").fit(module, data())
 
 
 def test_max_norm_of_an_embedding_is_refused_before_the_first_step():
@@ -786,6 +818,16 @@ def test_hooks_of_complete_gradients_and_accumulation_are_refused():
         fitter.fit(module, data())
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def test_hooks_that_return_something_are_refused_in_words():
+    class Returns(Small):
+        def on_fit_start(self):
+            for p in self.parameters():
+                p.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.01, 0.01))
+
+    with pytest.raises(RuntimeError, match="it must return None"):
+        quiet_trainer(HostMasterWeights(), precision="bf16-true").fit(Returns(sgd), data())
 
 
 def test_states_of_parameters_in_another_order_are_refused(tmp_path):

@@ -689,6 +689,53 @@ def test_a_penalty_that_begins_later_is_refused(start):
     assert len(module.losses) == start
 
 
+class Manual(Net):
+    """Several passes in a step: gradients that are added up by hand, a step after each, or two optimizers in turn."""
+
+    def __init__(self, how, forward=None):
+        super().__init__(forward)
+        self.how = how
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizers = self.optimizers()
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers] * 2
+        for number, (part, optimizer) in enumerate(zip(batch.chunk(2), optimizers, strict=True)):
+            loss = F.cross_entropy(self(part).flatten(0, 1), part.flatten())
+            self.losses.append(loss.detach().clone())
+            loss.backward() if self.how == "own" else self.manual_backward(loss)
+            if number or self.how != "accumulation":
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        if self.how != "two":
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+        return [torch.optim.SGD(child.parameters(), lr=0.1) for child in (self.backbone, self.head)]
+
+
+HOW = ("accumulation", "steps", "two", "own")
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", LORA)
+def test_steps_that_run_forward_again_after_a_backward_pass_train(name, how):
+    module = Manual(how)
+    fitted(copy.deepcopy(LORA[name]), module)
+    assert module.losses[-1] < module.losses[0]
+    assert not frozen_layers(module)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_reads_in_such_steps_are_refused_before_a_weight_changes(how):
+    pl.seed_everything(0, verbose=False)
+    module = Manual(how, lambda self, x: self.head(self.backbone(x)) + sum(p.sum() for p in self.parameters()))
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(ValueError, match="reads the frozen weight itself"):
+        fitted([Lora(4)], module)
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
 # --- callbacks that can't be served ---------------------------------------------------------------------------------
 
 

@@ -108,6 +108,15 @@ class Facts:
         """Words for the first hook of these names that looks at gradients; None if there is none."""
         return next((who for hook, who in self.gradient_hooks if hook in hooks), None)
 
+    def why_not_own_backward(self, technique: str) -> str | None:
+        """Reason and fix if the module has its own `backward`, for a technique that takes gradients away in a pass."""
+        if "backward" not in self.overridden:
+            return None
+        return (
+            "the module's `backward` may run several backward passes, or read and change gradients, which "
+            f"{technique} takes away during each pass. Remove it, or leave {technique} out."
+        )
+
     @property
     def device_kind(self) -> DeviceKind:
         """Properties of the device's type."""

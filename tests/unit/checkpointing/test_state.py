@@ -6,6 +6,9 @@ import copy
 import dataclasses
 import gc
 import importlib
+import itertools
+import os
+import queue
 import random
 import threading
 import weakref
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 
 from lightning_memfit.checkpointing import samples
@@ -425,6 +429,9 @@ class Hidden(Block):
 
 
 SECRET = {"number": 1.0}
+QUEUE: queue.Queue = queue.Queue()
+STEPS = itertools.cycle(range(2))
+SYSTEM = random.SystemRandom()
 
 
 def test_what_is_not_found_is_refused_before_a_weight_changes():
@@ -434,6 +441,161 @@ def test_what_is_not_found_is_refused_before_a_weight_changes():
     with pytest.raises(InexactRecomputationError, match=r"Hidden would not be exact.*`choices`"):
         net(torch.randn(8, WIDTH)).sum().backward()
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True))
+
+
+def from_the_environment():
+    os.environ["MEMFIT_TEST_CALLS"] = str(int(os.environ["MEMFIT_TEST_CALLS"]) + 1)
+    return 1 / int(os.environ["MEMFIT_TEST_CALLS"])
+
+
+def from_a_queue():
+    QUEUE.put(1)
+    return 1 / QUEUE.qsize()
+
+
+def from_an_iterator():
+    return 0.5 + next(STEPS) / 10
+
+
+def from_the_system():
+    return 0.5 + SYSTEM.random()
+
+
+class HiddenScalar(Block):
+    """Scales its result by a number from where nobody looks: nothing that is saved for backward depends on it."""
+
+    def forward(self, x):
+        return x + self.inner(x) * self.draw()
+
+
+class HiddenEnd(Block):
+    """Ends with an operator or without it."""
+
+    def forward(self, x):
+        y = x + self.inner(x)
+        return y * 1.5 if self.draw() > 0.55 else y
+
+
+class HiddenBeginning(Block):
+    """Draws first what only its end uses, so that a recomputation that ends early draws as well."""
+
+    def forward(self, x):
+        drawn = self.draw()
+        return x + self.inner(x) * drawn
+
+
+def start_anew(monkeypatch):
+    monkeypatch.setenv("MEMFIT_TEST_CALLS", "0")
+    monkeypatch.setitem(globals(), "QUEUE", queue.Queue())
+    monkeypatch.setitem(globals(), "STEPS", itertools.cycle(range(2)))
+
+
+AT_THE_END = [
+    *((HiddenScalar, draw) for draw in (from_the_environment, from_a_queue, from_an_iterator, from_the_system)),
+    *((HiddenEnd, draw) for draw in (from_the_environment, from_a_queue, from_an_iterator)),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "draw"),
+    [*AT_THE_END, *((HiddenBeginning, draw) for draw in (from_the_environment, from_a_queue, from_an_iterator))],
+)
+def test_hidden_numbers_that_advance_are_refused_before_a_weight_changes(draw, kind, monkeypatch):
+    start_anew(monkeypatch)
+    before = Net(type(kind.__name__, (kind,), {"draw": staticmethod(draw)}))
+    net = copy.deepcopy(before)
+    apply_checkpointing(list(net.blocks), ["full"] * 3)
+    with pytest.raises(InexactRecomputationError, match=f"{kind.__name__} would not be exact"):
+        net(torch.randn(8, WIDTH)).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("kind", "draw"), [case for case in AT_THE_END if case[1] is not from_the_system])
+def test_hidden_numbers_that_no_recomputation_draws_change_nothing(draw, kind, monkeypatch):
+    plain = Net(type(kind.__name__, (kind,), {"draw": staticmethod(draw)}))
+    net = copy.deepcopy(plain)
+    apply_checkpointing(list(net.blocks), ["keep_matmul"] * 3)
+    found = []
+    for one in (plain, net):
+        start_anew(monkeypatch)
+        torch.manual_seed(0)
+        for _ in range(3):
+            one(torch.randn(8, WIDTH)).square().sum().backward()
+        found.append([parameter.grad for parameter in one.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_calls_of_a_trace_are_not_taken_for_those_of_a_run(monkeypatch):
+    monkeypatch.setitem(globals(), "QUEUE", queue.Queue())
+    net = Net(type("HiddenScalar", (HiddenScalar,), {"draw": staticmethod(from_a_queue)}))
+    apply_checkpointing(list(net.blocks), ["full"] * 3)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for _ in range(3):
+            net(torch.randn(8, WIDTH)).sum().backward()
+    net.zero_grad(set_to_none=True)
+    with pytest.raises(InexactRecomputationError, match="HiddenScalar would not be exact"):
+        net(torch.randn(8, WIDTH)).sum().backward()
+
+
+class HooksInput(Block):
+    """Doubles its input's gradient, in every call anew."""
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda gradient: 2 * gradient)
+        return super().forward(x)
+
+
+class HooksWeight(Block):
+    """Doubles a weight's gradient, in every call once more."""
+
+    def forward(self, x):
+        self.inner.weight.register_hook(lambda gradient: 2 * gradient)
+        return super().forward(x)
+
+
+def doubled(weight):
+    weight.grad.mul_(2)
+
+
+class HooksAccumulation(Block):
+    """Changes a gradient where it has been added up."""
+
+    def forward(self, x):
+        self.inner.weight.register_post_accumulate_grad_hook(doubled)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("choice", ["full", "keep_matmul"])
+@pytest.mark.parametrize("kind", [HooksInput, HooksWeight, HooksAccumulation])
+def test_hooks_that_forward_registers_act_once(kind, choice):
+    torch.manual_seed(0)
+    plain = Net(kind)
+    net = copy.deepcopy(plain)
+    apply_checkpointing(list(net.blocks), [choice] * 3)
+    for _ in range(4):  # more calls than are watched
+        x = torch.randn(8, WIDTH)
+        for one in (plain, net):
+            one.zero_grad()
+            one(x).square().sum().backward()
+        for wanted, found in zip(plain.parameters(), net.parameters(), strict=True):
+            assert torch.equal(wanted.grad, found.grad)
+
+
+class HoldsSystemRandom(Block):
+    """Holds a source that has no state to put back, and draws nothing that matters."""
+
+    def build(self):
+        self.source = random.SystemRandom()
+
+    def forward(self, x):
+        self.source.random()
+        return super().forward(x)
+
+
+def test_a_source_without_a_state_may_be_held():
+    plain = late_gradients(HoldsSystemRandom, plainly_called, lambda net: None)
+    assert late_gradients(HoldsSystemRandom, plainly_called, checkpointed("full")) == plain
 
 
 class LateWriter(Block):
@@ -556,6 +718,7 @@ def test_the_state_of_earlier_calls_is_let_go():
 def test_a_compiled_block_with_buffers_is_left_to_eager_execution():
     net = Net(RunningBuffer)
     apply_checkpointing(list(net.blocks), ["full"] * 3)
+    torch.compiler.reset()  # what other tests compiled and gave up is not tried again
     with pytest.raises(Exception, match="buffers"):
         torch.compile(net.blocks[0], backend="eager", fullgraph=True)(torch.randn(8, WIDTH))
 
@@ -738,11 +901,19 @@ class GatedRecurrent(Block):
         return self.rnn(x[None])[0][0]
 
 
-def test_kept_products_that_are_changed_in_place_are_refused_in_words():
-    with pytest.raises(InexactRecomputationError, match="nn.GRU.*mode='full'"):
-        late_gradients(GatedRecurrent, plainly_called, checkpointed("keep_matmul"))
-    plain = late_gradients(GatedRecurrent, plainly_called, lambda net: None)
-    assert late_gradients(GatedRecurrent, plainly_called, checkpointed("full")) == plain
+class Batched(Block):
+    """`vmap` computes a linear layer as a product to which it adds the bias in place."""
+
+    def forward(self, x):
+        return x + torch.vmap(lambda row: self.inner(row).tanh())(x)
+
+
+@pytest.mark.parametrize("kind", [GatedRecurrent, Batched])
+def test_kept_products_that_are_changed_in_place_are_refused_in_words(kind):
+    with pytest.raises(InexactRecomputationError, match="nn.GRU.*`vmap` where it adds a bias.*mode='full'"):
+        late_gradients(kind, plainly_called, checkpointed("keep_matmul"))
+    plain = late_gradients(kind, plainly_called, lambda net: None)
+    assert late_gradients(kind, plainly_called, checkpointed("full")) == plain
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
