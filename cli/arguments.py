@@ -70,3 +70,16 @@ def positive(text: str) -> int:
     if number > LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{shown} must be at most {LARGEST_COUNT:,}")
     return number
+
+
+def split_device(name: str | None) -> tuple[int | None, str | None]:
+    """Split `8x A100 80GB` into a number of devices and the name of one; None where no number is named.
+
+    Raises:
+        ValueError: If the number isn't positive.
+    """
+    if name is None or not name[:1].isdigit() or "x" not in name.lower():
+        return None, name
+    from lightning_memfit.planner.workload import parse_device_count
+
+    return parse_device_count(name)

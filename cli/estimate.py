@@ -13,6 +13,7 @@ import gc
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,14 @@ from rich.text import Text
 from lightning_memfit.memory import GIB, Category, Tier, format_bytes
 from lightning_memfit.profile.quiet import collector_paused
 
-from .arguments import LARGEST_COUNT, NAMED_OPTIONS, positive, split_arguments
+from .arguments import LARGEST_COUNT, NAMED_OPTIONS, positive, split_arguments, split_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lightning_memfit.estimate.division import Division
     from lightning_memfit.estimate.report import EstimateReport
+    from lightning_memfit.profile.ranks import Ranks
     from lightning_memfit.profile.record import ModelProfile
 
 _EPILOG = """\
@@ -85,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     both = parser.add_argument_group("for both")
     both.add_argument(
-        "--device", metavar="NAME", help="GPU by name, a size such as 12GiB, or cpu (default: what is here)"
+        "--device", metavar="NAME", help="GPU by name, a size such as 12GiB, several such as '8x A100 80GB', or cpu"
     )
     both.add_argument(
         "--micro-batch-size", type=positive, metavar="N", help="samples at a time (default: the recipe's)"
@@ -105,7 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     named.add_argument("--precision", help="32-true, bf16-mixed, 16-mixed, bf16-true or 16-true (default: 32-true)")
     named.add_argument("--optimizer", help="adamw, adamw_fused, sgd, adamw_8bit, ... (default: adamw)")
     named.add_argument("--checkpointing", choices=("none", "full"), help="activation checkpointing (default: none)")
-    named.add_argument("--attention", choices=("sdpa", "eager"), help="attention implementation (default: sdpa)")
+    named.add_argument("--attention", choices=("sdpa", "eager"), help="attention (default: as transformers chooses)")
     named.add_argument(
         "--technique",
         action="append",
@@ -114,7 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     named.add_argument("--accumulate-grad-batches", type=positive, metavar="N", help="default: 1")
     named.add_argument(
-        "--strategy", metavar="NAME", help="ddp, zero_1 ... zero_infinity: figures are those of one rank"
+        "--strategy", metavar="NAME", help="ddp, fsdp2, zero_1 ... zero_infinity: figures are those of one rank"
     )
     named.add_argument(
         "--devices", type=positive, metavar="N", help="ranks of the strategy, on one machine (default: 1)"
@@ -123,19 +125,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _show(report: EstimateReport, arguments: argparse.Namespace) -> None:
+    is_divided = report.division is not None and not report.division.traced
     if arguments.timeline is not None:
         from lightning_memfit.estimate.report import build_report
         from lightning_memfit.estimate.timeline import write_timeline
 
         whole = build_report(report.profile, report.target, report.estimate.micro_batch_size)
-        write_timeline(whole if report.division is not None else report, arguments.timeline)
+        write_timeline(whole if is_divided else report, arguments.timeline)
     if arguments.json:
         json.dump(report.to_dict(), sys.stdout, indent=2)
         sys.stdout.write("\n")
         return
     print_report(report)
     if arguments.timeline is not None:
-        of_what = " of the traced step, as if one device held everything" if report.division is not None else ""
+        of_what = " of the traced step, as if one device held everything" if is_divided else ""
         print(f"Timeline{of_what}: {arguments.timeline}")
 
 
@@ -328,7 +331,10 @@ def _estimate(arguments: argparse.Namespace) -> EstimateReport:
     from lightning_memfit.estimate.target import live_target, named_target, unnamed_target
     from lightning_memfit.profile.cache import ProfileCache
 
-    named = arguments.device
+    count, named = split_device(arguments.device)
+    if count is not None and arguments.devices not in (None, count):
+        raise ValueError(f"`--device` names {count} devices, `--devices` {arguments.devices}. Drop one.")
+    arguments.devices = count or arguments.devices
     target = named_target(named) if named is not None else live_target() or unnamed_target()
     if arguments.measure:
         raise ValueError("`--measure` needs a recipe (`--config`): a model that is only named has no weights to train.")
@@ -348,7 +354,9 @@ def _estimate(arguments: argparse.Namespace) -> EstimateReport:
     )
     make_callbacks = _callbacks_of(techniques) if techniques else tuple
     cache = None if arguments.no_cache else ProfileCache()
-    profile = profile_named(run, cache, not arguments.no_shorten, overlap=True, callbacks=make_callbacks)
+    ranks = _named_ranks(division) if division is not None and division.traced else None
+    shorten = not arguments.no_shorten
+    profile = profile_named(run, cache, shorten, overlap=True, callbacks=make_callbacks, ranks=ranks)
     notes = (_NO_DEVICE,) if target.capacity_bytes is None else ()
     profile = replace(profile, precision=precision)
     return build_report(profile, target, run.micro_batch_size, notes, division)
@@ -372,8 +380,6 @@ def _named_division(name: str | None, devices: int | None) -> Division | None:
     if record is None or record.sharding is None:
         raise ValueError(f"`--strategy {name}` is unknown. Choose from: {', '.join(records)}.")
     sharding, ranks = record.sharding, devices or 1
-    if sharding.stage and not sharding.deepspeed:
-        raise ValueError(f"`--strategy {name}`: what it keeps on each device can't be told yet. Estimate without it.")
     return Division(
         f"memfit_{record.name}",
         sharding.stage,
@@ -382,7 +388,18 @@ def _named_division(name: str | None, devices: int | None) -> Division | None:
         sharding.deepspeed,
         sharding.optimizer,
         sharding.parameters,
+        traced=bool(sharding.stage) and not sharding.deepspeed,
     )
+
+
+def _named_ranks(division: Division) -> Ranks:
+    """The ranks of a run under a strategy of our registry."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    import lightning_memfit.strategies  # noqa: F401  (registers them)
+    from lightning_memfit.profile.ranks import Ranks
+
+    return Ranks(partial(StrategyRegistry.get, division.name), division.ranks)
 
 
 def _callbacks_of(techniques: Sequence[str]) -> Callable[[], tuple[Any, ...]]:

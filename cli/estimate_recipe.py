@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +30,13 @@ from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 
-from .arguments import NAMED_OPTIONS
+from .arguments import NAMED_OPTIONS, split_device
 from .errors import user_mistake
 from .recipe_run import RecipeRun, load_recipe
 
 if TYPE_CHECKING:
     from lightning_memfit.estimate.division import Division
+    from lightning_memfit.profile.ranks import Ranks
 
 _NO_DEVICE = (
     "The recipe asks for a GPU, none was named and there is none here, so there is no verdict. Pass for example "
@@ -52,14 +54,17 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
             )
     with quiet():
         run = load_recipe(overrides)
-        target = target_of(arguments.device, run)
+        count, device = split_device(arguments.device)
+        run = run if count is None else _on_devices(run, count)
+        target = target_of(device, run)
         division, notes = _division(run)
         precision = run.options.precision
         if division is not None:
             traced = division.traced_precision(precision)
             run = replace(run, options=replace(run.options, precision=traced))  # type: ignore[arg-type]
+        ranks = _ranks(run, division) if division is not None and division.traced else None
         try:
-            profile = _profile(run, target, arguments)
+            profile = _profile(run, target, arguments, ranks)
         except TraceError as error:
             mistake = user_mistake(error)  # a mistake in the recipe, which would also stop a measurement
             if mistake is not None:
@@ -68,7 +73,10 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
                 print(f"memfit: cannot tell: {error} On the command line that is `--measure`.", file=sys.stderr)
                 return None
             profile = _measure(run)
-    notes += [*run.notes, *((_NO_DEVICE,) if target.capacity_bytes is None else ())]
+            if division is not None and division.traced:
+                notes.insert(0, _not_in_figures(division.name, "one process was measured"))
+                division = None
+    notes += [_NO_DEVICE] if target.capacity_bytes is None else []
     profile = replace(profile, precision=precision)
     try:
         return build_report(profile, target, arguments.micro_batch_size, tuple(notes), division)
@@ -77,6 +85,20 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
             raise
         notes.insert(0, _not_in_figures(division.name, error))
         return build_report(profile, target, arguments.micro_batch_size, tuple(notes))
+
+
+def _on_devices(run: RecipeRun, count: int) -> RecipeRun:
+    """The run on so many devices in all.
+
+    Raises:
+        ValueError: If the recipe says another number.
+    """
+    if count % run.num_nodes or run.devices not in (None, count // run.num_nodes):
+        said = f"{run.devices or 'auto'} devices on {run.num_nodes} machine{'s' * (run.num_nodes > 1)}"
+        raise ValueError(
+            f"`--device` names {count} devices, the recipe {said}. Set `trainer.devices`, the number on each machine."
+        )
+    return replace(run, devices=count // run.num_nodes)
 
 
 def _division(run: RecipeRun) -> tuple[Division | None, list[str]]:
@@ -98,7 +120,14 @@ def _division(run: RecipeRun) -> tuple[Division | None, list[str]]:
     return division, ["`trainer.devices` names no number: the figures are for one device on each machine."]
 
 
-def _not_in_figures(name: str, error: Exception) -> str:
+def _ranks(run: RecipeRun, division: Division) -> Ranks:
+    """The ranks of a recipe's run."""
+    from lightning_memfit.profile.ranks import Ranks
+
+    return Ranks(partial(_make_strategy, run.strategy), division.ranks, 0, division.ranks_per_machine)
+
+
+def _not_in_figures(name: str, error: Exception | str) -> str:
     return (
         f"`trainer.strategy={name}` is not in the figures, which are those of one device that holds everything: "
         f"{str(error).rstrip('.')}."
@@ -162,7 +191,7 @@ def target_of(name: str | None, run: RecipeRun) -> Target:
     return host_target(min(limits) if limits else None)
 
 
-def _profile(run: RecipeRun, target: Target, arguments: argparse.Namespace) -> ModelProfile:
+def _profile(run: RecipeRun, target: Target, arguments: argparse.Namespace, ranks: Ranks | None) -> ModelProfile:
     """Profile the step from the recipe's batch, or at the size asked for if the batch tells nothing about that size."""
 
     def profile(batch: Any) -> ModelProfile:
@@ -174,6 +203,7 @@ def _profile(run: RecipeRun, target: Target, arguments: argparse.Namespace) -> M
             _techniques(run),
             shorten=not arguments.no_shorten,
             cache=None if arguments.no_cache else ProfileCache(),
+            ranks=ranks,
         )
 
     found, size = profile(run.batch), batch_size(run.batch)

@@ -67,7 +67,7 @@ def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[di
     if plan.fits:
         overlay = overlay_of(plan, run.callback_specs, run.takes_batch_size, arguments.nvme_path)
     data["overlay"] = overlay
-    data["notes"] += [*_assumed(workload, plan, arguments), *run.notes]
+    data["notes"] += _assumed(workload, plan, arguments)
     return data, paths_in(run.config)
 
 

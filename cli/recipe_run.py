@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
@@ -41,8 +41,6 @@ _PRECISIONS: dict[str, Precision] = {
 # Estimates describe one process on fake tensors, so the Trainer gets these; the recipe's own values are kept apart.
 _STAND_IN = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": "32-true"}
 
-_COPIES_OF_WEIGHTS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
-
 
 @dataclass(frozen=True)
 class RecipeRun:
@@ -54,8 +52,6 @@ class RecipeRun:
     options: StepOptions
     callbacks: tuple[pl.Callback, ...]
     accelerator: str
-    notes: tuple[str, ...]
-    """Parts of the recipe that the figures leave out."""
     strategy: Any
     """`trainer.strategy` as the recipe has it: a name, or a class with its arguments."""
     devices: int | None
@@ -146,7 +142,6 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
         batch = _first_batch(cli, processes)
     cli.model.trainer = trainer  # the training step may use its data module
     callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
-    notes = tuple(_left_out(callbacks))
     dump = partial(cli.parser.dump, cli.as_written, skip_link_targets=False)
     devices = None if str(recipe["devices"]) in ("auto", "-1") else num_processes(recipe["devices"])
     return RecipeRun(
@@ -155,7 +150,6 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
         options,
         callbacks,
         str(recipe["accelerator"]),
-        notes,
         recipe["strategy"],
         devices,
         recipe["num_nodes"],
@@ -185,13 +179,6 @@ def num_processes(devices: Any) -> int:
     if text != "-1" and not 1 <= int(text) <= LARGEST_COUNT:
         raise ValueError(f"`trainer.devices={devices}` must be from 1 to {LARGEST_COUNT:,}, or -1 for all that exist.")
     return max(1, int(text))
-
-
-def _left_out(callbacks: tuple[pl.Callback, ...]) -> Iterator[str]:
-    for callback in callbacks:
-        kind = type(callback)
-        if kind.__name__ in _COPIES_OF_WEIGHTS or not kind.__module__.startswith(("lightning", "pytorch_lightning")):
-            yield f"What the callback {kind.__name__} may allocate is not in the figures."
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

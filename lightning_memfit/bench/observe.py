@@ -84,6 +84,10 @@ class PredictRun(Callback):
         ranks, precision = trainer.world_size, str(trainer.precision)
         try:
             division = division_of(trainer.strategy, name, ranks, ranks // trainer.num_nodes)
+            if division is not None and division.traced:
+                raise NotDividedError(
+                    "it can't be traced in a process of the run's group: predict it by `memfit estimate`"
+                )
             traced = division.traced_precision(precision) if division is not None else precision
             batch = first_batch(trainer)
             # Lightning would make a process group around the module's `prepare_data`, and wait for the other ranks.

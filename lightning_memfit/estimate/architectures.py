@@ -34,7 +34,8 @@ class NamedRun:
     precision: str = "32-true"
     optimizer: str = "adamw"
     checkpointing: Literal["none", "full"] = "none"
-    attention: Literal["sdpa", "eager"] = "sdpa"
+    attention: Literal["sdpa", "eager"] | None = None
+    """What transformers chooses by default: `sdpa` for every model that has it."""
     accumulate_grad_batches: int = 1
     device: DeviceType = CUDA
     capability: tuple[int, int] = (8, 0)
@@ -53,7 +54,7 @@ class NamedRun:
             ("precision", self.precision, PRECISIONS),
             ("optimizer", self.optimizer, traceable_optimizers()),
             ("checkpointing", self.checkpointing, ("none", "full")),
-            ("attention", self.attention, ("sdpa", "eager")),
+            ("attention", self.attention or "sdpa", ("sdpa", "eager")),
         ):
             if choice not in choices:
                 raise ValueError(f"`{name}={choice!r}` is unknown. Choose from: {', '.join(choices)}.")

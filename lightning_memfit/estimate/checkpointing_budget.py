@@ -13,12 +13,13 @@ import torch
 
 from lightning_memfit.checkpointing.knapsack import BlockOption, CheckpointingPlan, CheckpointingProblem, PlanFrontier
 from lightning_memfit.checkpointing.policies import Choice
+from lightning_memfit.checkpointing.state import InexactRecomputationError
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures, find_chain
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING
 from lightning_memfit.memory import Category, format_bytes
 from lightning_memfit.profile.events import EventList
-from lightning_memfit.profile.trace import Trace
+from lightning_memfit.profile.trace import Trace, TraceError
 
 RECOMPUTED: tuple[Choice, ...] = ("none", "full", "keep_attention", "keep_matmul", "keep_matmul_attention")
 """Choices that are possible on every device."""
@@ -65,7 +66,14 @@ class BudgetPlanner:
         self._trace_plan = trace_plan
         self._rounding = rounding_bytes
         choices = (*RECOMPUTED, "offload") if rate.host_link_bytes_per_s is not None else RECOMPUTED
-        traces: dict[Choice, Trace] = {choice: trace_uniform(choice) for choice in choices}
+        traces: dict[Choice, Trace] = {}
+        for choice in choices:
+            try:
+                traces[choice] = trace_uniform(choice)
+            except TraceError as error:
+                # Blocks that change in place what it would keep, as Falcon's, can still be recomputed as a whole.
+                if not choice.startswith("keep_") or not isinstance(error.__cause__, InexactRecomputationError):
+                    raise
         plain = traces["none"]
         if plain.num_blocks < 1:
             raise BudgetError("`budget` needs repeated blocks to choose among, and none were found.")
@@ -280,6 +288,6 @@ def device_rate(name: str, dtype: torch.dtype) -> ComputeRate:
 def cpu_rate(dtype: torch.dtype) -> ComputeRate:
     """Measured rates of two CPU cores with AVX-512: 75 GFLOP/s in fp32, 330 with bf16 instructions, 10 GB/s.
 
-    Offloading makes no sense here, as the tensors are in host memory already.
+    In fp64 vectors hold half as many numbers. Offloading makes no sense here, as tensors are in host memory already.
     """
-    return ComputeRate(75e9 if dtype is torch.float32 else 330e9, 10e9)
+    return ComputeRate({torch.float32: 75e9, torch.float64: 37.5e9}.get(dtype, 330e9), 10e9)

@@ -2,8 +2,8 @@
 
 A trace shows one device that holds everything. Under DDP every rank holds that and its buckets. Of a run under
 DeepSpeed a trace shows the activations; what else is kept, and where, is known in closed form (`estimate.deepspeed`),
-which plans, preflights and this module share. What FSDP2 and tensor parallelism keep is not divided here: the closed
-form of plans (`estimate.placement`) is 16 % less than a measured run (`zero_stages_cpu_small/fsdp2.json`).
+which plans, preflights and this module share. FSDP2 and tensor parallelism are traced themselves (`profile.ranks`):
+such a profile is that of one rank already.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_memfit.estimate.deepspeed import DeepSpeedMemory, DeepSpeedRun, OffloadTarget, deepspeed_memory
-from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step
+from lightning_memfit.estimate.deepspeed import (
+    NCCL_BYTES,
+    DeepSpeedMemory,
+    DeepSpeedRun,
+    OffloadTarget,
+    deepspeed_memory,
+)
+from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step, predict_peak_bytes
 from lightning_memfit.estimate.placement import torch_placement
 from lightning_memfit.estimate.steady_state import SteadyState, later_phases, second_step
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
@@ -54,6 +60,8 @@ class Division:
     """With parameters on disk: elements that stay in host memory."""
     copies_gradients: bool = False
     """With DDP: whether its buckets are a copy of the gradients, instead of what the gradients are views of."""
+    traced: bool = False
+    """Whether the strategy is traced itself, so that a profile is that of one rank (`profile.ranks`)."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain figures, ready for JSON."""
@@ -64,6 +72,7 @@ class Division:
             "ranks_per_machine": self.ranks_per_machine,
             "offload_optimizer": self.offload_optimizer,
             "offload_parameters": self.offload_parameters,
+            "traced": self.traced,
         }
 
     @property
@@ -126,6 +135,7 @@ def division_of(strategy: Strategy, name: str, ranks: int, ranks_per_machine: in
     from lightning.pytorch.strategies import (
         DDPStrategy,
         DeepSpeedStrategy,
+        ModelParallelStrategy,
         SingleDeviceStrategy,
     )
 
@@ -134,6 +144,8 @@ def division_of(strategy: Strategy, name: str, ranks: int, ranks_per_machine: in
     if isinstance(strategy, DDPStrategy):
         copies = not strategy._ddp_kwargs.get("gradient_as_bucket_view", False)
         return Division(name, 0, ranks, ranks_per_machine, copies_gradients=copies)
+    if isinstance(strategy, ModelParallelStrategy):
+        return Division(name, 3, ranks, ranks_per_machine, traced=True)
     if isinstance(strategy, SingleDeviceStrategy):
         return None
     raise NotDividedError("it is unknown what it keeps on each device")
@@ -185,7 +197,7 @@ def estimate_rank(
     """Predict the peak of a rank's training step.
 
     Args:
-        profile: The step on one device, traced in `Division.traced_precision`.
+        profile: The step on one device, traced in `Division.traced_precision`; of one rank if the division is traced.
         division: What the strategy divides; None for one device that holds everything.
         micro_batch_size: Samples per micro-batch; the profiled size by default.
         runtime: Memory outside the trace on a CUDA device; None for the CPU.
@@ -198,6 +210,8 @@ def estimate_rank(
     whole = estimate_step(profile, micro_batch_size, runtime, num_largest)
     if division is None:
         return whole
+    if division.traced:
+        return _with_buffers(whole, _buffer_bytes(profile, division))
     at = _at(profile, micro_batch_size)
     by_phase, phase, breakdown = _on_rank(at, division)
     workspace = runtime.allocated_bytes if runtime is not None else 0
@@ -228,8 +242,21 @@ def predict_rank_bytes(
     profile: ModelProfile, division: Division, micro_batch_size: int, runtime: RuntimeMemory | None = None
 ) -> int:
     """Memory that a rank's device must have, without fragmentation, for searches over micro-batch sizes."""
+    if division.traced:
+        context = runtime.context_bytes if runtime is not None else 0
+        return predict_peak_bytes(profile, micro_batch_size, runtime) + context + _buffer_bytes(profile, division)
     _, _, breakdown = _on_rank(_at(profile, micro_batch_size), division)
     return breakdown.total() + (runtime.allocated_bytes + runtime.context_bytes if runtime is not None else 0)
+
+
+def _buffer_bytes(profile: ModelProfile, division: Division) -> int:
+    """Memory of the communicators that is no tensor."""
+    return NCCL_BYTES if profile.device_kind.has_own_memory and division.ranks > 1 else 0
+
+
+def _with_buffers(estimate: Estimate, size_bytes: int) -> Estimate:
+    buffers = MemoryBreakdown.device({Category.COMMUNICATION: size_bytes})
+    return replace(estimate, breakdown=estimate.breakdown + buffers, total_bytes=estimate.total_bytes + size_bytes)
 
 
 def _at(profile: ModelProfile, micro_batch_size: int | None) -> ModelProfile:

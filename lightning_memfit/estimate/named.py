@@ -9,13 +9,16 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.estimate.architectures import Architecture, Kind, NamedRun, find_architecture
 from lightning_memfit.optim import optimizers
 from lightning_memfit.profile.cache import ProfileCache, text_key
-from lightning_memfit.profile.fingerprint import describe_processor
+from lightning_memfit.profile.fingerprint import describe, describe_processor
 from lightning_memfit.profile.record import ModelProfile
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.ranks import Ranks
 
 _ENDINGS: dict[str, Kind] = {
     "LMHeadModel": "causal",
@@ -67,6 +70,7 @@ def profile_named(
     shorten: bool = True,
     overlap: bool = False,
     callbacks: Callable[[], tuple[Any, ...]] = tuple,
+    ranks: "Ranks | None" = None,
 ) -> ModelProfile:
     """Profile a named model without weights.
 
@@ -78,6 +82,7 @@ def profile_named(
         shorten: Trace five repeated blocks and unroll where they are proved alike.
         overlap: Trace two sizes at a time. For a process that has done nothing else yet.
         callbacks: Makes the callbacks of `run.techniques`; called only where a trace is needed.
+        ranks: Profile one rank of a run on several devices, under the run's own strategy.
 
     Raises:
         ValueError: If the model is unknown, or can't take that sequence length; or if the micro-batch is very large,
@@ -87,7 +92,7 @@ def profile_named(
     _check_length(run, architecture)
     wanted, traced = run.micro_batch_size, max(1, _MOST_ELEMENTS // _elements_per_sample(run, architecture))
     run = replace(run, micro_batch_size=min(wanted, traced))
-    profile = _known_or_traced(run, architecture, cache, shorten, overlap, callbacks)
+    profile = _known_or_traced(run, architecture, cache, shorten, overlap, callbacks, ranks)
     profile.events_at(wanted)  # refuses a size of which nothing is known
     return profile
 
@@ -105,14 +110,15 @@ def _known_or_traced(
     shorten: bool,
     overlap: bool,
     callbacks: Callable[[], tuple[Any, ...]],
+    ranks: "Ranks | None",
 ) -> ModelProfile:
-    key = _key(run, architecture, shorten) if cache is not None else ""
+    key = _key(run, architecture, shorten, ranks) if cache is not None else ""
     known = cache.load(key) if cache is not None else None
     if known is not None:
         return known
     from lightning_memfit.estimate.named_model import trace_named
 
-    profile = trace_named(run, architecture, shorten, overlap, callbacks())
+    profile = trace_named(run, architecture, shorten, overlap, callbacks(), ranks)
     if cache is not None:
         cache.save(key, profile)
     return profile
@@ -132,7 +138,8 @@ def _check_length(run: NamedRun, architecture: Architecture) -> None:
         raise ValueError(f"`sequence_length={wanted}` is longer than the {longest} positions of {architecture.name}.")
 
 
-def _key(run: NamedRun, architecture: Architecture, shorten: bool) -> str:
+def _key(run: NamedRun, architecture: Architecture, shorten: bool, ranks: "Ranks | None") -> str:
     own = [Path(__file__), Path(__file__).with_name("named_model.py"), Path(optimizers.__file__)]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in own)).hexdigest()
-    return text_key("named", asdict(run), asdict(architecture), shorten, code, describe_processor(run.device))
+    of_ranks = describe(ranks.settings(), values=True) if ranks is not None else None
+    return text_key("named", asdict(run), asdict(architecture), shorten, code, describe_processor(run.device), of_ranks)

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_memfit.estimate.architectures import Architecture, NamedRun
 from lightning_memfit.optim.optimizers import find_optimizer
 from lightning_memfit.profile.build import profile_module
+from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import OptimizerFactory, StepOptions
 from lightning_memfit.profile.trace import Emulation
@@ -27,8 +28,9 @@ def trace_named(
     shorten: bool = True,
     overlap: bool = False,
     callbacks: tuple[Any, ...] = (),
+    ranks: Ranks | None = None,
 ) -> ModelProfile:
-    """Trace a named run; see `profile_module` for `overlap` and `callbacks`.
+    """Trace a named run; see `profile_module` for `overlap`, `callbacks` and `ranks`.
 
     Raises:
         TraceError: If the step can't be traced.
@@ -39,7 +41,7 @@ def trace_named(
         _checkpoint(model)
     batch = make_batch(architecture, model.config, run.micro_batch_size, length)
     make_optimizer: OptimizerFactory | None = optimizer_factory(run.optimizer)
-    if callbacks:  # they need a Trainer, which costs half a second
+    if callbacks or ranks is not None:  # they need a Trainer, which costs half a second
         model, make_optimizer = _as_lightning_module(model, run.optimizer), None
     profile = profile_module(
         model,
@@ -50,6 +52,7 @@ def trace_named(
         make_optimizer,
         shorten=shorten,
         overlap=overlap,
+        ranks=ranks,
     )
     return replace(profile, name=architecture.name)
 
@@ -75,11 +78,15 @@ def _as_lightning_module(model: Any, optimizer: str) -> Any:
     return NamedModule()
 
 
-def build_model(architecture: Architecture, attention: str) -> Any:
+def build_model(architecture: Architecture, attention: str | None) -> Any:
     """The model in training mode, without memory.
 
+    Args:
+        architecture: The model.
+        attention: As transformers' `attn_implementation` takes it.
+
     Raises:
-        ValueError: If transformers doesn't know it.
+        ValueError: If transformers doesn't know the model, or has no such attention for it.
     """
     import transformers
 
@@ -87,7 +94,8 @@ def build_model(architecture: Architecture, attention: str) -> Any:
         raise ValueError(f"transformers {transformers.__version__} has no class `{architecture.model_class}`.")
     config = _config(architecture)
     config.use_cache = False
-    config._attn_implementation = attention
+    if attention is not None:
+        config._attn_implementation = attention
     model_class = getattr(transformers, architecture.model_class)
     with torch.device("meta"):
         model = model_class._from_config(config).train()

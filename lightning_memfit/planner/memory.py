@@ -79,7 +79,19 @@ class ForwardBackward:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Checkpointing choices that all blocks may follow; only `none` if there are no blocks."""
+        """Checkpointing choices that all blocks may follow; only `none` if there are no blocks.
+
+        A choice whose step is known at the traced micro-batch only is left out where the plain step is known at others:
+        one layout that changes with the size must not bind all of them to the traced one.
+        """
+        if self._lender is not None:
+            return self._lender.choices
+        if not self.none.knows_every_size:
+            return self._possible
+        return tuple(one for one in self._possible if one == "none" or self._profile(one).knows_every_size)
+
+    @property
+    def _possible(self) -> tuple[Choice, ...]:
         return CHOICES if self.none.num_blocks > 1 else CHOICES[:1]
 
     @property
@@ -90,7 +102,7 @@ class ForwardBackward:
     @property
     def is_traced(self) -> bool:
         """Whether every choice was traced already."""
-        return all(self._store.has_passes(self._setting, choice) for choice in self.choices)
+        return all(self._store.has_passes(self._setting, choice) for choice in self._possible)
 
     @property
     def knows_every_size(self) -> bool:

@@ -24,6 +24,7 @@ from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import NUMERICS, Workload
 from lightning_memfit.profile.build import sequence_length
 from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.setting import Setting
 
@@ -212,7 +213,7 @@ def make_plan(
         usable_bytes=search.solver.budget.usable_bytes,
         setting=None,
         alternatives=tuple(_alternatives(outcome)),
-        notes=tuple(f"Assumed: {assumption}." for assumption in search.plain.assumptions),
+        notes=(*_limits_of(search.plain), *(f"Assumed: {assumption}." for assumption in search.plain.assumptions)),
         searched=searched,
     )
     best = outcome.best
@@ -232,6 +233,13 @@ def make_plan(
         bought=tuple(_effects(search, best)),
         largest_micro_batch=largest_micro_batch(search, best.setting),
     )
+
+
+def _limits_of(plain: ModelProfile) -> Iterator[str]:
+    """What the plain step's trace keeps a plan from considering."""
+    if not plain.knows_every_size:
+        size, reason = plain.micro_batch_size, plain.only_this_size
+        yield f"Only micro-batch {size} was considered: at others, memory can't be told from the trace ({reason})."
 
 
 def _verified(search: Search) -> tuple[Outcome, int | None]:

@@ -7,7 +7,6 @@ what a user names: allowed numerics, the module, the number of devices.
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.planner.time import Rates
 from lightning_memfit.profile.build import batch_size
+from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.fake import fake_pretrained_weights, tensors_in
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.facts import Facts, read_facts
@@ -240,7 +240,7 @@ def facts_of(module: Any, target: Target, options: StepOptions, optimizer: str =
     shape = module
     if hasattr(module, "configure_model"):
         with torch.device("meta"), fake_pretrained_weights(), contextlib.suppress(NotImplementedError):
-            shape = copy.deepcopy(module)
+            shape = copied(module)
             shape.configure_model()
     capability = target.capability if target.device_kind.has_compute_capability else None
     return read_facts(

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memfit.bench.observe import (
@@ -150,10 +150,11 @@ def test_what_deepspeed_keeps_is_predicted(monkeypatch):
     assert sum(predict.prediction.by_category.values()) == predict.prediction.allocated_bytes
 
 
-def test_what_is_divided_in_unknown_ways_is_not_predicted(monkeypatch):
+@pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
+def test_what_is_divided_in_unknown_ways_is_not_predicted(strategy, monkeypatch):
     predict = PredictRun()
     trainer = quiet_trainer(callbacks=[predict])
-    monkeypatch.setattr(type(trainer), "strategy", property(lambda self: FSDPStrategy()))
+    monkeypatch.setattr(type(trainer), "strategy", property(lambda self: strategy()))
     predict.setup(trainer, Bag(), "fit")
     assert predict.prediction is None
     assert "divides the model" in predict.reason

@@ -121,14 +121,25 @@ def test_recipe_that_insists_on_a_gpu_gets_no_verdict(capsys, recipe, monkeypatc
 
 
 @pytest.mark.slow
+def test_a_callback_of_the_recipe_is_counted(capsys, recipe, tmp_path):
+    (tmp_path / "average.yaml").write_text(
+        "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.EMAWeightAveraging}]}"
+    )
+    (tmp_path / "none.yaml").write_text("trainer: {callbacks: []}")
+    figures = []
+    for name in ("none", "average"):
+        _, report = estimate(capsys, *recipe, "--config", str(tmp_path / f"{name}.yaml"), "--device", "12GiB")
+        figures.append(report["peak"]["allocated_bytes"])
+    weights = 4 * report["num_parameters"]
+    assert figures[1] - figures[0] == pytest.approx(weights, rel=0.06)  # rounded up tensor by tensor
+
+
 def test_what_is_left_out_is_said(capsys, recipe):
     _, report = estimate(
         capsys, *recipe, "--device", "12GiB", "--trainer.devices=2", "--trainer.strategy=fsdp",
-        "--trainer.callbacks+=lightning.pytorch.callbacks.StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.1",
     )  # fmt: skip
     assert any("strategy=fsdp` is not in the figures" in note for note in report["notes"])
     assert report["strategy"] is None
-    assert any("StochasticWeightAveraging" in note for note in report["notes"])
 
 
 @pytest.mark.slow
@@ -263,6 +274,32 @@ def test_impossible_numbers_of_devices_are_refused(capsys, recipe, override, mes
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_recipe_under_fsdp2_has_the_figures_of_a_rank(capsys, recipe):
+    found = {}
+    for devices in (1, 4):
+        options = ["--device", f"{devices}x 12GiB", "--trainer.strategy=memfit_fsdp2", "--trainer.devices=auto"]
+        _, found[devices] = estimate(capsys, *recipe, *options)
+    report, strategy = found[4], found[4]["strategy"]
+    assert (strategy["name"], strategy["ranks"], strategy["traced"]) == ("memfit_fsdp2", 4, True)
+    assert not any("not in the figures" in note for note in report["notes"])
+    alone, rank = (found[devices]["peak"]["breakdown"]["device"] for devices in (1, 4))
+    assert rank["parameter"] == pytest.approx(alone["parameter"] / 4, rel=0.1)
+    assert rank["communication"] > 0
+    assert report["verdict"]["fits"]
+
+
+def test_a_named_model_under_fsdp2_has_the_figures_of_a_rank(capsys):
+    options = ["--model", "gpt2", "--sequence-length", "32", "--device", "8x 24GiB", "--checkpointing", "full"]
+    _, report = estimate(capsys, *options, "--strategy", "fsdp2")
+    assert report["strategy"]["ranks"] == 8
+    weights = 4 * report["num_parameters"]
+    device = report["peak"]["breakdown"]["device"]
+    assert device["parameter"] == pytest.approx(weights / 8, rel=0.02)
+    assert device["optimizer_state"] == pytest.approx(2 * weights / 8, rel=0.02)
+    assert device["communication"] > 0
+
+
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 
 
@@ -388,10 +425,12 @@ def test_techniques_that_a_trace_cannot_show_are_refused(capsys, arguments, mess
         (["--model", "gpt2", "--technique", "lora:rank=100000000000000000000"], "`--technique lora:rank=1"),
         (["--model", "gpt2", "--technique", "lora:alpha=.nan"], "must be a number of at most"),
         (["--model", "gpt2", "--devices", "2"], "needs `--strategy`"),
+        (["--model", "gpt2", "--device", "2x 24GiB"], "needs `--strategy`"),
+        (["--model", "gpt2", "--device", "2x 24GiB", "--devices", "4", "--strategy", "ddp"], "Drop one"),
+        (["--config", "quickstart", "--device", "2x 24GiB", "--trainer.devices=4"], "names 2 devices, the recipe 4"),
         (["--model", "gpt2", "--devices", "0", "--strategy", "ddp"], "at least 1"),
         (["--model", "gpt2", "--devices", "2147483648", "--strategy", "ddp"], "must be at most"),
         (["--model", "gpt2", "--strategy", "zero_9"], "Choose from: ddp"),
-        (["--model", "gpt2", "--strategy", "fsdp2"], "can't be told yet"),
         (["--config", "quickstart", "--strategy", "zero_2"], "A recipe states it"),
         (["--model", "gpt2", "--technique", "lora:rank=many"], "an option has the wrong type"),
     ],

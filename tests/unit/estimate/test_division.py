@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 
 from benchmarks.offload_host_memory.cases import KINDS, SEQUENCE_LENGTH, config_of
 from lightning_memfit import CausalLM, RandomTokens
@@ -17,6 +23,7 @@ from lightning_memfit.estimate.report import build_report, judge, largest_micro_
 from lightning_memfit.estimate.target import Target, host_target
 from lightning_memfit.memory import GIB, MIB, Category, Tier
 from lightning_memfit.profile.build import profile_module
+from lightning_memfit.profile.kernels import KernelMemory
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation
@@ -63,11 +70,17 @@ def test_the_peak_of_a_rank_is_that_measured(name: str) -> None:
     assert found.by_phase[found.phase] == found.allocated_bytes
 
 
-def test_the_peak_of_ddp_is_that_measured() -> None:
-    """Its new buckets are made beside the old ones, which no trace of one device shows."""
+def test_the_peak_of_ddp_is_that_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its new buckets are made beside the old ones, which no trace of one device shows.
+
+    Only live tensors were measured: what bf16 kernels take beside their results depends on the processor.
+    """
+    monkeypatch.setattr(KernelMemory, "of", lambda *_: None)
+    profile_of.cache_clear()
     found = estimate_rank(stage_profile("bf16-mixed"), division("ddp"))
     assert found.allocated_bytes == pytest.approx(measured_stage("ddp")["measured"]["allocated_bytes"], rel=1e-4)
     assert found.breakdown.total() == found.total_bytes
+    profile_of.cache_clear()
 
 
 @pytest.mark.parametrize("name", [name for name in BETWEEN_STEPS["rows"] if name not in ("ddp", "fsdp2")])
@@ -147,6 +160,7 @@ def test_strategies_say_what_they_divide() -> None:
     assert division_of(SingleDeviceStrategy("cpu"), "auto", 1, 1) is None
     assert division_of(DDPStrategy(), "ddp", 4, 2) == Division("ddp", 0, 4, 2, copies_gradients=True)
     assert division_of(DDPStrategy(gradient_as_bucket_view=True), "ddp", 2, 2) == Division("ddp", 0, 2, 2)
+    assert division_of(ModelParallelStrategy(), "fsdp2", 4, 2) == Division("fsdp2", 3, 4, 2, traced=True)
     cpu = {"device": "cpu", "pin_memory": True}
     found = division_of(Configured(stage=3, offload_optimizer=cpu, sub_group_size=1e6), "x", 4, 2)
     assert found == Division("x", 3, 4, 2, True, "cpu", pin_memory=True, sizes={"sub_group_size": 1_000_000})

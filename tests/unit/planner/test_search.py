@@ -6,8 +6,9 @@ from lightning_memfit.memory import Tier
 from lightning_memfit.planner import candidates as module
 from lightning_memfit.planner.candidates import candidates
 from lightning_memfit.planner.memory import standing_bytes
-from lightning_memfit.planner.search import Outcome, Search
+from lightning_memfit.planner.search import Outcome, Search, make_plan
 from lightning_memfit.planner.workload import Limits
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.setting import Setting
 
 from .made import MIB, NUM_PARAMETERS, MadeTraceStore, made_workload
@@ -76,6 +77,47 @@ def test_bounds_are_bounds() -> None:
         techniques = Setting(chosen=solution.setting.chosen).without("checkpointing")
         traced = found.bound.traced_seconds(techniques)
         assert found.bound.seconds(techniques) <= traced <= solution.time.total * (1 + 1e-9)
+
+
+class OneSizeStore(MadeTraceStore):
+    """Some checkpointing choices, and perhaps the plain step, are known at the traced micro-batch only."""
+
+    choices: tuple[str, ...] = ()
+
+    def passes(self, setting: Setting, choice: str) -> ModelProfile:
+        found = super().passes(setting, choice)
+        if choice in self.choices:
+            return replace(found, slopes=None, larger=None, only_this_size="its layout changes")
+        return found
+
+
+@pytest.mark.parametrize("choice", ["full", "keep_matmul_attention"])
+def test_a_choice_that_is_known_at_one_size_does_not_bind_the_others(choice: str) -> None:
+    class Store(OneSizeStore):
+        choices = (choice,)
+
+    workload = made_workload(40_000, allow=EXACT)
+    best = Search(Store(workload)).run().best  # type: ignore[arg-type]
+    wanted = Search(MadeTraceStore(workload)).run().best  # type: ignore[arg-type]
+    assert best is not None
+    assert wanted is not None
+    assert best.setting == wanted.setting
+    assert best.setting.micro_batch_size == 8
+
+
+def test_a_plan_says_that_one_size_is_all_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store(OneSizeStore):
+        choices = ("none", "full", "keep_matmul_attention")
+
+        def plain(self) -> ModelProfile:
+            return replace(super().plain(), slopes=None, larger=None, only_this_size="its layout changes")
+
+    monkeypatch.setattr("lightning_memfit.planner.search.TraceStore", lambda workload, *_: Store(workload))
+    plan = make_plan(made_workload(40_000, allow=EXACT))
+    assert plan.setting is not None
+    assert plan.setting.micro_batch_size == 2
+    assert "Only micro-batch 2 was considered" in plan.notes[0]
+    assert "its layout changes" in plan.notes[0]
 
 
 def test_search_visits_less_than_everything() -> None:
