@@ -5,6 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.estimator import published
 from benchmarks.estimator.collected import collect
 from lightning_memfit.memory import MIB
 
@@ -115,7 +116,7 @@ def page() -> str:
                 f"\n## {device.upper()}\nNot measured yet. On a machine with a GPU: "
                 f"`python -m benchmarks.estimator.run --device {device}`, then this page's command.\n"
             )
-    return text
+    return text + published.table(json.loads(published.RESULT.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""Write the page of the zoo from its results: `python -m benchmarks.memory_zoo.table`."""
+
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.marks import insert
+from lightning_memfit.memory import format_bytes
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "benchmarks" / "memory_zoo.md"
+RESULT = ROOT / "benchmarks" / "results" / "memory_zoo_cpu.json"
+
+_WORDS = 160
+
+
+def conditions() -> dict[str, str]:
+    """Where the figures come from."""
+    import torch
+
+    isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "not limited")
+    return {"torch": torch.__version__, "capability": torch.backends.cpu.get_cpu_capability(), "oneDNN": isa}
+
+
+def apart(row: dict[str, Any]) -> float | None:
+    """How far the prediction is from the truth, as a share of it; None where there is none."""
+    if "predicted_bytes" not in row or "true_bytes" not in row:
+        return None
+    return (float(row["predicted_bytes"]) - row["true_bytes"]) / row["true_bytes"]
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Figures of all rows: numbers of rows, and differences as shares of the true peak."""
+    found = [difference for row in rows if (difference := apart(row)) is not None]
+    sizes = sorted(map(abs, found))
+    under = [difference for row in rows if (difference := apart(row)) is not None and not row.get("remarks")]
+    return {
+        "modules": len(rows),
+        "predicted": len(found),
+        "median": statistics.median(sizes),
+        "p95": sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))],
+        "worst_under": min(found),
+        "worst_under_unnamed": min(under),
+        "worst_over": max(found),
+        "changed": sum(bool(row.get("changed")) for row in rows),
+    }
+
+
+def text() -> str:
+    """The summary, and a row for each module, the farthest first."""
+    document = json.loads(RESULT.read_text())
+    rows, figures = document["rows"], summary(document["rows"])
+    where = ", ".join(f"{name} {value}" for name, value in document["conditions"].items())
+    lines = [
+        f"{figures['modules']} modules, of which {figures['predicted']} were predicted ({where}).",
+        "",
+        "| of the differences | |",
+        "|---|---|",
+        f"| median | {figures['median']:.4%} |",
+        f"| 95th percentile | {figures['p95']:.3%} |",
+        f"| farthest below the truth | {figures['worst_under']:+.3%} |",
+        f"| farthest below without a remark | {figures['worst_under_unnamed']:+.3%} |",
+        f"| farthest above | {figures['worst_over']:+.2%} |",
+        f"| modules that a trace changed | {figures['changed']} |",
+        "",
+        "| module | true peak | predicted | difference | |",
+        "|---|---|---|---|---|",
+        *map(_row, sorted(rows, key=lambda row: -abs(apart(row) or 0))),
+    ]
+    return "\n".join(lines)
+
+
+def _row(row: dict[str, Any]) -> str:
+    difference = apart(row)
+    true = format_bytes(row["true_bytes"]) if "true_bytes" in row else ""
+    predicted = format_bytes(row["predicted_bytes"]) if difference is not None else "refused"
+    share = f"{difference:+.4%}" if difference is not None else ""
+    words = "; ".join([*row.get("remarks", ()), *(f"changed: {part}" for part in row.get("changed", ()))])
+    words = " ".join((row.get("refused") or words).split()).replace("|", "/").replace("<", "&lt;")
+    words = words if len(words) <= _WORDS else words[:_WORDS].rsplit(" ", 1)[0] + " ..."
+    return f"| {row['name']} | {true} | {predicted} | {share} | {words} |"
+
+
+def page() -> str:
+    """The page with its table made anew."""
+    return insert(PAGE.read_text(), "zoo", text())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.relative_to(ROOT)}")

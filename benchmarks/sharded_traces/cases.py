@@ -1,0 +1,163 @@
+"""The runs: strategies, models and techniques, by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+TOKENS, ROWS = 64, 4
+
+Made = tuple[pl.LightningModule, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    model: str
+    strategy: str
+    """`ddp`, `fsdp2`, `hybrid` (two copies), `tp` (two ranks a block) or `tp x hybrid`."""
+    world_size: int
+    rank: int = 0
+    """The rank that is compared."""
+    techniques: tuple[str, ...] = ()
+    precision: Any = "32-true"
+    accumulate: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the strategy."""
+
+    @property
+    def name(self) -> str:
+        """What distinguishes it."""
+        extra = [*self.techniques, *([self.precision] if self.precision != "32-true" else [])]
+        extra += [f"{self.accumulate} accumulated"] * (self.accumulate > 1)
+        extra += [f"{key}={value}" for key, value in self.options.items()]
+        parts = [self.model, self.strategy, f"{self.world_size} ranks", f"rank {self.rank}", *extra]
+        return ", ".join(parts)
+
+    def make_strategy(self) -> Any:
+        """The strategy, anew."""
+        from lightning_memfit.strategies import DataParallelStrategy, FullyShardedStrategy
+
+        if self.strategy == "ddp":
+            return DataParallelStrategy(process_group_backend="gloo", **self.options)
+        sizes: dict[str, dict[str, Any]] = {
+            "fsdp2": {},
+            "hybrid": {"sharding_size": self.world_size // 2},
+            "tp": {"tensor_parallel_size": 2},
+            "tp x hybrid": {"tensor_parallel_size": 2, "sharding_size": 2},
+        }
+        return FullyShardedStrategy(process_group_backend="gloo", **sizes[self.strategy], **self.options)
+
+    def make_callbacks(self) -> tuple[Any, ...]:
+        """The techniques' callbacks, anew."""
+        from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+        from lightning_memfit.techniques.chunked_loss import ChunkedLoss
+        from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+
+        made: dict[str, Callable[[], Any]] = {
+            "checkpointing": ActivationCheckpointing,
+            "chunked loss": lambda: ChunkedLoss(num_chunks=4),
+            "8 bit": Optimizer8bit,
+        }
+        return tuple(made[name]() for name in self.techniques)
+
+    def make(self) -> Made:
+        """The module and a batch."""
+        torch.manual_seed(0)
+        return MODELS[self.model]()
+
+
+class ImageClassifier(pl.LightningModule):
+    """A small ViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import ViTConfig, ViTForImageClassification
+
+        sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
+        config = ViTConfig(**sizes, image_size=64, patch_size=8, num_labels=10)  # type: ignore[arg-type]
+        self.model = ViTForImageClassification(config)
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """The loss that the model itself computes."""
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW, as for the language models."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def _language_model(config: dict[str, Any]) -> Made:
+    from lightning_memfit.models import CausalLM
+
+    ids = torch.randint(3, config["vocab_size"], (ROWS, TOKENS))
+    return CausalLM(pretrained=None, config=config), {"input_ids": ids, "labels": ids.clone()}
+
+
+def _gpt2() -> Made:
+    size = {"n_positions": TOKENS, "n_embd": 128, "n_layer": 4, "n_head": 4}
+    return _language_model({"model_type": "gpt2", "vocab_size": 259, **size})
+
+
+def _llama() -> Made:
+    size = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 5, "max_position_embeddings": TOKENS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    return _language_model({"model_type": "llama", "vocab_size": 1024, **size, **heads})
+
+
+def _t5() -> Made:
+    from lightning_memfit.models import Seq2SeqLM
+
+    size = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 3, "num_heads": 4}
+    config = {"model_type": "t5", "vocab_size": 258, **size}
+    ids = torch.randint(3, 258, (ROWS, TOKENS))
+    module = Seq2SeqLM(pretrained=None, config=config)
+    module.architecture.decoder_start_token_id = 0  # it has no argument for it
+    return module, {"input_ids": ids, "labels": ids.clone()}
+
+
+def _vit() -> Made:
+    batch = {"pixel_values": torch.rand(ROWS, 3, 64, 64), "labels": torch.randint(0, 10, (ROWS,))}
+    return ImageClassifier(), batch
+
+
+MODELS: dict[str, Callable[[], Made]] = {"GPT-2": _gpt2, "Llama": _llama, "T5": _t5, "ViT": _vit}
+
+_CHECKPOINTED, _CHUNKED = ("checkpointing",), ("chunked loss",)
+
+CASES = (
+    Case("GPT-2", "fsdp2", 2),
+    Case("GPT-2", "fsdp2", 2, 1, _CHECKPOINTED),
+    Case("GPT-2", "ddp", 2),
+    Case("GPT-2", "tp", 2, 1),
+    Case("Llama", "fsdp2", 2, 0, _CHUNKED),
+    Case("Llama", "fsdp2", 2, 1, precision="bf16-mixed"),
+    Case("Llama", "tp", 2, 0, _CHECKPOINTED),
+    Case("Llama", "ddp", 2, 1, ("8 bit",)),
+    Case("T5", "fsdp2", 2),
+    Case("T5", "ddp", 2, 1, _CHUNKED),
+    Case("ViT", "fsdp2", 2, 1),
+    Case("ViT", "ddp", 2, 0, _CHECKPOINTED),
+    Case("GPT-2", "fsdp2", 2, 0, accumulate=2),
+    Case("GPT-2", "fsdp2", 2, 1, options={"reshard_after_forward": False}),
+    Case("GPT-2", "fsdp2", 3, 2),
+    Case("GPT-2", "fsdp2", 3, 0, (*_CHECKPOINTED, *_CHUNKED)),
+    Case("Llama", "fsdp2", 3, 1, _CHECKPOINTED),
+    Case("Llama", "ddp", 3, 2),
+    Case("T5", "fsdp2", 3, 2, _CHECKPOINTED),
+    Case("ViT", "fsdp2", 3, 0, precision="bf16-true"),
+    Case("GPT-2", "hybrid", 4, 3),
+    Case("GPT-2", "tp", 4, 2),
+    Case("GPT-2", "tp x hybrid", 4, 1),
+    Case("Llama", "fsdp2", 4, 2),
+    Case("Llama", "hybrid", 4, 0, _CHECKPOINTED),
+    Case("Llama", "tp", 4, 3, _CHUNKED),
+    Case("Llama", "tp", 4, 0, precision="bf16-mixed"),
+    Case("T5", "hybrid", 4, 1),
+    Case("ViT", "fsdp2", 4, 3, _CHECKPOINTED),
+    Case("ViT", "ddp", 4, 0),
+)

@@ -1,0 +1,173 @@
+"""True peaks of ranks: real runs over gloo, by the events of torch's CPU allocator.
+
+Run in one process per rank: `python -m benchmarks.sharded_traces.measure RANK WORLD_SIZE PORT RESULT NAME ...`.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import contextmanager, suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from benchmarks.sharded_traces.cases import CASES, Case
+from lightning_memfit.memory.allocations import allocation_events
+from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
+
+_BATCHES = 4
+
+_MARK = 7_654_321
+"""Bytes of a tensor that marks where a batch begins among the allocator's events; the batch's number is added."""
+
+
+class _Marks(pl.Callback):
+    @override
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not batch_idx % trainer.accumulate_grad_batches:
+            torch.empty(_MARK + batch_idx // trainer.accumulate_grad_batches, dtype=torch.uint8)
+
+
+class _Repeated:
+    """A loader that gives one batch again and again."""
+
+    def __init__(self, batch: Any, times: int) -> None:
+        self.batch, self.times = batch, times
+
+    def __iter__(self) -> Any:
+        return iter([self.batch] * self.times)
+
+    def __len__(self) -> int:
+        return self.times
+
+
+@contextmanager
+def patient_collectives() -> Any:
+    """Hold every collective's work for a moment longer than its thread does.
+
+    gloo copies what it scatters. The thread that has run a collective holds the copy until after its caller goes on,
+    and the allocator's events leave out what such a thread frees: the copy would seem to stay, in some runs and ranks.
+    """
+    import torch.distributed._functional_collectives as functional
+    from torch._C._distributed_c10d import Work
+
+    wait = Work.wait
+
+    def wait_longer(work: Any, *args: Any, **kwargs: Any) -> Any:
+        result = wait(work, *args, **kwargs)
+        time.sleep(0.002)
+        return result
+
+    wait_tensor = functional.wait_tensor
+
+    def wait_tensor_longer(tensor: Any) -> Any:
+        result = wait_tensor(tensor)
+        time.sleep(0.002)
+        return result
+
+    Work.wait, functional.wait_tensor = wait_longer, wait_tensor_longer
+    try:
+        yield
+    finally:
+        Work.wait, functional.wait_tensor = wait, wait_tensor
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Peak of this rank over the second and third step, and what was alive when each step began.
+
+    It must run before anything else reads allocation events in the process.
+    """
+    gc.collect()
+    with allocation_events() as changes, patient_collectives():
+        module, batch = case.make()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=case.world_size,
+            strategy=case.make_strategy(),
+            precision=case.precision,
+            max_epochs=1,
+            accumulate_grad_batches=case.accumulate,
+            logger=False,
+            callbacks=[*case.make_callbacks(), _Marks()],
+            **SILENT_TRAINER,
+        )
+        trainer.fit(module, _Repeated(batch, _BATCHES * case.accumulate))
+    levels = list(accumulate(changes))
+    starts = [changes.index(_MARK + number) for number in range(_BATCHES)]
+    return {
+        "true_bytes": max(level for level in _without_marks(changes, levels, starts)[starts[1] : starts[3]]),
+        "at_starts": [levels[start] - changes[start] for start in starts],
+    }
+
+
+def _without_marks(changes: list[int], levels: list[int], starts: list[int]) -> list[int]:
+    marks = set(starts)
+    return [level - changes[at] if at in marks else level for at, level in enumerate(levels)]
+
+
+def main() -> None:
+    """Measure cases as one rank and, as any rank, write what was found."""
+    rank, world_size, port, result, *names = sys.argv[1:]
+    os.environ.update(LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=world_size)
+    torch.set_num_threads(1)
+    found = {}
+    with loggers_at(40, *LIGHTNING, "transformers"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for case in CASES:
+            if case.name in names:
+                found[case.name] = measure(case)
+                Path(f"{result}.{rank}").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def measured(cases: list[Case], seconds: float) -> dict[str, dict[str, Any]]:
+    """Run cases of one world size together, in a process per rank; those of a failed or hanging run are killed.
+
+    Returns:
+        What the rank of each case found, by the case's name. Cases after one that failed are missing.
+    """
+    import socket
+
+    world_size = cases[0].world_size
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "found"
+        command = [sys.executable, "-m", __spec__.name]
+        names = [case.name for case in cases]
+        root = str(Path(__file__).parents[2])
+        environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank), str(world_size), str(port), str(result), *names], cwd=folder, env=environment
+            )
+            for rank in range(world_size)
+        ]
+        deadline = time.monotonic() + seconds
+        try:
+            for process in processes:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(1.0, deadline - time.monotonic()))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        by_rank = {}
+        for rank in range(world_size):
+            path = Path(f"{result}.{rank}")
+            by_rank[rank] = json.loads(path.read_text()) if path.exists() else {}
+    return {case.name: by_rank[case.rank][case.name] for case in cases if case.name in by_rank[case.rank]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""A sample of the memory zoo: predicted peaks are the true ones, and a trace changes nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.memory_zoo.modules import ZOO
+from benchmarks.memory_zoo.table import PAGE, RESULT, apart, page, summary
+
+SAMPLE = (
+    "MSELoss",
+    "BCELoss",
+    "topk",
+    "sort",
+    "scatter_add",
+    "rfft",
+    "mixed types",
+    "Conv3d",
+    "Conv2d channels last",
+    "GroupNorm",
+    "attention, masked",
+    "GRU",
+    "Embedding",
+    "GAN",
+    "average of weights",
+    "memory bank",
+    "diffusion U-Net",
+    "residual CNN",
+    "LayerNorm (bf16-mixed)",
+    "diffusion U-Net (bf16-mixed)",
+)
+"""Of every kind, and fast."""
+
+ROOT = Path(__file__).parents[2]
+CODE = """
+import json, os, sys
+from benchmarks.memory_zoo.examine import examine
+os.chdir(sys.argv[1])
+print("ROWS " + json.dumps({name: examine(name) for name in json.loads(sys.argv[2])}))
+"""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    """In a process of its own, as others have read allocation events before."""
+    command = [sys.executable, "-c", CODE, str(tmp_path_factory.mktemp("empty")), json.dumps(SAMPLE)]
+    cache = str(tmp_path_factory.mktemp("cache"))
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEMFIT_CACHE": cache}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("ROWS ")), "")
+    assert line, done.stderr[-3000:]
+    found: dict[str, dict[str, object]] = json.loads(line.removeprefix("ROWS "))
+    return found
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_predicted_peak_is_the_true_one(rows: dict[str, dict[str, object]], name: str) -> None:
+    difference = apart(rows[name])
+    assert difference is not None, rows[name].get("refused")
+    assert abs(difference) < 0.001
+    assert rows[name]["remarks"] == []
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_trace_changes_nothing(rows: dict[str, dict[str, object]], name: str) -> None:
+    assert rows[name]["changed"] == []
+
+
+def test_the_page_shows_the_results_and_they_keep_what_is_promised() -> None:
+    document = json.loads(RESULT.read_text())
+    assert PAGE.read_text() == page(), "run `python -m benchmarks.memory_zoo.table`"
+    assert [row["name"] for row in document["rows"]] == list(ZOO), "run `python -m benchmarks.memory_zoo`"
+    figures = summary(document["rows"])
+    assert figures["modules"] >= 80
+    assert figures["median"] <= 0.001
+    assert figures["p95"] <= 0.01
+    assert figures["worst_under_unnamed"] >= -0.02
+    assert figures["changed"] == 0

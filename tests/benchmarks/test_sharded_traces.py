@@ -1,0 +1,45 @@
+"""Traced peaks of ranks are those of real runs, and the page says what the results say."""
+
+import json
+
+import pytest
+
+from benchmarks.sharded_traces.cases import CASES, Case
+from benchmarks.sharded_traces.measure import measured
+from benchmarks.sharded_traces.predict import predict
+from benchmarks.sharded_traces.table import PAGE, RESULT, apart, page, summary
+
+SAMPLE = (
+    Case("GPT-2", "fsdp2", 2, 1, ("checkpointing",)),
+    Case("GPT-2", "tp", 2, 1),
+    Case("GPT-2", "ddp", 2),
+)
+
+
+@pytest.mark.slow
+def test_a_sample_of_real_runs_has_the_predicted_peaks() -> None:
+    assert all(case in CASES for case in SAMPLE)
+    true = measured(list(SAMPLE), 240.0)
+    for case in SAMPLE:
+        found = true[case.name]
+        assert len(set(found["at_starts"][1:])) == 1, "the allocator's events lack what a thread of gloo has freed"
+        assert predict(case)["predicted_bytes"] == pytest.approx(found["true_bytes"], rel=0.001)
+
+
+def test_the_results_meet_their_bar() -> None:
+    rows = json.loads(RESULT.read_text())["rows"]
+    assert [row["name"] for row in rows] == [case.name for case in sorted(CASES, key=lambda case: case.world_size)]
+    figures = summary(rows)
+    assert figures["compared"] == figures["runs"] >= 24
+    assert figures["median"] <= 0.005
+    assert figures["farthest"] <= 0.03
+    assert figures["worst_under"] >= -0.01
+
+
+def test_the_page_shows_the_results() -> None:
+    assert PAGE.read_text() == page()
+
+
+def test_how_far_apart_needs_both_figures() -> None:
+    assert apart({"true_bytes": 200, "predicted_bytes": 199}) == -0.005
+    assert apart({"true_bytes": 200}) is None
