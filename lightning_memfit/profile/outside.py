@@ -6,8 +6,10 @@ the step and compared after it. What has changed is put back, so that no fake te
 real step; what can't be put back is refused with its name.
 
 Objects of the user's are followed to a depth of `_DEPTH`, those of libraries one step far, modules and their tensors as
-a whole. What can't be noted is replaced for the time of the step (`profile.stand_ins`): writes go nowhere, and other
-uses are refused at their line, as `profile.copying` has it for what a module holds.
+a whole. So are global variables in every file of the user's whose functions and classes are met that way, and in the
+files that these name: other files of a large program cost nothing. What can't be noted is replaced for the time of the
+step (`profile.stand_ins`): writes go nowhere, and other uses are refused at their line, as `profile.copying` has it for
+what a module holds.
 
 What another thread has changed meanwhile stays, as far as its code tells (`profile.threads`); where the step may have
 changed the same, the step is refused. By what threads wait for one another, such as locks, events and futures, is never
@@ -52,8 +54,6 @@ _MOST_ENTRIES = 10_000
 
 _MOST_BYTES = 1 << 20
 """Data of one tensor or array that are noted as a whole. Of larger ones a change is noticed, but can't be undone."""
-
-_NOT_FOLLOWED = (types.ModuleType, weakref.ref)
 
 _OF_THREADS = (
     "_asyncio",
@@ -179,13 +179,9 @@ class _Notes:
         for child in children:  # the copy has its own tensors
             for tensor in (*child._parameters.values(), *child._buffers.values()):
                 self._known[id(tensor)] = tensor
-        for name, found in list(sys.modules.items()):
-            names = getattr(found, "__dict__", None)
-            if type(names) is dict and _is_users_file(names.get("__file__"), name):
-                self._keep_dict(names, 0, (name,), ordered=False)
+        self._wait(sys.modules.get("__main__"), 0, ("__main__",))
         others = [other for other in others if other is not None]
-        for kind in dict.fromkeys(kind for one in (*children, *others) for kind in type(one).__mro__):
-            self._wait(kind, 0, (kind.__qualname__,))
+        self._wait_kinds((*children, *others))
         for child in children:
             for name, value in vars(child).items():
                 if name not in _OF_THE_COPY and not (type(value) in _CONTAINERS and not value):
@@ -260,6 +256,16 @@ class _Notes:
             file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
             self._is_users[name] = _is_users_file(file, name)
         return self._is_users[name]
+
+    def _wait_kinds(self, values: Iterable[Any]) -> None:
+        for kind in dict.fromkeys(map(type, values)):
+            for base in kind.__mro__:
+                self._wait(base, 0, (base.__qualname__,))
+
+    def _wait_module(self, name: str) -> None:
+        """Note what a module of the user's names, wherever its code may run."""
+        if name in sys.modules and self._is_users_module(name):
+            self._wait(sys.modules[name], 0, (name,))
 
     def _skip(self, value: Any, depth: int, name: _Name) -> None:
         """Not followed."""
@@ -408,9 +414,15 @@ class _Notes:
 
     # --- code -------------------------------------------------------------------------------------------------------
 
+    def _keep_module(self, value: types.ModuleType, depth: int, name: _Name) -> None:
+        names = value.__dict__
+        if type(names) is dict and _is_users_file(names.get("__file__"), value.__name__):
+            self._keep_dict(names, 0, (value.__name__,), ordered=False)
+
     def _keep_class(self, value: type, depth: int, name: _Name) -> None:
         if not self._is_users_module(value.__module__):
             return
+        self._wait_module(value.__module__)
         before = dict(vars(value))
 
         def changed() -> list[str]:
@@ -446,6 +458,9 @@ class _Notes:
         self._keep_dict(vars(value), depth, name)
         if str(value.__globals__.get("__name__")) not in sys.modules:
             self._wait(value.__globals__, 0, (value.__module__,))
+        package = str(value.__globals__.get("__package__") or "")
+        for module in (str(value.__globals__.get("__name__")), *_modules_named_in(value.__code__, package)):
+            self._wait_module(module)
         self._wait(value.__defaults__, depth + 1, (*name, "__defaults__"))
         self._wait(value.__kwdefaults__, depth + 1, (*name, "__kwdefaults__"))
         for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -502,6 +517,7 @@ class _Notes:
         kind = type(value)
         if kind.__module__.startswith("lightning_memfit."):
             return
+        self._wait_kinds([value])
         if not self._is_users_module(kind.__module__):
             depth = max(depth, _DEPTH - 2)
         of_threads = () if isinstance(value, threading.local) else tuple(filter(_is_of_threads, kind.__mro__))
@@ -531,6 +547,7 @@ class _Notes:
         self._follow([("value", value.get(None))], depth, name)
 
     def _keep_layers(self, value: torch.nn.Module, depth: int, name: _Name) -> None:
+        self._wait_kinds(value.modules())
         for child in value.modules():
             self._known[id(child)] = child
             for attribute in _OF_LAYERS:
@@ -672,7 +689,8 @@ _KEEPERS: tuple[tuple[Any, _Method], ...] = (
     ((bytearray, array), _Notes._keep_buffer),
     ((memoryview, mmap.mmap, ctypes.Array, ctypes.Structure, ctypes.c_int.__base__), _Notes._keep_view),
     ((weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary), _Notes._keep_weak),
-    (_NOT_FOLLOWED, _Notes._skip),
+    (weakref.ref, _Notes._skip),
+    (types.ModuleType, _Notes._keep_module),
     (type, _Notes._keep_class),
     (types.FunctionType, _Notes._keep_function),
     (type(functools.lru_cache(len)), _Notes._keep_cache),
@@ -688,6 +706,16 @@ _KEEPERS: tuple[tuple[Any, _Method], ...] = (
     (io.IOBase, _Notes._keep_file),
 )
 """What is done with objects of a class, the first that fits; with all others `_keep_object`."""
+
+
+def _modules_named_in(code: types.CodeType, package: str) -> Iterator[str]:
+    """Modules that code may import, or look up by their names."""
+    for name in (*code.co_names, *code.co_consts):
+        if isinstance(name, types.CodeType):
+            yield from _modules_named_in(name, package)
+        elif isinstance(name, str):
+            yield name
+            yield f"{package}.{name}"
 
 
 def _is_users_file(file: Any, module: str) -> bool:

@@ -6,6 +6,7 @@ import copy
 import csv
 import ctypes
 import functools
+import importlib
 import io
 import itertools
 import locale
@@ -21,7 +22,7 @@ import warnings
 import weakref
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -553,7 +554,7 @@ def test_cache_that_has_lost_results_is_refused_by_name() -> None:
 
 def test_everything_is_put_back_after_an_error() -> None:
     before = of_globals()
-    with pytest.raises(ZeroDivisionError), kept_outside(Classifier()):
+    with pytest.raises(ZeroDivisionError), kept_outside(Doing(change_objects)):
         change_containers(None, 1)
         change_objects(Doing(change_objects), 1)
         call_functions(None, 1)
@@ -561,10 +562,48 @@ def test_everything_is_put_back_after_an_error() -> None:
     assert of_globals() == before
 
 
+@pytest.fixture
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A file of the user's that no other imports at its top."""
+    (tmp_path / "far_away.py").write_text("COUNTS = {'steps': 0}\nVALUE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("far_away")
+    del sys.modules["far_away"]
+
+
+class Imports(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        import far_away  # type: ignore[import-not-found]
+
+        far_away.COUNTS["steps"] += 1
+        return self.loss(batch)
+
+
+class LooksUp(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        sys.modules["far_away"].VALUE += 1
+        importlib.import_module("far_away").COUNTS["steps"] += 1
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("kind", [Imports, LooksUp])
+def test_globals_of_files_that_only_the_step_imports_are_put_back(far: Any, kind: type[Classifier]) -> None:
+    measure_step(kind(), batch())
+    assert (far.COUNTS, far.VALUE) == ({"steps": 0}, 1)
+
+
+def test_files_that_a_step_never_names_are_not_read(far: Any) -> None:
+    with kept_outside(Imports()) as outside:
+        named = {name for _, _, name in outside.numbers()}
+    assert any("far_away" in name for name in named)
+    with kept_outside(Classifier()) as outside:
+        assert not any("far_away" in name for _, _, name in outside.numbers())
+
+
 def test_nothing_is_touched_that_has_not_changed() -> None:
     version, items = WEIGHTS._version, copy.copy(ITEMS)
     before = {name: id(value) for name, value in globals().items()}
-    with kept_outside(Classifier()):
+    with kept_outside(Doing(change_objects)):
         pass
     assert WEIGHTS._version == version
     assert collections.Counter(map(id, ITEMS)) == collections.Counter(map(id, items))
