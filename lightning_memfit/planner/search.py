@@ -65,8 +65,8 @@ class Search:
 
     def __init__(self, store: TraceStore) -> None:
         self.store = store
-        self.workload = store.workload
         self.plain = store.plain()
+        store.workload = self.workload = store.workload.knowing_optimizers(self.plain.optimizer)
         self.solver = Solver(store)
         self.bound = LowerBound(store, self.solver)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
@@ -128,6 +128,18 @@ class Workload:
             return 0
         total = sum(tensor.nbytes for tensor in tensors_in(self.batch))
         return total * max(0, self.loader_batch - size) // batch_size(self.batch)
+
+    def knowing_optimizers(self, names: str) -> Workload:
+        """This workload, with facts that name the module's own optimizers as a trace of its step has found them.
+
+        Without them no rule could tell that a technique would exchange, say, SGD for AdamW.
+
+        Args:
+            names: Class names, joined by " + " as `ModelProfile.optimizer` has them.
+        """
+        if not names or self.facts.optimizers:
+            return self
+        return replace(self, facts=replace(self.facts, optimizers=tuple(names.split(" + "))))
 
     def devices_per_machine(self, world_size: int) -> int:
         """Devices of each machine that take part in a run on `world_size` devices."""

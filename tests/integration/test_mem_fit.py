@@ -56,6 +56,28 @@ def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
     return quiet_trainer(*callbacks, max_steps=2, **options)
 
 
+class TrainedOtherwise(Perceptron):
+    """Trains with another optimizer than the one that techniques make frugal."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.stepped: list[str] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters(), lr=1e-3)  # type: ignore[call-arg]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.stepped.append(type(getattr(optimizer, "optimizer", optimizer)).__name__)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_the_optimizer_stays_the_modules_own_unless_allowed(optimizer: type[torch.optim.Optimizer]) -> None:
+    automatic, module = MemFit(allow=["exact"]), TrainedOtherwise(optimizer)
+    trainer(automatic, MemoryLimit(LIMIT)).fit(module, loader())
+    assert set(module.stepped) == {optimizer.__name__}
+
+
 def test_a_run_that_would_not_fit_trains_and_leaves_the_trainer_as_it_was() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         trainer(MemoryLimit(LIMIT)).fit(Perceptron(), loader())

@@ -163,8 +163,7 @@ def made_workload(
     """Eight samples per step on a device of that size, fp32, clipping by norm."""
     target = Target("a made up GPU", "cuda", usable_mib * MIB, 0, (8, 0), RUNTIME)
     facts = Facts("cuda", (8, 0), gradient_clip_val=1.0, num_blocks=NUM_BLOCKS)
-    if "optimizers" in Facts.__dataclass_fields__:
-        facts = replace(facts, optimizers=("AdamW",))
+    facts = replace(facts, optimizers=("AdamW",))
     import torch
 
     batch = {"input_ids": torch.zeros(2, 16, dtype=torch.long)}

@@ -33,6 +33,23 @@ def test_with_room_for_everything_nothing_is_given_up() -> None:
     assert outcome.best.needed_bytes <= 40_000 * MIB
 
 
+def test_an_optimizer_is_exchanged_for_its_own_kind_only() -> None:
+    class Plain(MadeTraceStore):
+        def plain(self) -> ModelProfile:
+            return replace(super().plain(), optimizer="SGD")
+
+    workload = made_workload(1400, allow=EXACT)
+    unknown = replace(workload, facts=replace(workload.facts, optimizers=()))
+    found = {kind: Search(kind(unknown)).run() for kind in (MadeTraceStore, Plain)}  # type: ignore[arg-type]
+    tried = {
+        kind: {name for solution in outcome.solutions for name in names(solution.setting)}
+        for kind, outcome in found.items()
+    }
+    assert "fused_adamw" in tried[MadeTraceStore]
+    assert "fused_adamw" not in tried[Plain]
+    assert any("SGD would become torch.AdamW" in one.reason for one in found[Plain].rejected)
+
+
 def test_less_memory_is_never_faster() -> None:
     times = [search(size, allow=EXACT)[1].best for size in (40_000, 1600, 1400, 1250)]
     seconds = [best.time.total for best in times if best is not None]
