@@ -12,7 +12,6 @@ at the start of every epoch, so are the epochs in which these may do something e
 """
 
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,7 @@ import torch
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.culprit import calling_line
 from lightning_memfit.profile.events import EventList, leave_out
+from lightning_memfit.profile.fake import replaced_everywhere
 from lightning_memfit.profile.record import Growth
 from lightning_memfit.profile.recorder import EventRecorder, Mark
 from lightning_memfit.profile.watched import AskedNumbers, Counters, WatchedInt
@@ -194,30 +193,19 @@ def extreme_draws(highest: bool) -> Iterator[None]:
         value = of_range(low, high)
         return value if size is None else np.full(size, value, dtype=dtype)
 
-    replacements: dict[int, Callable[..., Any]] = {
-        id(random.random): lambda: share,
-        id(random.uniform): uniform,
-        id(random.randint): lambda low, high: high if highest else low,
-        id(random.randrange): of_range,
-        id(random.choice): lambda sequence: sequence[-1 if highest else 0],
-        id(np.random.rand): filled,
-        id(np.random.random): sized,
-        id(np.random.random_sample): sized,
-        id(np.random.randint): integers,
+    others: dict[Any, Callable[..., Any]] = {
+        random.random: lambda: share,
+        random.uniform: uniform,
+        random.randint: lambda low, high: high if highest else low,
+        random.randrange: of_range,
+        random.choice: lambda sequence: sequence[-1 if highest else 0],
+        np.random.rand: filled,
+        np.random.random: sized,
+        np.random.random_sample: sized,
+        np.random.randint: integers,
     }
-    patched = [
-        (namespace, name, value)
-        for namespace in [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-        for name, value in list(namespace.items())
-        if id(value) in replacements
-    ]
-    for namespace, name, value in patched:
-        namespace[name] = replacements[id(value)]
-    try:
+    with replaced_everywhere(others):
         yield
-    finally:
-        for namespace, name, value in patched:
-            namespace[name] = value
 
 
 # --- the course of a run ----------------------------------------------------------------------------------------------

@@ -6,15 +6,15 @@ are those of torch 2.11-2.13: `aten/src/ATen/native/transformers/cuda/sdp_utils.
 `aten/src/ATen/autocast_mode.h`.
 """
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+
+from lightning_memfit.profile.fake import replaced_everywhere
 
 aten = torch.ops.aten
 
@@ -72,24 +72,16 @@ class CudaDispatch:
         self.used: dict[str, int] = {}
         self._dropout: Callable[..., Any] = F.dropout
         self._attention: Callable[..., Any] = F.scaled_dot_product_attention
-        self._patched: list[tuple[dict[str, Any], str, Any]] = []
+        self._stack = ExitStack()
 
     def __enter__(self) -> "CudaDispatch":
         self._dropout, self._attention = F.dropout, F.scaled_dot_product_attention
-        replacements = {id(self._dropout): self._fused_dropout, id(self._attention): self._chosen_attention}
-        self._patched = [
-            (namespace, name, value)
-            for namespace in [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-            for name, value in list(namespace.items())
-            if id(value) in replacements
-        ]
-        for namespace, name, value in self._patched:
-            namespace[name] = replacements[id(value)]
+        others = {self._dropout: self._fused_dropout, self._attention: self._chosen_attention}
+        self._stack.enter_context(replaced_everywhere(others))
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for namespace, name, value in self._patched:
-            namespace[name] = value
+        self._stack.close()
 
     def _fused_dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if not training or inplace or p in (0.0, 1.0):

@@ -4,8 +4,10 @@ Written for torch 2.11-2.13 (`torch._subclasses.fake_tensor`) and transformers 5
 `tests/unit/profile/test_fake.py` fails when either moves.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -228,3 +230,26 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+@contextmanager
+def replaced_everywhere(functions: Mapping[Any, Any]) -> Iterator[None]:
+    """Set others for functions for a while, in every imported module that names them.
+
+    Args:
+        functions: What takes the place of each.
+    """
+    wanted = {id(function): other for function, other in functions.items()}
+    found = [
+        (names, name, value)
+        for names in [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+        for name, value in list(names.items())
+        if id(value) in wanted
+    ]
+    for names, name, value in found:
+        names[name] = wanted[id(value)]
+    try:
+        yield
+    finally:
+        for names, name, value in found:
+            names[name] = value
