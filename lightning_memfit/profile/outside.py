@@ -42,6 +42,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.profile.culprit import owner_of
+from lightning_memfit.profile.reads import meanings
 from lightning_memfit.profile.seal import RefusedError
 from lightning_memfit.profile.settings import kept_settings
 from lightning_memfit.profile.stand_ins import ATOMS, is_same, is_stand_in, moved_later, stand_in
@@ -714,8 +715,7 @@ def _modules_named_in(code: types.CodeType, package: str) -> Iterator[str]:
         if isinstance(name, types.CodeType):
             yield from _modules_named_in(name, package)
         elif isinstance(name, str):
-            yield name
-            yield f"{package}.{name}"
+            yield from meanings(name.lstrip("."), package)
 
 
 def _is_users_file(file: Any, module: str) -> bool:

@@ -91,16 +91,25 @@ def globals_of(function: FunctionType, names: Names) -> list[tuple[str, Any]]:
 
 
 def _imported(name: str, package: str) -> list[ModuleType]:
-    """Modules that an import statement of a package's module may mean, whatever its level."""
-    parts = package.split(".") if package else []
-    candidates = [name, *(".".join([*parts[:end], *([name] if name else [])]) for end in range(1, len(parts) + 1))]
-    found = [sys.modules[candidate] for candidate in candidates if candidate in sys.modules]
+    """Modules that an import statement of a package's module may mean."""
+    found = [sys.modules[meant] for meant in meanings(name, package) if meant in sys.modules]
     top = name.partition(".")[0]
     if not found and top and top not in sys.stdlib_module_names:
         spec = find_spec(top)
         if spec is not None and owner_of(spec.origin or "") == "user":
             raise Undescribed(f"`{name}` is not imported yet")
     return found
+
+
+def meanings(name: str, package: str) -> list[str]:
+    """Full names that a module's name in an import statement may stand for, whatever the statement's level.
+
+    Args:
+        name: The name without its leading dots; empty in `from . import`.
+        package: The package of the module whose statement it is; empty for one outside of packages.
+    """
+    parts = package.split(".") if package else []
+    return [name, *(".".join([*parts[:end], *([name] if name else [])]) for end in range(1, len(parts) + 1))]
 
 
 def is_users_function(function: FunctionType) -> bool:

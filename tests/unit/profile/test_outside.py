@@ -592,6 +592,28 @@ def test_globals_of_files_that_only_the_step_imports_are_put_back(far: Any, kind
     assert (far.COUNTS, far.VALUE) == ({"steps": 0}, 1)
 
 
+@pytest.mark.parametrize("level", ["from .. import counts", "from ..counts import COUNTS", "from .near import COUNTS"])
+def test_globals_of_files_that_only_the_step_imports_relatively_are_put_back(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = "counts.COUNTS" if level.endswith("counts") else "COUNTS"
+    package = tmp_path.name  # which no code here has as a string
+    inner = tmp_path / package / "inner"
+    inner.mkdir(parents=True)
+    (inner.parent / "__init__.py").touch()
+    (inner / "__init__.py").touch()
+    for counts in (inner.parent / "counts.py", inner / "near.py"):
+        counts.write_text("COUNTS = {'steps': 0}\n")
+    (inner / "net.py").write_text(f"def count(*_):\n    {level}\n    {named}['steps'] += 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = [f"{package}.{name}" for name in ("inner.net", "counts", "inner.near")]
+    net, counts, near = map(importlib.import_module, names)
+    measure_step(Doing(net.count), batch())
+    for name in (package, f"{package}.inner", *names):
+        del sys.modules[name]
+    assert counts.COUNTS == near.COUNTS == {"steps": 0}
+
+
 def test_files_that_a_step_never_names_are_not_read(far: Any) -> None:
     with kept_outside(Imports()) as outside:
         named = {name for _, _, name in outside.numbers()}
