@@ -1,4 +1,4 @@
-"""Text that scripts write into pages, between marks."""
+"""Text that scripts write into pages: between marks, and short enough for the cell of a table."""
 
 
 def insert(page: str, mark: str, text: str) -> str:
@@ -13,3 +13,9 @@ def insert(page: str, mark: str, text: str) -> str:
     before, rest = page.split(begin)
     _, after = rest.split(end)
     return f"{before}{begin}\n{text}\n{end}{after}"
+
+
+def shortened(text: str, most: int = 160) -> str:
+    """Text on one line that a cell of a table can hold, cut at a word's end after that many characters."""
+    text = " ".join(text.split()).replace("|", "/").replace("<", "&lt;")
+    return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " ..."

@@ -6,14 +6,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import insert
+from benchmarks.marks import insert, shortened
 from lightning_memfit.memory import format_bytes
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks" / "memory_zoo.md"
 RESULT = ROOT / "benchmarks" / "results" / "memory_zoo_cpu.json"
-
-_WORDS = 160
 
 
 def conditions() -> dict[str, str]:
@@ -78,9 +76,7 @@ def _row(row: dict[str, Any]) -> str:
     predicted = format_bytes(row["predicted_bytes"]) if difference is not None else "refused"
     share = f"{difference:+.4%}" if difference is not None else ""
     words = "; ".join([*row.get("remarks", ()), *(f"changed: {part}" for part in row.get("changed", ()))])
-    words = " ".join((row.get("refused") or words).split()).replace("|", "/").replace("<", "&lt;")
-    words = words if len(words) <= _WORDS else words[:_WORDS].rsplit(" ", 1)[0] + " ..."
-    return f"| {row['name']} | {true} | {predicted} | {share} | {words} |"
+    return f"| {row['name']} | {true} | {predicted} | {share} | {shortened(row.get('refused') or words)} |"
 
 
 def page() -> str:

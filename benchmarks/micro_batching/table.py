@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import insert
+from benchmarks.marks import insert, shortened
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "micro_batching_compare.json"
@@ -89,8 +89,7 @@ def _remark(row: dict[str, Any]) -> str:
     """Why it was refused, what differs most, or which logged values differ."""
     texts = [text for name, text in row["messages"].items() if row["runs"][name] == row["training"]]
     texts = texts or list(row["messages"].values())
-    text = " ".join(texts[0].split()) if texts else ", ".join(row["logs_differ"])
-    return text if len(text) <= _REMARK else text[:_REMARK].rsplit(" ", 1)[0] + " ..."
+    return shortened(texts[0] if texts else ", ".join(row["logs_differ"]), _REMARK)
 
 
 def exactness_page() -> str:

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import insert
+from benchmarks.marks import insert, shortened
 from benchmarks.techniques_sweep.architectures import RESULT as ARCHITECTURES
 from benchmarks.techniques_sweep.architectures import TECHNIQUES
 from benchmarks.techniques_sweep.combinations import RESULT as COMBINATIONS
@@ -13,8 +13,6 @@ from benchmarks.techniques_sweep.combinations import RESULT as COMBINATIONS
 ROOT = Path(__file__).parents[2]
 ARCHITECTURES_PAGE = ROOT / "docs" / "benchmarks" / "architectures.md"
 COMBINATIONS_PAGE = ROOT / "docs" / "benchmarks" / "combinations.md"
-_REMARK = 160
-
 
 # --- architectures --------------------------------------------------------------------------------------------------
 
@@ -39,7 +37,7 @@ def architectures() -> str:
         *(line for technique in TECHNIQUES for line in _words(technique, built)),
         "",
         "## Not built",
-        *(f"- `{row['model']}`: {_short(row['not_built'])}" for row in rows if "not_built" in row),
+        *(f"- `{row['model']}`: {shortened(row['not_built'])}" for row in rows if "not_built" in row),
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -66,14 +64,9 @@ def _words(technique: str, rows: list[dict[str, Any]]) -> list[str]:
         verdict = row["verdicts"].get(technique, {"verdict": "equal"})
         if verdict["verdict"] != "equal":
             words = verdict.get("words", "").replace(row["class"], "The model")
-            models.setdefault((verdict["verdict"], _short(words)), []).append(f"`{row['model']}`")
+            models.setdefault((verdict["verdict"], shortened(words)), []).append(f"`{row['model']}`")
     lines = [f"- {verdict}: {words} ({', '.join(names)})" for (verdict, words), names in models.items()]
     return ["", f"### {technique}", *lines] if lines else []
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split()).replace("|", "/").replace("<", "&lt;")
-    return text if len(text) <= _REMARK else text[:_REMARK].rsplit(" ", 1)[0] + " ..."
 
 
 def architectures_page() -> str:
@@ -104,7 +97,7 @@ def _row(row: dict[str, Any]) -> str:
     techniques = [f"`{name}`{_options(options)}" for name, options in row.get("techniques", {}).items()]
     trainer = _options(row.get("trainer", {}))
     apart = f"{row['difference']:g} of {row['tolerance']:g}" if "difference" in row else ""
-    remark = _short(row.get("words", "").partition(": ")[2]) if row["verdict"] != "equal" else ""
+    remark = shortened(row.get("words", "").partition(": ")[2]) if row["verdict"] != "equal" else ""
     cells = (row["seed"], row["module"], ", ".join(techniques), trainer.strip(), row["verdict"], apart, remark)
     return "| " + " | ".join(map(str, cells)) + " |"
 

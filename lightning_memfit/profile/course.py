@@ -27,9 +27,9 @@ import torch
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.culprit import calling_line
 from lightning_memfit.profile.events import EventList, leave_out
-from lightning_memfit.profile.fake import replaced_everywhere
 from lightning_memfit.profile.record import Growth
 from lightning_memfit.profile.recorder import EventRecorder, Mark
+from lightning_memfit.profile.replaced import replaced_everywhere
 from lightning_memfit.profile.watched import AskedNumbers, Counters, WatchedInt
 
 # --- limits -----------------------------------------------------------------------------------------------------------

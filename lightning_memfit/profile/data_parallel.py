@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_memfit.profile.fake import replaced
+from lightning_memfit.profile.replaced import replaced
 
 
 class TracedDataParallel(DistributedDataParallel):

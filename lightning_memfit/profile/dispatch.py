@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from lightning_memfit.profile.fake import replaced_everywhere
+from lightning_memfit.profile.replaced import replaced_everywhere
 
 aten = torch.ops.aten
 

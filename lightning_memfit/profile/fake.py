@@ -7,7 +7,6 @@ Written for torch 2.11-2.13 (`torch._subclasses.fake_tensor`) and transformers 5
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_memfit.profile.copying import copied
+from lightning_memfit.profile.replaced import replaced
 
 T = TypeVar("T")
 
@@ -172,8 +172,6 @@ def transformers_not_tracing() -> Iterator[None]:
 @contextmanager
 def fake_pretrained_weights() -> Iterator[None]:
     """Let `from_pretrained` build the architecture without reading the weights, whose values no trace needs."""
-    import sys
-
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         yield
@@ -197,8 +195,6 @@ def fake_pretrained_weights() -> Iterator[None]:
 @contextmanager
 def real_quantization_maps(fake_mode: FakeTensorMode) -> Iterator[None]:
     """Let bitsandbytes build its quantization tables from real numbers, then make fakes of them."""
-    import sys
-
     module = sys.modules.get("bitsandbytes.functional")
     if module is None:
         yield
@@ -215,41 +211,3 @@ def real_quantization_maps(fake_mode: FakeTensorMode) -> Iterator[None]:
 
     with replaced(module, "create_dynamic_map", create_dynamic_map):
         yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of a class or module for a while."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-@contextmanager
-def replaced_everywhere(functions: Mapping[Any, Any]) -> Iterator[None]:
-    """Set others for functions for a while, in every imported module that names them.
-
-    Args:
-        functions: What takes the place of each.
-    """
-    wanted = {id(function): other for function, other in functions.items()}
-    found = [
-        (names, name, value)
-        for names in [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-        for name, value in list(names.items())
-        if id(value) in wanted
-    ]
-    for names, name, value in found:
-        names[name] = wanted[id(value)]
-    try:
-        yield
-    finally:
-        for names, name, value in found:
-            names[name] = value

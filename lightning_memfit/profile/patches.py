@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
-from lightning_memfit.profile.fake import replaced
 from lightning_memfit.profile.integers import RealIntegers
+from lightning_memfit.profile.replaced import replaced
 
 aten = torch.ops.aten
 

@@ -19,9 +19,9 @@ from lightning_memfit.memory.host import is_on_host, keep_on_host
 from lightning_memfit.memory.ledger import StorageLedger, held_tensors, python_kernel, sparse_parts, tensors_among
 from lightning_memfit.profile.collectives import buffers, communicates, composed_of, scratch_bytes
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, SCRATCH_SITE, EventList
-from lightning_memfit.profile.fake import replaced
 from lightning_memfit.profile.kernel_records import Kernel
 from lightning_memfit.profile.kernels import KernelMemory
+from lightning_memfit.profile.replaced import replaced
 
 _ZEROS = {id(getattr(torch.ops.aten, name).default) for name in ("zeros", "new_zeros", "zeros_like")}
 _IN_PLACE = {

@@ -46,6 +46,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from lightning_memfit.profile.culprit import owner_of, owner_of_frame, place_of, running_frames
+from lightning_memfit.profile.replaced import replaced
 
 _FILL_CACHES = (
     "importlib._bootstrap",
@@ -538,24 +539,13 @@ def sealed(reading: bool = False) -> Iterator[Seal]:
 
 
 @contextmanager
-def set_for_now(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute, and set it back in the end."""
-    before = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
 def _asked_writers() -> Iterator[None]:
     """Let native functions that open files report it first, those of modules that a step imports among them."""
     with ExitStack() as stack:
         for module in {module for module, _ in _NATIVE_WRITERS} & sys.modules.keys():
             _ask(sys.modules[module], stack)
         processes = import_module("multiprocessing.process")
-        stack.enter_context(set_for_now(processes.BaseProcess, "start", _reporting_start(processes.BaseProcess.start)))
+        stack.enter_context(replaced(processes.BaseProcess, "start", _reporting_start(processes.BaseProcess.start)))
         finder: Any = _AskingFinder(stack)
         sys.meta_path.insert(0, finder)
         stack.callback(sys.meta_path.remove, finder)
@@ -570,7 +560,7 @@ def _ask(module: ModuleType, stack: ExitStack) -> None:
         for parent in parents:
             owner = getattr(owner, parent, None)
         if owner is not None and last in vars(owner):
-            stack.enter_context(set_for_now(owner, last, _asking(vars(owner)[last])))
+            stack.enter_context(replaced(owner, last, _asking(vars(owner)[last])))
 
 
 class _AskingFinder:
@@ -630,7 +620,7 @@ def _sealed_threads() -> Iterator[None]:
         seal = current_seal()
         return submit(pool, function if seal is None else _under(seal.for_task(), function), *args, **kwargs)
 
-    with set_for_now(threading.Thread, "start", start_sealed), set_for_now(ThreadPoolExecutor, "submit", submit_sealed):
+    with replaced(threading.Thread, "start", start_sealed), replaced(ThreadPoolExecutor, "submit", submit_sealed):
         yield
 
 
@@ -662,12 +652,12 @@ def _asked_threads() -> Iterator[None]:
         return get(waiting, *args, **kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(set_for_now(queue.Queue, "__init__", make_own))
-        stack.enter_context(set_for_now(queue.Queue, "put", put_unless_refused))
-        stack.enter_context(set_for_now(queue.Queue, "get", get_unless_refused))
+        stack.enter_context(replaced(queue.Queue, "__init__", make_own))
+        stack.enter_context(replaced(queue.Queue, "put", put_unless_refused))
+        stack.enter_context(replaced(queue.Queue, "get", get_unless_refused))
         if loops is not None:
             kind = loops.BaseEventLoop
-            stack.enter_context(set_for_now(kind, "call_soon_threadsafe", _asking_loop(kind.call_soon_threadsafe)))
+            stack.enter_context(replaced(kind, "call_soon_threadsafe", _asking_loop(kind.call_soon_threadsafe)))
         for name in ("send", "sendall"):
             is_own = name in vars(socket.socket)  # of a seal around this one; Python's is inherited
             stack.callback(setattr if is_own else _delete, socket.socket, name, getattr(socket.socket, name))
@@ -705,19 +695,19 @@ def _sealed_descriptors() -> Iterator[None]:
     with ExitStack() as stack:
         for name, (place, verb) in _ON_DESCRIPTORS.items():
             if hasattr(os, name):
-                stack.enter_context(set_for_now(os, name, _reporting_use(getattr(os, name), place, verb)))
+                stack.enter_context(replaced(os, name, _reporting_use(getattr(os, name), place, verb)))
         for name in _MADE_BY_PATH:
             if hasattr(os, name):
-                stack.enter_context(set_for_now(os, name, _asking(getattr(os, name))))
+                stack.enter_context(replaced(os, name, _asking(getattr(os, name))))
         shared: Any = sys.modules.get("multiprocessing.shared_memory")
         if shared is not None:
             kind = shared.SharedMemory
-            stack.enter_context(set_for_now(kind, "__init__", _reporting_memory(kind.__init__)))
-            stack.enter_context(set_for_now(kind, "unlink", _reporting_memory(kind.unlink)))
+            stack.enter_context(replaced(kind, "__init__", _reporting_memory(kind.__init__)))
+            stack.enter_context(replaced(kind, "unlink", _reporting_memory(kind.unlink)))
         pipes: Any = sys.modules.get("multiprocessing.connection")
         for name in ("_send_bytes", "_recv_bytes"):
             if pipes is not None:
-                stack.enter_context(set_for_now(pipes.Connection, name, _reporting_pipe(vars(pipes.Connection)[name])))
+                stack.enter_context(replaced(pipes.Connection, name, _reporting_pipe(vars(pipes.Connection)[name])))
         yield
 
 
@@ -851,7 +841,7 @@ def _muted_streams() -> Iterator[None]:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if stream is not None:
-                stack.enter_context(set_for_now(sys, name, _Muted(stream)))
+                stack.enter_context(replaced(sys, name, _Muted(stream)))
         yield
 
 
@@ -864,7 +854,7 @@ def _muted_loggers() -> Iterator[None]:
         if not (_is_muted() and owner_of(record.pathname, record.module == "__main__") == "user"):
             handle(logger, record)
 
-    with set_for_now(logging.Logger, "handle", handle_unless_muted):
+    with replaced(logging.Logger, "handle", handle_unless_muted):
         yield
 
 
@@ -877,5 +867,5 @@ def _no_exit_functions() -> Iterator[None]:
         is_users = current_seal() is not None and owner_of_frame(sys._getframe(1)) == "user"
         return function if is_users else register(function, *args, **kwargs)
 
-    with set_for_now(atexit, "register", register_unless_sealed):
+    with replaced(atexit, "register", register_unless_sealed):
         yield

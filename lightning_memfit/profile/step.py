@@ -24,13 +24,14 @@ from lightning_memfit.profile.callbacks import CallbackError, is_own, leave_out_
 from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.course import Course, LimitReached, RunLength, TraceLimits
 from lightning_memfit.profile.culprit import is_asked_by_user
-from lightning_memfit.profile.fake import replaced, tensors_in
+from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import has_datamodule
 from lightning_memfit.profile.hooks import StartHooks, begins_epochs, leave_out_hooks
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
+from lightning_memfit.profile.replaced import replaced
 from lightning_memfit.profile.seal import RefusedError, current_seal
 from lightning_memfit.profile.watched import Counters, Place, TensorAccess
 

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from lightning_memfit.profile.culprit import owner_of, owner_of_frame
-from lightning_memfit.profile.seal import current_seal, is_sealed_thread, set_for_now
+from lightning_memfit.profile.replaced import replaced
+from lightning_memfit.profile.seal import current_seal, is_sealed_thread
 
 _one = threading.RLock()
 
@@ -155,8 +156,8 @@ class OtherThreads:
             run(item)
 
         with ExitStack() as stack:
-            stack.enter_context(set_for_now(threading.Thread, "start", start_noted))
-            stack.enter_context(set_for_now(pools._WorkItem, "run", run_noted))
+            stack.enter_context(replaced(threading.Thread, "start", start_noted))
+            stack.enter_context(replaced(pools._WorkItem, "run", run_noted))
             try:
                 yield
             finally:

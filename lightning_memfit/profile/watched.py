@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from typing_extensions import Self, override
 
-from lightning_memfit.profile.fake import replaced
+from lightning_memfit.profile.replaced import replaced
 
 # --- watched numbers --------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_memfit.profile.fake import replaced
+from lightning_memfit.profile.replaced import replaced
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ from typing import Any
 from lightning.fabric.strategies import model_parallel
 from torch import nn
 
+from lightning_memfit.profile.replaced import replaced
+
 
 @contextmanager
 def naming_states_by(rename: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
@@ -21,9 +23,5 @@ def naming_states_by(rename: Callable[[dict[str, Any]], dict[str, Any]]) -> Iter
     def renamed(optimizer_state_dict: dict[str, Any], module: nn.Module) -> dict[str, Any]:
         return rename(optimizer_state_dict)
 
-    upstream = model_parallel._rekey_optimizer_state_if_needed
-    model_parallel._rekey_optimizer_state_if_needed = renamed
-    try:
+    with replaced(model_parallel, "_rekey_optimizer_state_if_needed", renamed):
         yield
-    finally:
-        model_parallel._rekey_optimizer_state_if_needed = upstream

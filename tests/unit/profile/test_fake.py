@@ -9,10 +9,10 @@ from lightning_memfit.profile.fake import (
     copyable_fakes,
     fake_clone,
     fake_pretrained_weights,
-    replaced,
     tensors_in,
     transformers_not_tracing,
 )
+from lightning_memfit.profile.replaced import replaced
 from tests.helpers.modules import LanguageModel
 
 from .modules import Classifier, batch, ids, tiny_gpt2, trace_cpu

@@ -1,0 +1,45 @@
+"""Attributes and functions of other packages, replaced for the time of a trace."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a class or module for a while."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
+def replaced_everywhere(functions: Mapping[Any, Any]) -> Iterator[None]:
+    """Set others for functions for a while, in every imported module that names them.
+
+    Args:
+        functions: What takes the place of each.
+    """
+    wanted = {id(function): other for function, other in functions.items()}
+    found = [
+        (names, name, value)
+        for names in [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+        for name, value in list(names.items())
+        if id(value) in wanted
+    ]
+    for names, name, value in found:
+        names[name] = wanted[id(value)]
+    try:
+        yield
+    finally:
+        for names, name, value in found:
+            names[name] = value
