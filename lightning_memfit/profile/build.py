@@ -13,10 +13,11 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.profile.background import in_child
+from lightning_memfit.profile.budget import LimitReached, TraceLimits
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
 from lightning_memfit.profile.callbacks import CallbackError, acting_callbacks
 from lightning_memfit.profile.copying import copied
-from lightning_memfit.profile.course import Course, LimitReached, RunLength, TraceLimits
+from lightning_memfit.profile.course import Course, RunLength
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import describe_processor
@@ -28,6 +29,7 @@ from lightning_memfit.profile.record import LargerSizes, ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.seal import RefusedError
 from lightning_memfit.profile.step import (
+    EndedError,
     OptimizerFactory,
     StepOptions,
     copied_others,
@@ -382,7 +384,7 @@ def _measured(
             course, clone = run("all") if make_optimizer else with_start_hooks(module, run)
     except LimitReached as limit:
         raise not_known(module, limit, ", or measure a smaller configuration.") from None
-    except RefusedError as error:
+    except (RefusedError, EndedError) as error:
         raise TraceError(f"The training step of {type(module).__name__} can't be measured: {error}.") from error
     recorder = course.recorder
     total, per_block = recorder.flops()

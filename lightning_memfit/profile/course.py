@@ -12,117 +12,23 @@ at the start of every epoch, so are the epochs in which these may do something e
 """
 
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_memfit.memory import Category
-from lightning_memfit.profile.culprit import calling_line
+from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.events import EventList, leave_out
 from lightning_memfit.profile.record import Growth
 from lightning_memfit.profile.recorder import EventRecorder, Mark
 from lightning_memfit.profile.replaced import replaced_everywhere
 from lightning_memfit.profile.watched import AskedNumbers, Counters, WatchedInt
-
-# --- limits -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TraceLimits:
-    """Where a traced or measured run ends at the latest.
-
-    Raises:
-        ValueError: If a limit leaves no room for two batches.
-    """
-
-    seconds: float = 60.0
-    """Time of one run, less what it waited for a core that other programs used (Linux). A third of it is for batches
-    beyond those that show every optimizer's second step."""
-    batches: int = 1000
-    """Batches from the loader."""
-    operators: int = 5_000_000
-    """Calls of operators."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("seconds", 0), ("batches", 1), ("operators", 0)):
-            if not getattr(self, name) > least:
-                raise ValueError(f"`{name}={getattr(self, name)!r}` must be more than {least}.")
-
-
-class LimitReached(BaseException):
-    """A run came to one of its limits; not an `Exception`, so that no handler of the module's goes on with it."""
-
-
-class Budget:
-    """Counts operators and time of one run.
-
-    Args:
-        limits: Where to stop.
-    """
-
-    _EVERY = 256
-    """Operators between two looks at the clock."""
-
-    def __init__(self, limits: TraceLimits) -> None:
-        self.limits = limits
-        self.operators = 0
-        self._next_look = self._EVERY
-        self.start()
-
-    def start(self) -> None:
-        """Start the clock anew."""
-        self._started, self._waited = time.monotonic(), _seconds_without_core()
-
-    @property
-    def is_mostly_used(self) -> bool:
-        """Whether there is no time for more batches than needed."""
-        return self._is_over(self.limits.seconds * _EXTRA_SHARE)
-
-    def count_operator(self) -> None:
-        """Count an operator.
-
-        Raises:
-            LimitReached: If the time is over, or there were too many operators.
-        """
-        self.operators += 1
-        if self.operators >= self._next_look:
-            self._next_look += self._EVERY
-            self.check_time()
-            if self.operators > self.limits.operators:
-                raise LimitReached(f"{self.limits.operators:,} operators{calling_line()}")
-
-    def check_time(self) -> None:
-        """Look at the clock.
-
-        Raises:
-            LimitReached: If the time is over.
-        """
-        if self._is_over(self.limits.seconds):
-            raise LimitReached(f"{self.limits.seconds:g} s{calling_line()}")
-
-    def _is_over(self, seconds: float) -> bool:
-        """Whether that much time has passed; a busy machine must not end a run that would be known on a quiet one."""
-        passed = time.monotonic() - self._started
-        return passed > seconds and passed - (_seconds_without_core() - self._waited) > seconds
-
-
-def _seconds_without_core() -> float:
-    """Seconds for which this thread could have run but had no core; 0 where the system doesn't tell.
-
-    The second number of Linux's `schedstat` (Documentation/scheduler/sched-stats.rst), in nanoseconds.
-    """
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 @dataclass(frozen=True)
@@ -227,10 +133,6 @@ _ALIKE_AGAIN = 3
 """Pairs of windows that must be alike where more than the first differed."""
 
 
-_EXTRA_SHARE = 1 / 3
-"""Share of the time that is for batches beyond the least."""
-
-
 @dataclass(frozen=True)
 class _Window:
     """What happened from one step of every optimizer to the next."""
@@ -314,6 +216,7 @@ class Course:
         self._asks_for_last = False
         self._is_last = False
         self._draw = ExitStack()
+        self._enforced = ExitStack()
         self._tried: list[str] = []
         """What was tried in each extra batch, in words."""
 
@@ -376,6 +279,7 @@ class Course:
             raise LimitReached(f"{self.batches:,} batches (steps: {', '.join(counts)})")
         if not self._marks:
             self._budget.start()  # before, callbacks may have planned by traces of their own
+            self._enforced.enter_context(self._budget.enforced())
             self._marks.append(self.recorder.mark())
         if not self._counters.is_noted:
             self._counters.note()
@@ -405,6 +309,7 @@ class Course:
 
     def end(self) -> None:
         """Leave nothing patched, whatever ended the run."""
+        self._enforced.close()
         self._draw.close()
 
     def _closes_window(self) -> bool:

@@ -62,20 +62,27 @@ def owner_of_frame(frame: FrameType) -> Owner:
     return owner_of(frame.f_code.co_filename, frame.f_globals.get("__name__") == "__main__")
 
 
-def running_frames() -> Iterator[FrameType]:
-    """The caller's frame and those that it was called from."""
-    frame: FrameType | None = sys._getframe(1)
+def running_frames(thread: int | None = None) -> Iterator[FrameType]:
+    """The caller's frame and those that it was called from.
+
+    Args:
+        thread: Another thread whose frames are wanted instead, by `threading.get_ident`.
+    """
+    frame = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def calling_line() -> str:
+def calling_line(thread: int | None = None) -> str:
     """The innermost line of the user's code that is being run, as ` at file:line, in function`; empty if there is none.
 
     Code of installed packages is nobody's own.
+
+    Args:
+        thread: Another thread that runs it, by `threading.get_ident`.
     """
-    for frame in running_frames():
+    for frame in running_frames(thread):
         if owner_of_frame(frame) == "user":
             return f" at {frame.f_code.co_filename}:{frame.f_lineno}, in `{frame.f_code.co_name}`"
     return ""

@@ -42,7 +42,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.profile.culprit import owner_of
-from lightning_memfit.profile.reads import meanings
+from lightning_memfit.profile.reads import meanings, names_in
 from lightning_memfit.profile.seal import RefusedError
 from lightning_memfit.profile.settings import kept_settings
 from lightning_memfit.profile.stand_ins import ATOMS, is_same, is_stand_in, moved_later, stand_in
@@ -462,6 +462,9 @@ class _Notes:
         package = str(value.__globals__.get("__package__") or "")
         for module in (str(value.__globals__.get("__name__")), *_modules_named_in(value.__code__, package)):
             self._wait_module(module)
+        for imported in names_in(value.__code__).imports:
+            for module in meanings(imported, package):
+                self._wait_module(module)
         self._wait(value.__defaults__, depth + 1, (*name, "__defaults__"))
         self._wait(value.__kwdefaults__, depth + 1, (*name, "__kwdefaults__"))
         for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -715,7 +718,8 @@ def _modules_named_in(code: types.CodeType, package: str) -> Iterator[str]:
         if isinstance(name, types.CodeType):
             yield from _modules_named_in(name, package)
         elif isinstance(name, str):
-            yield from meanings(name.lstrip("."), package)
+            yield name
+            yield f"{package}.{name}"
 
 
 def _is_users_file(file: Any, module: str) -> bool:

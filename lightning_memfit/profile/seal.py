@@ -105,6 +105,9 @@ _SHARED = "lightning_memfit.shared"
 _QUEUED = "lightning_memfit.queue"
 """The audit event of a queue that was there before."""
 
+_ENDED = "lightning_memfit.end"
+"""The audit event of an end of the program, whose argument is the function's name."""
+
 
 class RefusedError(BaseException):
     """A step would have changed something outside of its copy.
@@ -409,6 +412,7 @@ _WATCHED: dict[str, Callable[..., str]] = {
     _USED: _uses_descriptor,
     _SHARED: lambda name, *, scratch: f"makes or removes shared memory{f' (`{name}`)' if name else ''}",
     _QUEUED: lambda *_, scratch: "changes a queue that was there before",
+    _ENDED: lambda name, *, scratch: f"ends the program by `os.{name}`",
     "mmap.__new__": _maps,
     "os.kill": _sends_signal,
     "os.killpg": _sends_signal,
@@ -684,11 +688,12 @@ _ON_DESCRIPTORS = {
 """Functions of `os`, which of their arguments is the descriptor that changes, and what becomes of it."""
 
 _MADE_BY_PATH = ("mkfifo", "mknod")
+_ENDS = ("_exit", "abort")
 
 
 @contextmanager
 def _sealed_descriptors() -> Iterator[None]:
-    """Let functions of `os` on what was open before report it, and those of shared memory and pipes.
+    """Let functions of `os` on what was open before report it, those of shared memory and pipes, and those that end.
 
     A descriptor's number may have been given to a file that the step has opened: only those open before count.
     """
@@ -699,6 +704,8 @@ def _sealed_descriptors() -> Iterator[None]:
         for name in _MADE_BY_PATH:
             if hasattr(os, name):
                 stack.enter_context(replaced(os, name, _asking(getattr(os, name))))
+        for name in _ENDS:
+            stack.enter_context(replaced(os, name, _reporting_end(getattr(os, name))))
         shared: Any = sys.modules.get("multiprocessing.shared_memory")
         if shared is not None:
             kind = shared.SharedMemory
@@ -709,6 +716,15 @@ def _sealed_descriptors() -> Iterator[None]:
             if pipes is not None:
                 stack.enter_context(replaced(pipes.Connection, name, _reporting_pipe(vars(pipes.Connection)[name])))
         yield
+
+
+def _reporting_end(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function, updated=())
+    def end(*args: Any) -> Any:
+        sys.audit(_ENDED, function.__name__)
+        return function(*args)
+
+    return end
 
 
 def _reporting_use(function: Callable[..., Any], place: int, verb: str) -> Callable[..., Any]:

@@ -20,9 +20,10 @@ from typing_extensions import override
 
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.profile.budget import LimitReached, TraceLimits
 from lightning_memfit.profile.callbacks import CallbackError, is_own, leave_out_other_hooks, runs_at_epoch_start
 from lightning_memfit.profile.copying import copied
-from lightning_memfit.profile.course import Course, LimitReached, RunLength, TraceLimits
+from lightning_memfit.profile.course import Course, RunLength
 from lightning_memfit.profile.culprit import is_asked_by_user
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import has_datamodule
@@ -122,7 +123,7 @@ def run_step(
             _run_lightning(course, module, batch, options, copies, datamodule, ranks, others)
         else:
             recorder.track_module(module)
-            with recorder, recorder.following_resizes(), counted_random_states(recorder):
+            with recorder, recorder.following_resizes(), counted_random_states(recorder), _going_on():
                 _run_loop(course, module, batch, make_optimizer, options)
         course.conclude()
     except (Exception, LimitReached, RefusedError, CallbackError) as error:
@@ -207,13 +208,8 @@ def _run_lightning(
             callbacks=[has_datamodule(datamodule), *callbacks, _phase_callback(course, others)],
             **SILENT_TRAINER,
         )
-        with recorder, recorder.following_resizes(), counted_random_states(recorder):
-            try:
-                trainer.fit(module, _Repeated(batch, course, trainer))
-            except SystemExit as error:
-                if isinstance(error.__context__, KeyboardInterrupt):  # which Lightning's Trainer ends the program for
-                    raise error.__context__ from None
-                raise EndedError(error.code) from error
+        with recorder, recorder.following_resizes(), counted_random_states(recorder), _going_on():
+            trainer.fit(module, _Repeated(batch, course, trainer))
     recorder.phase("end")
 
 
@@ -229,6 +225,17 @@ class EndedError(RuntimeError):
 
     def __init__(self, code: Any) -> None:
         super().__init__(f"it ends the program with {code!r}")
+
+
+@contextmanager
+def _going_on() -> Iterator[None]:
+    """Raise an error instead where a step ends the program."""
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # which Lightning's Trainer ends the program for
+            raise error.__context__ from None
+        raise EndedError(error.code) from error
 
 
 def _watched_trainer(course: Course) -> Any:

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.memory.kind import CUDA, DeviceKind, DeviceType
+from lightning_memfit.profile.budget import LimitReached, TraceLimits
 from lightning_memfit.profile.copying import UncopiedError
-from lightning_memfit.profile.course import LimitReached, TraceLimits
 from lightning_memfit.profile.culprit import Culprit
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
 from lightning_memfit.profile.events import (

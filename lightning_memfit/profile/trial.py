@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_memfit.profile.course import Course, RunLength, TraceLimits
+from lightning_memfit.profile.budget import TraceLimits
+from lightning_memfit.profile.course import Course, RunLength
 from lightning_memfit.profile.fingerprint import attached_datamodule
 from lightning_memfit.profile.hooks import StartHooks
 from lightning_memfit.profile.outside import Outside, kept_outside

@@ -1,11 +1,7 @@
 """Steps that differ from one another get the figure of a plain Lightning run, by the profiler, or a reason."""
 
-import os
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
@@ -15,9 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_memfit.estimate.estimate import estimate_step
-from lightning_memfit.profile import course
+from lightning_memfit.profile.budget import TraceLimits
 from lightning_memfit.profile.build import measure_step, profile_module
-from lightning_memfit.profile.course import TraceLimits
 from lightning_memfit.profile.events import leave_out
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Emulation, TraceError
@@ -317,52 +312,6 @@ def test_time_is_a_limit():
     with pytest.raises(TraceError, match=r"was not known after 1 s at .*(test_course|modules).py"):
         profiled(Swallows(), limits=TraceLimits(seconds=1))
     assert time.monotonic() - started < 30
-
-
-def _others_take_the_core(monkeypatch, share):
-    """All but a share of the time is spent waiting for a core."""
-    started = time.monotonic()
-    monkeypatch.setattr(course, "_seconds_without_core", lambda: (1 - share) * (time.monotonic() - started))
-
-
-def test_time_without_a_core_does_not_count(monkeypatch):
-    _others_take_the_core(monkeypatch, 0.02)
-    budget = course.Budget(TraceLimits(seconds=0.05))
-    time.sleep(0.1)
-    budget.check_time()
-    assert not budget.is_mostly_used
-
-
-def test_time_with_a_core_counts(monkeypatch):
-    _others_take_the_core(monkeypatch, 0.9)
-    budget = course.Budget(TraceLimits(seconds=0.05))
-    time.sleep(0.1)
-    assert budget.is_mostly_used
-    with pytest.raises(course.LimitReached):
-        budget.check_time()
-
-
-@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="only Linux tells")
-def test_a_program_on_the_same_core_makes_it_wait():
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})  # the other program inherits it
-    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        before = course._seconds_without_core()
-        end = time.monotonic() + 1
-        while time.monotonic() < end:
-            pass
-        assert course._seconds_without_core() - before > 0.2
-    finally:
-        os.sched_setaffinity(0, cores)
-        other.kill()
-        other.wait()
-
-
-@pytest.mark.parametrize("name", ["seconds", "batches", "operators"])
-def test_limits_that_leave_no_room_are_refused(name):
-    with pytest.raises(ValueError, match=f"`{name}=0`"):
-        TraceLimits(**{name: 0})
 
 
 class OneIsIdle(TwoOptimizers):

@@ -221,6 +221,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "torch.jit.save": (save_function, "writes to `function.pt`"),
     "queue of the program": (put_into_queue, "changes a queue that was there before"),
     "pipe to a process": (send_through_pipe, "sends data through a connection"),
+    "exit at once": (lambda _: os._exit(0), "ends the program by `os._exit`"),
+    "abort": (lambda _: os.abort(), "ends the program by `os.abort`"),
     "listen": (lambda _: socket.socket().bind(("127.0.0.1", 0)), "listens at"),
 }
 
