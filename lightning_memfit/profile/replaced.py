@@ -5,6 +5,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from lightning_memfit.profile.culprit import owner_of
 
 
 @contextmanager
@@ -32,7 +35,7 @@ def replaced_everywhere(functions: Mapping[Any, Any]) -> Iterator[None]:
     wanted = {id(function): other for function, other in functions.items()}
     found = [
         (names, name, value)
-        for names in [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+        for names in _naming(frozenset(wanted))
         for name, value in list(names.items())
         if id(value) in wanted
     ]
@@ -43,3 +46,25 @@ def replaced_everywhere(functions: Mapping[Any, Any]) -> Iterator[None]:
     finally:
         for names, name, value in found:
             names[name] = value
+
+
+_without: WeakKeyDictionary[ModuleType, dict[frozenset[int], int]] = WeakKeyDictionary()
+"""Modules of libraries without a name for functions, by these functions' numbers, and how many names they had then."""
+
+
+def _naming(wanted: frozenset[int]) -> Iterator[dict[str, Any]]:
+    """Namespaces of imported modules that name functions with these numbers.
+
+    A large program has thousands of modules with hundreds of thousands of names. Those of libraries are read again only
+    when there are more or fewer.
+    """
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            names = vars(module)
+            known = _without.get(module, {})
+            if known.get(wanted) == len(names):
+                continue
+            if not wanted.isdisjoint(map(id, list(names.values()))):
+                yield names
+            elif owner_of(getattr(module, "__file__", None) or "") != "user":
+                _without[module] = known | {wanted: len(names)}

@@ -12,7 +12,6 @@ from lightning_memfit.profile.fake import (
     tensors_in,
     transformers_not_tracing,
 )
-from lightning_memfit.profile.replaced import replaced
 from tests.helpers.modules import LanguageModel
 
 from .modules import Classifier, batch, ids, tiny_gpt2, trace_cpu
@@ -112,21 +111,6 @@ def test_tensors_are_found_in_any_object():
     assert [tensor.numel() for tensor in tensors_in(Holder())] == [1, 2]
     with FakeTensorMode(), copyable_fakes():
         assert [tensor.numel() for tensor in tensors_in(Holder())] == [1, 2]
-
-
-def test_replaced_attributes_come_back():
-    class Owner:
-        there = 1
-
-    def fail():
-        with replaced(Owner, "there", 2), replaced(Owner, "new", 3):
-            assert (Owner.there, Owner.new) == (2, 3)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert Owner.there == 1
-    assert not hasattr(Owner, "new")
 
 
 def test_transformers_still_has_the_name_that_is_replaced():

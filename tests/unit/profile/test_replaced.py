@@ -1,0 +1,66 @@
+"""Attributes and functions that are replaced for a while."""
+
+import sys
+from types import ModuleType
+
+import numpy
+import pytest
+
+from lightning_memfit.profile.replaced import replaced, replaced_everywhere
+
+
+def test_replaced_attributes_come_back():
+    class Owner:
+        there = 1
+
+    def fail():
+        with replaced(Owner, "there", 2), replaced(Owner, "new", 3):
+            assert (Owner.there, Owner.new) == (2, 3)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert Owner.there == 1
+    assert not hasattr(Owner, "new")
+
+
+def original():
+    """A function of some library."""
+
+
+def other():
+    """What takes its place."""
+
+
+@pytest.fixture(params=["user", "library"])
+def module(request, monkeypatch):
+    module = ModuleType("names_it")
+    module.__file__ = numpy.__file__ if request.param == "library" else __file__
+    monkeypatch.setitem(sys.modules, "names_it", module)
+    return module
+
+
+def test_functions_are_replaced_under_any_name(module):
+    module.under_another_name = original
+    for _ in range(2):
+        with replaced_everywhere({original: other}):
+            assert module.under_another_name is other
+        assert module.under_another_name is original
+
+
+def test_modules_that_name_them_later_are_found(module):
+    with replaced_everywhere({original: other}):
+        pass
+    module.original = original
+    with replaced_everywhere({original: other}):
+        assert module.original is other
+    assert module.original is original
+
+
+def test_what_was_looked_for_before_hides_nothing_else(module):
+    module.other = other
+    with replaced_everywhere({original: len}):
+        pass
+    with replaced_everywhere({other: original}):
+        assert module.other is original
+    assert module.other is other
