@@ -276,10 +276,18 @@ def test_what_an_adapter_cannot_reach_is_refused_before_a_weight_changes(name):
     assert not frozen_layers(module)
 
 
-def test_says_which_adapters_learned_nothing():
-    module = net(build=lambda self: setattr(self, "unused", nn.Linear(64, 64)))
-    with pytest.warns(UserWarning, match="unused learned nothing"):
-        fitted([Lora(4)], module)
+@pytest.mark.parametrize(
+    ("unused", "target_modules", "name"),
+    [
+        (lambda: nn.Linear(64, 64), "auto", "unused"),
+        (lambda: nn.ModuleDict({"head": nn.Linear(64, 64)}), ["head"], r"unused\.head"),
+    ],
+    ids=["auto", "a name that ends like another"],
+)
+def test_says_which_adapters_learned_nothing(unused, target_modules, name):
+    module = net(build=lambda self: setattr(self, "unused", unused()))
+    with pytest.warns(UserWarning, match=f"{name} learned nothing"):
+        fitted([Lora(4, target_modules=target_modules)], module)
 
 
 def test_weights_are_merged_as_peft_merges_them():
