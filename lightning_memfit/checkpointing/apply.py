@@ -256,7 +256,8 @@ class _Call:
         if not in_trace():  # a trace has no values
             self._samples = Samples(knowledge.name, unsteady, knowledge.steps_in_backward)
         self._is_compared = self._is_watched and not self._places.is_gathered and self._samples is not None
-        self._random_states = _random_states(tensors) if self._is_compared and not kept else None
+        is_tried = self._is_compared and not kept and num_calls == 0
+        self._random_states = _random_states(tensors) if is_tried else None
         self._asks_gradient = False
 
     def from_here_on(self) -> AbstractContextManager[None]:
@@ -324,10 +325,11 @@ class _Call:
             yield
 
     def try_again(self, saved: Sequence[Any]) -> None:
-        """Run a call that is watched to its end once more at once, and compare what its operators return.
+        """Run the first call to its end once more at once, and compare what its operators return.
 
         A recomputation ends when all that was saved is there, and shows nothing of the operators behind. Nothing is
-        saved for backward here, so that it takes no more memory than the recomputation does. Where a selective choice
+        saved for backward here, so that it takes no more memory than the recomputation does; in later calls it would,
+        beside the gradients of the step before. Where a selective choice
         keeps results it would, beside them, so that no call is tried again then.
         """
         if self._random_states is None or self._asks_gradient:  # a gradient inside needs what would be saved
