@@ -16,11 +16,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_memfit.measure.report import RunReport, versions
-from lightning_memfit.measure.resident_tensors import held_bytes, stepped_parameters, untracked_bytes
+from lightning_memfit.measure.resident_tensors import (
+    held_bytes,
+    stepped_parameters,
+    untracked_bytes,
+    untracked_tensors,
+)
 from lightning_memfit.measure.throughput import Throughput
 from lightning_memfit.memory import GIB, Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.allocations import AllocationReader, ProfilerRunningError, profiler_runs
 from lightning_memfit.memory.attach import TrainerAttachment, hide_idle_hooks
+from lightning_memfit.memory.host import stands_for_host
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.memory.process import nvml_usage, peak_rss_bytes, pinned_bytes, rss_bytes, swapped_out_bytes
@@ -231,8 +237,7 @@ class MemoryMonitor(Callback):
             self._follow(trainer, pl_module)
         ledger = self._ledger or (self._attachment.ledger if self._attachment is not None else None)
         if self._reads_events and ledger is not None:
-            others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
-            self._held_bytes = ledger.live_bytes + untracked_bytes((pl_module, *others), ledger)
+            self._held_bytes = ledger.live_bytes + untracked_bytes((pl_module, *self._others_of(trainer)), ledger)
             self._reader.start()
 
     @property
@@ -327,7 +332,13 @@ class MemoryMonitor(Callback):
             for parameter in stepped_parameters(optimizer):
                 if id(parameter) not in its_own:  # a float32 copy that only the optimizer knows
                     ledger.track(parameter, Category.OPTIMIZER_STATE)
+        for tensor in list(untracked_tensors((pl_module, *self._others_of(trainer)), ledger, self._device)):
+            if tensor.layout is torch.strided and not stands_for_host(tensor.untyped_storage()):
+                ledger.track(tensor, Category.ACTIVATION)  # averages of weights, memory banks
         self._attachment = TrainerAttachment(ledger, trainer.strategy, copies=not self._reads_events)
+
+    def _others_of(self, trainer: Trainer) -> list[Callback]:
+        return [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
 
     def _count_step(self, optimizer: Any, *_: Any) -> None:
         self._steps_of[id(optimizer)] += 1

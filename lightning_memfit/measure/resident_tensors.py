@@ -71,16 +71,16 @@ def held_bytes(module: torch.nn.Module, optimizers: Iterable[Any], device: torch
     return MemoryBreakdown(total.sizes)
 
 
-def untracked_bytes(holders: Iterable[Any], ledger: StorageLedger) -> int:
-    """Bytes of host tensors that objects hold in attributes and containers, and that a ledger doesn't track.
+def untracked_tensors(holders: Iterable[Any], ledger: StorageLedger, device: torch.device) -> Iterator[torch.Tensor]:
+    """Tensors on a device that objects hold in attributes and containers, and that a ledger doesn't track.
 
     Trainers, data modules, loaders, data sets and optimizers that they refer to are not looked into.
 
     Args:
         holders: Modules and callbacks.
         ledger: Knows what is counted already.
+        device: Of the tensors that are wanted; those of other devices are passed over.
     """
-    total = _Sum(torch.device("cpu"))
     waiting = [value for holder in holders for value in vars(holder).values()]
     known: set[int] = set()
     while waiting:
@@ -89,14 +89,23 @@ def untracked_bytes(holders: Iterable[Any], ledger: StorageLedger) -> int:
             continue
         known.add(id(value))
         if isinstance(value, torch.Tensor):
-            if value.device.type == "cpu" and not ledger.is_tracked(value):
-                total.add(value, Category.ACTIVATION)
+            for part in held_tensors(value):
+                if part.device.type == device.type and not ledger.is_tracked(part):
+                    yield part
         elif isinstance(value, Mapping):
             waiting.extend(value.values())
         elif isinstance(value, (list, tuple, set, deque)):
             waiting.extend(value)
         elif not isinstance(value, _OTHERS) and type(getattr(value, "__dict__", None)) is dict:
             waiting.extend(vars(value).values())
+
+
+def untracked_bytes(holders: Iterable[Any], ledger: StorageLedger) -> int:
+    """Bytes of host tensors that objects hold and a ledger doesn't track; see `untracked_tensors`."""
+    host = torch.device("cpu")
+    total = _Sum(host)
+    for tensor in list(untracked_tensors(holders, ledger, host)):
+        total.add(tensor, Category.ACTIVATION)
     return sum(total.sizes.values())
 
 

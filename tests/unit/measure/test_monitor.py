@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -431,6 +431,16 @@ def test_an_exact_peak_holds_what_callbacks_made_before(tmp_path):
     train(tmp_path, beside, KeepsACopy(), module=Compared())
     more = beside.report.exact_peak_bytes - plain.report.exact_peak_bytes
     assert more == pytest.approx(4 * 200_000, rel=0.01)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_averages_of_weights_are_in_the_measured_peak(tmp_path, exact):
+    """Lightning makes them before training starts, and keeps their number of updates beside them."""
+    plain, beside = MemoryMonitor(exact=exact), MemoryMonitor(exact=exact)
+    train(tmp_path, plain, module=Compared())
+    train(tmp_path, beside, EMAWeightAveraging(), module=Compared())
+    more = beside.report.measured_peak_bytes - plain.report.measured_peak_bytes
+    assert more == pytest.approx(sum(p.nbytes for p in Compared().parameters()), abs=16)
 
 
 def test_a_prediction_is_compared_with_the_exact_peak(tmp_path):
