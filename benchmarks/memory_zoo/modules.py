@@ -531,8 +531,8 @@ FAMILIES: dict[str, Callable[[], Made]] = {
 }  # fmt: skip
 
 
-HALF = ("MSELoss", "CrossEntropyLoss", "Conv2d", "Conv2d 1x1", "LayerNorm", "attention, causal", "gpt2", "ViT",
-        "diffusion U-Net", "TransformerEncoderLayer", "BERT", "LSTM", "Linear with AdamW")  # fmt: skip
+HALF = ("MSELoss", "CrossEntropyLoss", "Conv2d", "Conv2d 1x1", "LayerNorm", "attention, causal", "gpt2", "mixtral",
+        "ViT", "diffusion U-Net", "TransformerEncoderLayer", "BERT", "LSTM", "Linear with AdamW")  # fmt: skip
 """Those that also train in bf16-mixed."""
 
 _FLOAT = {**LOSSES, **OPERATORS, **LAYERS, **WAYS, **FAMILIES}

@@ -21,6 +21,12 @@ SAMPLE = (
     "mixed types",
     "Conv3d",
     "Conv2d channels last",
+    "Conv2d 1x1 strided",
+    "Conv2d depthwise",
+    "ConvTranspose3d",
+    "ConvNeXt",
+    "cdist",
+    "mixtral",
     "GroupNorm",
     "attention, masked",
     "GRU",
@@ -32,6 +38,8 @@ SAMPLE = (
     "residual CNN",
     "LayerNorm (bf16-mixed)",
     "diffusion U-Net (bf16-mixed)",
+    "Conv2d (bf16-mixed)",
+    "mixtral (bf16-mixed)",
 )
 """Of every kind, and fast."""
 

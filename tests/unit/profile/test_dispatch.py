@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_memfit.profile.dispatch import CudaDispatch, choose_attention, cuda_autocast_lists
 from lightning_memfit.profile.step import StepOptions
@@ -119,6 +120,35 @@ def test_grouped_attention_is_traced_and_its_flops_are_those_of_all_heads(capabi
     linears, product = 2 * 3 * 32 * 64 * (8 + 2 + 2) * 16, 2 * 3 * 8 * 32 * 32 * 16
     assert trace.flops["forward"] == linears + 2 * product
     assert trace.flops["backward"] == linears + 5 * product  # the input has no gradient
+
+
+class Mixture(pl.LightningModule):
+    """transformers' own mixture of experts."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+        self.model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+
+    def training_step(self, batch, batch_idx):
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_mixtures_of_experts_of_transformers_are_traced_for_cuda(precision):
+    def expert_flops(length):
+        batch = torch.randint(99, (2, length))
+        trace = trace_step(Mixture(), batch, StepOptions(precision), Emulation(capability=AMPERE))
+        return trace.flops["forward"]
+
+    attention = {length: 2 * 2 * 2 * 2 * 4 * length * length * 8 for length in (16, 32)}  # of both products, as counted
+    short, long = (expert_flops(length) - attention[length] for length in (16, 32))
+    assert long == 2 * short  # each token meets as many experts
+    assert short > 2 * 2 * 16 * 2 * 2 * 3 * 32 * 64  # two experts of three products per token and layer
 
 
 def test_attention_runs_in_half_precision_under_autocast(fake):

@@ -127,8 +127,17 @@ def forgotten(monkeypatch, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "case",
-    [{"kernel": 1}, {"stride": 2}, {"groups": 8}, {"layout": torch.channels_last}, {"inputs": 3, "samples": 1}],
-    ids=lambda case: " ".join(case),
+    [
+        {"kernel": 1},
+        {"kernel": 1, "stride": 2},
+        {"kernel": 7},
+        {"kernel": 7, "groups": 8},
+        {"stride": 2},
+        {"groups": 8},
+        {"layout": torch.channels_last},
+        {"inputs": 3, "samples": 1},
+    ],
+    ids=lambda case: " ".join(f"{name}={value}" for name, value in case.items()),
 )
 def test_the_scratch_memory_of_other_convolutions_is_learned_exactly(one_thread, dtype, case):
     for operator, args in convolutions(**case, dtype=dtype):
