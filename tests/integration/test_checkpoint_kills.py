@@ -1,0 +1,144 @@
+"""Runs that are killed at any moment while they write `last.ckpt` anew go on from it, with nothing mixed.
+
+Every weight equals the number of steps so far, so that shards of two checkpoints would show.
+"""
+
+import json
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.helpers import ranks
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import quiet_trainer
+
+pytestmark = pytest.mark.slow
+
+KILLS = int(os.environ.get("MEMFIT_KILLS", "3"))
+"""Of each strategy. `MEMFIT_KILLS=20` takes some four minutes."""
+
+WIDTH, BLOCKS = 256, 4
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("DataParallelStrategy", {"process_group_backend": "gloo"}),
+    "fsdp2": ("FullyShardedStrategy", {"process_group_backend": "gloo"}),
+    "fsdp2, one file": (
+        "FullyShardedStrategy",
+        {"process_group_backend": "gloo", "save_distributed_checkpoint": False},
+    ),
+    "zero_1": ("ZeroStrategy", {"stage": 1}),
+    "zero_3": ("ZeroStrategy", {"stage": 3}),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.weight.sum()
+
+
+class Counts(pl.LightningModule):
+    """Adds one to every weight in every step, as far as SGD is told so by the gradient of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        data = torch.zeros(2 * ranks.num_ranks * 10_000, 1)
+        return DataLoader(data, 2, sampler=DistributedSampler(data))  # type: ignore[arg-type]
+
+
+class SavesAndChecks(pl.Callback):
+    """Writes one checkpoint anew after every step, and notes the last that was complete."""
+
+    def __init__(self, checkpoint: Path, is_killed: bool, seconds: float) -> None:
+        self.checkpoint, self.is_killed, self.seconds = checkpoint, is_killed, seconds
+        self.noted = checkpoint.parent / "complete.json"
+        self.num_saved = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        step = trainer.global_step
+        complete = json.loads(self.noted.read_text()) if self.noted.exists() else 0
+        assert step >= complete, f"the checkpoint of step {complete} was complete, but this is {step}"
+        for parameter in pl_module.parameters():
+            whole = _whole(parameter)
+            assert whole.unique().tolist() == [float(step)], f"{whole.unique().tolist()} in the weights of step {step}"
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.checkpoint)
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            beside = self.noted.with_suffix(".new")
+            beside.write_text(json.dumps(trainer.global_step))
+            beside.replace(self.noted)
+        self.num_saved += 1
+        if self.num_saved == 1 and self.is_killed:
+            threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    if hasattr(parameter, "ds_id"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        found = safe_get_full_fp32_param(parameter)
+        assert found is not None
+        return found
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+
+
+def train(strategy: str, checkpoint: Path, killed: tuple[bool, ...], seconds: float) -> None:
+    from lightning_memfit import strategies
+
+    name, options = STRATEGIES[strategy]
+    rank = int(os.environ["RANK"])
+    saves = SavesAndChecks(checkpoint, killed[rank], seconds)
+    trainer = quiet_trainer(
+        saves,
+        strategy=getattr(strategies, name)(**options),
+        devices=ranks.num_ranks,
+        use_distributed_sampler=False,
+        max_steps=-1,
+        max_time=None if any(killed) else {"seconds": 1},
+        limit_val_batches=0,
+    )
+    trainer.fit(Counts(), ckpt_path=checkpoint if checkpoint.exists() else None)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_last_complete_checkpoint_always_loads(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
+        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    chance = random.Random(strategy)
+    checkpoint = tmp_path / "run" / "last.ckpt"
+    checkpoint.parent.mkdir()
+    for number in range(KILLS + 1):
+        killed = chance.choice([(True, True), (True, False), (False, True)]) if number < KILLS else (False, False)
+        seconds = chance.uniform(0, 0.15)
+        ended = run_ranks(train, 2, tmp_path / str(number), strategy, checkpoint, killed, seconds, seconds=60)
+        for one, was_killed in zip(ended, killed, strict=True):
+            assert "AssertionError" not in one.error, f"after {number} kills: {one.output[-3000:]}"
+            assert one.code == (-signal.SIGKILL if was_killed else one.code), one.output[-3000:]
+            assert one.seconds < 60
+            assert any(killed) or one.code == 0, one.output[-3000:]
+    assert json.loads((checkpoint.parent / "complete.json").read_text()) > KILLS
