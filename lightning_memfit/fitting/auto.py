@@ -223,6 +223,11 @@ class MemFit(pl.Callback):
                 "Set `devices=1`, plan with `memfit plan` or `memfit fit --memfit auto`, or choose techniques "
                 "yourself; see docs/guides/multi_gpu.md."
             )
+        if not trainer.lightning_module.automatic_optimization:
+            raise MisconfigurationException(
+                "`MemFit`: with manual optimization the module runs its own forward and backward, which no plan can "
+                "cut. Use automatic optimization, or choose techniques yourself."
+            )
         refuse_batch_size_finder(trainer)
         taken = technique_classes()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """`MemFit` under a simulated limit: plan, probe, train, and leave nothing behind."""
 
 import gc
+import time
 import warnings
 import weakref
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching, auto
 from lightning_memfit.fitting.auto import MemFit, ProbeResult
+from lightning_memfit.fitting.size.prediction import MemoryPrediction
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.gradient_release import GradientRelease
 from tests.helpers.trainers import quiet_trainer
@@ -82,6 +84,38 @@ def test_the_optimizer_stays_the_modules_own_unless_allowed(optimizer: type[torc
     automatic, module = MemFit(allow=["exact"]), TrainedOtherwise(optimizer)
     trainer(automatic, MemoryLimit(6 << 20)).fit(module, DataLoader(torch.randn(512, 256), batch_size=64))  # type: ignore[arg-type]
     assert module.stepped == [optimizer.__name__]
+
+
+class AccumulatesByHand(pl.LightningModule):
+    """Lightning's documented way, which never steps where an epoch has fewer batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.net(batch).pow(2).mean() / 4)
+        if (batch_idx + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("batches", [2, 8])
+def test_accumulation_by_hand_is_predicted_or_refused_at_once(batches: int) -> None:
+    data = DataLoader(torch.randn(4 * batches, 8), batch_size=4)  # type: ignore[arg-type]
+    started = time.monotonic()
+    for refusing in (MicroBatching(), MemFit(allow=["exact"])):
+        with pytest.raises(MisconfigurationException, match="with manual optimization"):
+            quiet_trainer(refusing, MemoryLimit(1 << 30), max_epochs=2).fit(AccumulatesByHand(), data)
+    predicted = quiet_trainer(MemoryPrediction(), max_epochs=2)
+    predicted.fit(AccumulatesByHand(), data)
+    assert predicted.global_step == 2 * (batches // 4)
+    assert time.monotonic() - started < 60
 
 
 def test_a_run_that_would_not_fit_trains_and_leaves_the_trainer_as_it_was() -> None:
