@@ -332,9 +332,13 @@ class MemoryMonitor(Callback):
             for parameter in stepped_parameters(optimizer):
                 if id(parameter) not in its_own:  # a float32 copy that only the optimizer knows
                     ledger.track(parameter, Category.OPTIMIZER_STATE)
-        for tensor in list(untracked_tensors((pl_module, *self._others_of(trainer)), ledger, self._device)):
+        ours = __name__.partition(".")[0]  # techniques keep on other tiers, instruments a number per step
+        holders = [
+            one for one in (pl_module, *self._others_of(trainer)) if type(one).__module__.partition(".")[0] != ours
+        ]
+        for tensor in list(untracked_tensors(holders, ledger, self._device)):
             if tensor.layout is torch.strided and not stands_for_host(tensor.untyped_storage()):
-                ledger.track(tensor, Category.ACTIVATION)  # averages of weights, memory banks
+                ledger.track(tensor, Category.ACTIVATION)  # averages of weights, for example
         self._attachment = TrainerAttachment(ledger, trainer.strategy, copies=not self._reads_events)
 
     def _others_of(self, trainer: Trainer) -> list[Callback]:

