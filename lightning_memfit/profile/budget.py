@@ -144,10 +144,13 @@ _SIGNAL: Any = getattr(signal, "SIGURG", None)
 class _Raise:
     """A handler of a signal that raises an error."""
 
-    error: LimitReached
+    error: LimitReached | None = None
+    """Raised once; a signal that comes from elsewhere does nothing."""
 
     def __call__(self, number: int, frame: Any) -> None:
-        raise self.error
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
 
 
 @contextmanager

@@ -719,10 +719,13 @@ def _sealed_descriptors() -> Iterator[None]:
 
 
 def _reporting_end(function: Callable[..., Any]) -> Callable[..., Any]:
+    process = os.getpid()
+
     @functools.wraps(function, updated=())
-    def end(*args: Any) -> Any:
-        sys.audit(_ENDED, function.__name__)
-        return function(*args)
+    def end(*args: Any, **kwargs: Any) -> Any:
+        if os.getpid() == process:  # a forked child has to end so, and would go on as a second copy of the program
+            sys.audit(_ENDED, function.__name__)
+        return function(*args, **kwargs)
 
     return end
 

@@ -538,3 +538,12 @@ def test_a_forked_process_forgets_the_threads_of_its_parent(tmp_path):
     leave.set()
     thread.join(10)
     assert not seal_module._seals
+
+
+def test_a_forked_child_of_a_reading_step_ends_as_it_says(folder: Path) -> None:
+    with seal_module.sealed(reading=True):
+        child = os.fork()
+        if child == 0:
+            os._exit(status=7)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
