@@ -22,6 +22,7 @@ from lightning_memfit.nvme.preflight import Needs, PreflightReport, preflight
 from lightning_memfit.nvme.traffic import step_traffic
 from lightning_memfit.nvme.watermark import DiskWatermark, DiskWatermarkError
 from lightning_memfit.profile.record import ParameterInfo
+from tests.helpers.aio import needs_aio_tools
 from tests.helpers.small_drive import drive_without_direct_io, small_drive
 
 LAYERS = 16
@@ -67,6 +68,7 @@ def memory_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@needs_aio_tools
 def test_good_folder(tmp_path: Path) -> None:
     report = preflight(tmp_path, needs_of(endurance_tbw=600.0))
     report.require()
@@ -105,6 +107,7 @@ def test_drive_that_is_too_small(tmp_path: Path) -> None:
         assert [path.name for path in drive.iterdir()] == ["lost+found"]
 
 
+@needs_aio_tools
 def test_drive_that_is_just_large_enough(tmp_path: Path) -> None:
     with small_drive(tmp_path, 450) as drive:
         preflight(drive, needs_of()).require()
@@ -148,6 +151,7 @@ def test_file_system_that_really_refuses_direct_io(tmp_path: Path, monkeypatch: 
         assert "a local ext4 or xfs drive" in problem
 
 
+@needs_aio_tools
 def test_folder_within_a_live_run(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, "run1") as folder:
         problem = named(preflight(folder.path, needs_of()), "nvme_path")
@@ -158,6 +162,7 @@ def test_folder_within_a_live_run(tmp_path: Path) -> None:
         assert any(finding.name == "other run" for finding in report.findings)
 
 
+@needs_aio_tools
 def test_folder_of_a_killed_run_is_counted_as_free_and_removed_at_the_start(killed_run: Path) -> None:
     report = preflight(killed_run.parent, needs_of())
     assert report.problems == ()

@@ -1,6 +1,8 @@
 import random
+from dataclasses import replace
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,9 +27,25 @@ def test_every_size_follows_from_two():
     profile = profile_module(module, ids(2), options, Emulation("cpu"))
     assert (profile.micro_batch_size, profile.only_this_size) == (2, "")
     for samples in (1, 2, 7):
-        assert peak(profile.events_at(samples)) == pytest.approx(
-            peak(trace_cpu(module, ids(samples), options).events), rel=1e-5 if samples > 1 else 1e-3
-        )
+        followed, traced = profile.events_at(samples), trace_cpu(module, ids(samples), options).events
+        tolerance = 1e-5 if samples > 1 else 1e-3
+        assert peak(without_scratch(followed)) == pytest.approx(peak(without_scratch(traced)), rel=tolerance)
+        # Kernels that work in tiles of 16 rows (AMX) take scratch in steps, which no two sizes tell.
+        tiles = largest_scratch(traced) if torch.cpu._is_amx_tile_supported() else 0
+        assert peak(followed) == pytest.approx(peak(traced), rel=tolerance, abs=tiles)
+
+
+def scratch(events):
+    """Which storages are memory of a kernel beside its results."""
+    return [events.site_names[site].endswith("kernel scratch") for site in events.sites]
+
+
+def without_scratch(events):
+    return replace(events, sizes=np.where(scratch(events), 0, events.sizes))
+
+
+def largest_scratch(events):
+    return int(np.where(scratch(events), events.sizes, 0).max())
 
 
 def test_what_a_profile_tells():
