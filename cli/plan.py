@@ -137,21 +137,23 @@ def write_overlay(path: Path, plan: dict[str, Any]) -> None:
 
 def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any] | None:
     """Return the plan of a lock file or the cache if nothing that it depends on has changed; else make one."""
-    from lightning_memfit.planner.lock import PlanLock, imported_user_files, plan_key
+    from lightning_memfit.device.host import probe_host
+    from lightning_memfit.planner.lock import PlanLock, Sources, plan_key
     from lightning_memfit.profile.cache import default_cache_folder
 
     recipes = [Path(resolve(name)) for name in arguments.config]
     names = ("allow", "host_memory", "pinned_memory", "disk", "nvme_path", "disk_writes_per_day", "verify")
     limits = {name: getattr(arguments, name) for name in names}
     key = plan_key(recipes, overrides, arguments.device or "", limits)
-    lock = None
+    lock, free = None, None
     if arguments.lock is not None:
         lock = PlanLock(Path(arguments.lock))
     elif not (arguments.device in (None, "cpu") or arguments.nvme_path or arguments.no_cache):
         # The free memory and disk space of this machine change by the minute.
         lock = PlanLock(default_cache_folder() / "plans" / f"{key.digest}.json")
     if lock is not None:
-        known, changed = lock.load(key)
+        free = probe_host().available_bytes if arguments.host_memory is None else None
+        known, changed = lock.load(key, free)
         if known is not None:
             return known
         if changed and arguments.lock is not None:
@@ -162,9 +164,9 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
     made = plan_recipe(arguments, overrides)
     if made is None:
         return None
-    plan, paths = made
+    plan, files = made
     if lock is not None and not (arguments.dry_run and arguments.lock is not None):
-        lock.save(key, plan, [*imported_user_files(), *paths])
+        lock.save(key, plan, Sources.now(files), free)
     return plan
 
 

@@ -10,16 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_memfit.device.probe import probe_host
+from lightning_memfit.device.host import probe_host
 from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.device.storage import measure_storage
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 from lightning_memfit.nvme.preflight import SAMPLE_BYTES
-from lightning_memfit.planner.lock import paths_in
+from lightning_memfit.planner.lock import names_in
 from lightning_memfit.planner.plan import Plan, overlay_of, technique_classes
 from lightning_memfit.planner.search import make_plan
-from lightning_memfit.planner.time import DISK_BYTES_PER_S, NETWORK_BYTES_PER_S, Rates, calibrated, rates_of
+from lightning_memfit.planner.time import (
+    DISK_BYTES_PER_S,
+    NETWORK_BYTES_PER_S,
+    CalibrationFile,
+    Rates,
+    calibrated,
+    rates_of,
+)
 from lightning_memfit.planner.workload import (
     DEFAULT_ALLOW,
     Limits,
@@ -43,11 +50,12 @@ _DISK_RESERVE = GIB
 """Disk space that ZeRO-Infinity leaves free on a drive."""
 
 
-def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[dict[str, Any], list[Path]] | None:
+def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[dict[str, Any], list[str]] | None:
     """Plan for a recipe; if its step can't be traced, say why and return None.
 
     Returns:
-        The plan as plain data with its overlay, and the files and folders that the recipe names.
+        The plan as plain data with its overlay, and the files and folders that it was made from, some of which may not
+        exist.
     """
     with quiet():
         run = load_recipe(overrides)
@@ -68,7 +76,8 @@ def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[di
         overlay = overlay_of(plan, run.callback_specs, run.takes_batch_size, arguments.nvme_path)
     data["overlay"] = overlay
     data["notes"] += _assumed(workload, plan, arguments)
-    return data, paths_in(run.config)
+    named_files = names_in([run.config.get("model"), run.config.get("data")])
+    return data, [*named_files, str(CalibrationFile(workload.rates.name).path)]
 
 
 def workload_of(

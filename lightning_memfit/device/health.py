@@ -373,7 +373,7 @@ def build_tools() -> list[Finding]:
 def _memory(folder: str) -> list[Finding]:
     import psutil
 
-    from lightning_memfit.device.probe import probe_host
+    from lightning_memfit.device.host import probe_host
 
     host, total = probe_host(folder), psutil.virtual_memory().total
     limit = host.total_bytes if host.total_bytes < total else None

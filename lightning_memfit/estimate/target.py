@@ -109,7 +109,7 @@ def host_target(limit_bytes: int | None = None) -> Target:
     if limit_bytes is not None:
         name, source = "this CPU under the recipe's MemoryLimit", "`limit` of MemoryLimit"
         return Target(name, CPU, limit_bytes, source=source, counts_tensors=True)
-    from lightning_memfit.device.probe import probe_host
+    from lightning_memfit.device.host import probe_host
 
     available = probe_host().available_bytes
     return Target(
@@ -127,7 +127,8 @@ def live_target(index: int = 0) -> Target | None:
         return None
     import torch
 
-    from lightning_memfit.device.probe import probe_device, probe_host
+    from lightning_memfit.device.host import probe_host
+    from lightning_memfit.device.probe import probe_device
 
     if not torch.cuda.is_available():
         return None

@@ -25,8 +25,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_memfit.device.host import probe_host
 from lightning_memfit.device.limit import MemoryLimit
-from lightning_memfit.device.probe import probe_host
 from lightning_memfit.estimate.target import Target, host_target, live_target
 from lightning_memfit.fitting.recovery.ladder import LastResort
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory

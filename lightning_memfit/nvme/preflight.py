@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memfit.device.health import Finding, build_tools, check_direct_io, check_disk_speed
-from lightning_memfit.device.probe import probe_host
+from lightning_memfit.device.host import probe_host
 from lightning_memfit.device.storage import measure_storage
 from lightning_memfit.estimate.deepspeed import DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
 from lightning_memfit.estimate.deepspeed_sizes import AioSettings

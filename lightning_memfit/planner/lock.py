@@ -8,13 +8,15 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "peft", "torchao", "lightning-memfit")
+_PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "deepspeed", "peft", "torchao", "lightning-memfit")
 _OWN = Path(__file__).resolve().parents[1]
 
 
@@ -58,6 +60,9 @@ def plan_key(recipes: Sequence[Path], overrides: Sequence[str], device: str, lim
 class PlanLock:
     """A file with a plan, its key, and the user's code and data from which it was made.
 
+    Code is known by the names of its modules, data by their names in the recipe, each with its content. Both are looked
+    up anew where a plan is read, so that a plan made in another folder counts only if the same is found here.
+
     Args:
         path: The file; written by `save`.
     """
@@ -65,8 +70,12 @@ class PlanLock:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def load(self, key: PlanKey) -> tuple[dict[str, Any] | None, list[str]]:
+    def load(self, key: PlanKey, free_bytes: int | None = None) -> tuple[dict[str, Any] | None, list[str]]:
         """The plan, if everything it depends on is unchanged; otherwise None and what changed.
+
+        Args:
+            key: What is asked.
+            free_bytes: Host memory that is free now, if the user left its limit to that.
 
         Raises:
             ValueError: If the file is not a plan lock.
@@ -75,19 +84,21 @@ class PlanLock:
             return None, []
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            known, files = content["key"], content["files"]
+            known, made_from = content["key"], content["made_from"]
             plan: dict[str, Any] = content["plan"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            changed = key.differences(known) + Sources.read(made_from).changed()
+            if free_bytes is not None and not _host_memory_is_alike(plan, content["free_bytes"], free_bytes):
+                changed.append("free host memory")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"`--lock {self.path}` is no lock file of a plan. Name another file.") from error
-        changed = key.differences(known)
-        changed += [path for path, stamp in files.items() if _stamp(Path(path)) != stamp]
         return (None, changed) if changed else (plan, [])
 
-    def save(self, key: PlanKey, plan: Mapping[str, Any], files: Iterable[Path]) -> None:
-        """Write a plan with the files from which it was made, replacing an older one."""
+    def save(self, key: PlanKey, plan: Mapping[str, Any], sources: Sources, free_bytes: int | None = None) -> None:
+        """Write a plan with what it was made from, replacing an older one."""
         content = {
             "key": dict(key.parts),
-            "files": {str(path): stamp for path in files if (stamp := _stamp(path)) is not None},
+            "made_from": asdict(sources),
+            "free_bytes": free_bytes,
             "plan": dict(plan),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,42 +107,146 @@ class PlanLock:
         partial.replace(self.path)
 
 
-def imported_user_files() -> list[Path]:
-    """Source files of imported modules that no package manager installed: the user's own model and data code."""
+_MORE_ROOM = 1.25
+"""With this much more host memory than at planning a faster plan may exist, so that one is looked for."""
+
+
+def _host_memory_is_alike(plan: Mapping[str, Any], then: int, now: int) -> bool:
+    """Whether a plan made with so much free host memory is still the one for what is free now.
+
+    Within less memory the fastest plan stays the fastest while it fits.
+    """
+    if not plan["fits"]:
+        return now <= then
+    tiers = (plan["breakdown"].get(tier, {}) for tier in ("host", "pinned_host"))
+    needed = plan["setting"]["world_size"] * sum(sum(tier.values()) for tier in tiers)
+    return bool(needed <= now <= _MORE_ROOM * then)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Digests of the code, data and measurements from which a plan was made; None for what did not exist."""
+
+    modules: Mapping[str, str | None] = field(default_factory=dict)
+    """The user's modules by name, as an import would find them."""
+    files: Mapping[str, str | None] = field(default_factory=dict)
+    """Files and folders as the recipe writes them; relative ones are looked up in the working directory."""
+
+    @classmethod
+    def now(cls, named: Iterable[str] = ()) -> Sources:
+        """What is imported, and what files hold, at this moment.
+
+        Args:
+            named: Files and folders besides the modules' own, of which some may not exist.
+        """
+        modules, files = {}, set(named)
+        for name, path in imported_user_modules().items():
+            if source_of(name) == path:
+                modules[name] = file_digest(path)
+            else:  # loaded by its path, not by its name
+                files.add(str(path))
+        return cls(modules, {name: _stamp(name) for name in sorted(files)})
+
+    @classmethod
+    def read(cls, data: Mapping[str, Mapping[str, str | None]]) -> Sources:
+        """Inverse of `dataclasses.asdict`.
+
+        Raises:
+            KeyError: If an entry is missing.
+        """
+        return cls(dict(data["modules"]), dict(data["files"]))
+
+    def changed(self) -> list[str]:
+        """Names of what is different here and now."""
+        return [
+            *(name for name, digest in self.modules.items() if file_digest(source_of(name)) != digest),
+            *(name for name, stamp in self.files.items() if _stamp(name) != stamp),
+        ]
+
+
+def imported_user_modules() -> dict[str, Path]:
+    """Imported modules that no package manager installed, with their files: the user's own model and data code."""
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     installed += [Path(folder).resolve() for folder in (*site.getsitepackages(), site.getusersitepackages())]
-    found = set()
-    for module in list(sys.modules.values()):
+    found = {}
+    for module_name, module in list(sys.modules.items()):
         name = getattr(module, "__file__", None)
-        if isinstance(name, str) and name.endswith(".py"):
+        if isinstance(name, str) and name.endswith(".py") and module_name != "__main__":
             path = Path(name).resolve()
             if not any(path.is_relative_to(folder) for folder in (*installed, _OWN)):
-                found.add(path)
-    return sorted(found)
+                found[module_name] = path
+    return dict(sorted(found.items()))
 
 
-def paths_in(values: Any) -> list[Path]:
-    """Files and folders that a configuration names: data, tokenizers, models."""
+def source_of(name: str) -> Path | None:
+    """File of a module as an import would find it, without running any code of the module or its packages."""
+    folders: Sequence[str] | None = None
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = _find_spec(".".join(parts[:count]), folders)
+        if spec is None:
+            return None
+        folders = spec.submodule_search_locations
+        if folders is None and count < len(parts):
+            return None
+    return Path(spec.origin).resolve() if spec is not None and spec.origin and spec.has_location else None
+
+
+def _find_spec(name: str, folders: Sequence[str] | None) -> ModuleSpec | None:
+    """Ask the finders of the import system in turn, as an import does; `find_spec` would import the parents."""
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = None if find is None else find(name, folders)
+        if spec is not None:
+            return spec
+    return None
+
+
+def names_in(values: Any) -> list[str]:
+    """Texts of a configuration that may name files or folders: data, tokenizers, models."""
     if isinstance(values, Mapping):
-        return [path for value in values.values() for path in paths_in(value)]
+        return [name for value in values.values() for name in names_in(value)]
     if isinstance(values, (list, tuple)):
-        return [path for value in values for path in paths_in(value)]
-    if isinstance(values, str) and 0 < len(values) < 4096 and ("/" in values or os.sep in values):
-        path = Path(values).expanduser()
-        return [path.resolve()] if path.exists() else []
-    return []
+        return [name for value in values for name in names_in(value)]
+    if not isinstance(values, str) or not 0 < len(values) < 4096 or "\0" in values:
+        return []
+    # Unlike `Path.exists`, `exists` takes texts that are too long for a path.
+    return [values] if "/" in values or os.sep in values or os.path.exists(values) else []
 
 
-def _stamp(path: Path) -> str | None:
-    """Size and time of a file, or of all files directly in a folder; None if there is neither."""
+def file_digest(path: Path | None) -> str | None:
+    """Hash of a file's content; None if there is no such file."""
     try:
-        if path.is_dir():
-            entries = sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in os.scandir(path) if e.is_file())
-            return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:24]
-        status = path.stat()
+        return None if path is None else _digest([path.read_bytes()])
     except OSError:
         return None
-    return f"{status.st_size}-{status.st_mtime_ns}"
+
+
+_MAX_ENTRIES = 20_000
+"""Files of a folder that are looked at; more would take seconds."""
+
+
+def _stamp(name: str) -> str | None:
+    """Sizes and times of a file, or of all files in a folder and below; None if there is neither."""
+    path = Path(name).expanduser()
+    try:
+        if not path.is_dir():
+            status = path.stat()
+            return f"{status.st_size}-{status.st_mtime_ns}"
+        entries = sorted(islice(_entries(path), _MAX_ENTRIES))
+    except OSError:
+        return None
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:24]
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield path within the folder, size and time of every file."""
+    for inside, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            path = Path(inside, name)
+            status = path.lstat()
+            yield str(path.relative_to(folder)), status.st_size, status.st_mtime_ns
 
 
 def _digest(contents: Iterable[bytes]) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memfit.device.probe import probe_host
+from lightning_memfit.device.host import probe_host
 from lightning_memfit.estimate.deepspeed import DeepSpeedRun, OffloadTarget, deepspeed_memory
 from lightning_memfit.nvme.preflight import host_memory, sentence
 from lightning_memfit.strategies.model_shape import ModelShape

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_memfit.device import health as examine
-from lightning_memfit.device.probe import probe_host
+from lightning_memfit.device.host import probe_host
 from lightning_memfit.estimate.deepspeed import DeepSpeedRun, deepspeed_memory
 from lightning_memfit.estimate.deepspeed_sizes import infinity_sizes
 from lightning_memfit.memory import GIB, MIB, Tier, format_bytes

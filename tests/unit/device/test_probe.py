@@ -2,7 +2,8 @@ import psutil
 import pytest
 import torch
 
-from lightning_memfit.device.probe import probe_device, probe_host
+from lightning_memfit.device.host import probe_host
+from lightning_memfit.device.probe import probe_device
 from lightning_memfit.memory import GIB, MIB
 
 

@@ -1,11 +1,14 @@
+import importlib
+import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lightning_memfit.planner.lock import PlanLock, imported_user_files, paths_in, plan_key
+from lightning_memfit.planner.lock import PlanLock, Sources, imported_user_modules, names_in, plan_key, source_of
 
 
 @pytest.fixture
@@ -19,14 +22,14 @@ def test_same_question_same_plan(tmp_path: Path, recipe: Path) -> None:
     lock = PlanLock(tmp_path / "folder" / "plan.lock")
     key = plan_key([recipe], ["--a=1"], "RTX 3060", {"allow": None})
     assert lock.load(key) == (None, [])
-    lock.save(key, {"fits": True}, [])
+    lock.save(key, {"fits": True}, Sources())
     assert lock.load(plan_key([recipe], ["--a=1"], "RTX 3060", {"allow": None})) == ({"fits": True}, [])
 
 
 def test_what_changed_is_named(tmp_path: Path, recipe: Path) -> None:
     lock, data = PlanLock(tmp_path / "plan.lock"), tmp_path / "data.txt"
     data.write_text("x")
-    lock.save(plan_key([recipe], [], "RTX 3060", {}), {}, [data, tmp_path / "absent"])
+    lock.save(plan_key([recipe], [], "RTX 3060", {}), {}, Sources.now([str(data), str(tmp_path / "absent")]))
     assert lock.load(plan_key([recipe], [], "RTX 3090", {}))[1] == ["device"]
     assert lock.load(plan_key([recipe], ["--x=1"], "RTX 3060", {"allow": "exact"}))[1] == ["limits", "overrides"]
     data.write_text("longer")
@@ -50,15 +53,101 @@ def test_another_file_is_refused(tmp_path: Path, recipe: Path) -> None:
             PlanLock(path).load(plan_key([recipe], [], "T4", {}))
 
 
-def test_files_that_a_configuration_names(tmp_path: Path) -> None:
+def test_a_file_that_was_not_there_counts(tmp_path: Path, recipe: Path) -> None:
+    lock, key, data = PlanLock(tmp_path / "plan.lock"), plan_key([recipe], [], "T4", {}), tmp_path / "rates.json"
+    lock.save(key, {}, Sources.now([str(data)]))
+    assert lock.load(key) == ({}, [])
+    data.write_text("three times slower")
+    assert lock.load(key) == (None, [str(data)])
+
+
+@pytest.mark.parametrize(
+    ("fits", "now", "changed"),
+    [(True, 60, False), (True, 41, False), (True, 39, True), (True, 90, True), (False, 40, False), (False, 61, True)],
+)
+def test_free_host_memory_counts(tmp_path: Path, recipe: Path, fits: bool, now: int, changed: bool) -> None:
+    """It differs from minute to minute: a plan counts as long as it fits, and no much better one may exist."""
+    lock, key = PlanLock(tmp_path / "plan.lock"), plan_key([recipe], [], "T4", {})
+    breakdown = {"device": {"parameter": 99}, "host": {"gradient": 5}, "pinned_host": {"optimizer_state": 15}}
+    plan = {"fits": fits, "breakdown": breakdown, "setting": {"world_size": 2} if fits else None}
+    lock.save(key, plan, Sources(), free_bytes=60)
+    assert lock.load(key, now)[1] == (["free host memory"] if changed else [])
+    assert lock.load(key) == (plan, [])
+
+
+def test_all_files_of_a_folder_count(tmp_path: Path) -> None:
+    (tmp_path / "texts" / "deep").mkdir(parents=True)
+    (tmp_path / "texts" / "deep" / "a.txt").write_text("x")
+    sources = Sources.now([str(tmp_path / "texts")])
+    assert sources.changed() == []
+    (tmp_path / "texts" / "deep" / "b.txt").write_text("x")
+    assert sources.changed() == [str(tmp_path / "texts")]
+
+
+@pytest.fixture
+def projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """Two folders with modules of one name and other content; the first is imported, the second one's turn comes."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for width, folder in enumerate(folders):
+        (folder / "tagger_of_a_test").mkdir(parents=True)
+        (folder / "tagger_of_a_test" / "__init__.py").write_text("raise SystemExit('a lock runs no code')\n" * width)
+        (folder / "tagger_of_a_test" / "net.py").write_text(f"WIDTH = {width}\n")
+        (folder / "data.txt").write_text("x" * width)
+    monkeypatch.setattr(sys, "path", [str(folders[0]), *sys.path])
+    importlib.import_module("tagger_of_a_test.net")
+    yield folders
+    for name in ("tagger_of_a_test.net", "tagger_of_a_test"):
+        sys.modules.pop(name, None)
+
+
+def test_a_plan_of_another_folder_does_not_count(
+    projects: list[Path], recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Git worktrees, copies of a project, and a lock that was copied: equal recipes over other modules and data."""
+    monkeypatch.chdir(projects[0])
+    lock, key = PlanLock(projects[0] / "plan.lock"), plan_key([recipe], [], "T4", {})
+    lock.save(key, {"fits": True}, Sources.now(["./data.txt"]))
+    assert lock.load(key) == ({"fits": True}, [])
+    monkeypatch.setattr(sys, "path", [str(projects[1]), *sys.path[1:]])
+    monkeypatch.chdir(projects[1])
+    changed = lock.load(key)[1]
+    assert changed == ["tagger_of_a_test", "tagger_of_a_test.net", "./data.txt"]
+
+
+def test_a_module_that_was_loaded_from_a_file_counts_by_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "loaded.py"
+    path.write_text("WIDTH = 1\n")
+    spec = importlib.util.spec_from_file_location("module_without_a_finder", path)
+    sys.modules["module_without_a_finder"] = importlib.util.module_from_spec(spec)
+    try:
+        sources = Sources.now()
+    finally:
+        del sys.modules["module_without_a_finder"]
+    assert str(path.resolve()) in sources.files
+    path.write_text("WIDTH = 12\n")
+    assert sources.changed() == [str(path.resolve())]
+
+
+def test_sources_of_modules() -> None:
+    assert source_of(__name__) == Path(__file__).resolve()
+    assert source_of("tests.absent.module") is None
+    assert source_of("tests.conftest.more") is None
+    assert source_of("sys") is None
+
+
+def test_files_that_a_configuration_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("x")
-    config = {"data": {"init_args": {"dataset": str(tmp_path / "text.txt"), "n": 1}}, "list": [str(tmp_path), "a/b"]}
-    assert paths_in(config) == [(tmp_path / "text.txt").resolve(), tmp_path.resolve()]
+    config = {
+        "data": {"init_args": {"dataset": "text.txt", "n": 1}},
+        "list": [str(tmp_path), "a/b", "plain", "", "\0", 1000 * "x"],
+    }
+    assert names_in(config) == ["text.txt", str(tmp_path), "a/b"]
 
 
 def test_own_modules_of_the_user_are_found() -> None:
-    assert Path(__file__).resolve() in imported_user_files()
-    assert not any("site-packages" in str(path) for path in imported_user_files())
+    assert imported_user_modules()[__name__] == Path(__file__).resolve()
+    assert not any("site-packages" in str(path) for path in imported_user_modules().values())
 
 
 def test_reading_a_lock_imports_neither_torch_nor_lightning() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.device.probe import probe_host
+from lightning_memfit.device.host import probe_host
 from lightning_memfit.memory import MIB
 from lightning_memfit.strategies import host_check
 from lightning_memfit.strategies.host_check import require_host_memory
