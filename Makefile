@@ -40,11 +40,13 @@ aio: $(STAMP)
 	$(WITH_OWN_NINJA) python -m lightning_memfit.nvme.extensions
 
 # On a machine with a CUDA device and an environment of its own: PYTHON names its interpreter, FOLDER takes the results.
-# Goes on where it stopped. Without a package index, carry the wheels that `make gpu-wheels` collects.
+# Goes on where it stopped; MORE=--more adds what is asked last. Without a package index, carry the wheels that
+# `make gpu-wheels` collects.
 FOLDER ?= benchmarks/results/gpu
-MINUTES ?= 25
+MINUTES ?= 20
+MORE ?=
 gpu:
-	$(PYTHON) -m benchmarks.gpu.suite --folder $(FOLDER) --minutes $(MINUTES)
+	$(PYTHON) -m benchmarks.gpu.suite --folder $(FOLDER) --minutes $(MINUTES) $(MORE)
 
 gpu-wheels: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu.pack wheels

@@ -6,8 +6,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.estimator.cases import Case, build_batch, build_callbacks, build_module
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
 
 
 class _Batches:
@@ -38,7 +46,12 @@ class _Start(pl.Callback):
 
 
 def _fit(case: Case, batch: dict[str, torch.Tensor], accelerator: str, on_start: Any, steps: int = 3) -> None:
-    module = build_module(case)
+    if accelerator == "gpu":  # random numbers for a billion weights take minutes on a CPU
+        module = build_module(case, "cuda").cpu()
+        gc.collect()
+        torch.cuda.empty_cache()
+    else:
+        module = build_module(case)
     count = case.accumulate_grad_batches
     trainer = pl.Trainer(
         accelerator=accelerator,
@@ -95,19 +108,12 @@ def _in_order(roots: Any) -> list[Any]:
 
 def measure_cuda(case: Case) -> dict[str, int]:
     """Peaks of the caching allocator, and what the whole process holds on the card."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "math": SDPBackend.MATH,
-    }
     torch.cuda.init()
     before, _ = torch.cuda.mem_get_info()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if case.kernel:
-            with sdpa_kernel(backends[case.kernel]):
+            with sdpa_kernel(BACKENDS[case.kernel]):
                 _fit(case, build_batch(case), "gpu", torch.cuda.reset_peak_memory_stats)
         else:
             _fit(case, build_batch(case), "gpu", torch.cuda.reset_peak_memory_stats)

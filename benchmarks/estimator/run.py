@@ -1,7 +1,8 @@
 """Compare estimates with measurement: `python -m benchmarks.estimator.run --device cpu|cuda`.
 
-Every case runs in a child process of its own, so that one's memory doesn't touch another's. Cases whose result is in
-the output file already are skipped, so that an interrupted run goes on where it stopped.
+Every case runs in a child process of its own, so that one's memory doesn't touch another's, and that one which dies or
+hangs is a row. Cases whose result is in the output file already are skipped, so that an interrupted run goes on where
+it stopped. The exit code is 1 if a case failed or none was run.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import platform
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +87,40 @@ def run_case(case: Case, device: str) -> dict[str, Any]:
     return row
 
 
-def _child(connection: Any, *arguments: Any) -> None:
+def in_a_process(function: Callable[..., dict[str, Any]], case: Any, *arguments: Any, seconds: float) -> dict[str, Any]:
+    """The row of a case, from a forked process of its own.
+
+    Args:
+        function: Called with the case and the arguments.
+        case: Something with a `name`, for the row of a process that failed, died, or was killed.
+        *arguments: Further arguments of the function.
+        seconds: Time after which the process is killed.
+    """
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(send, function, case, *arguments))
+    process.start()
+    send.close()  # the child's is then the only one, so that its death ends the wait
+    try:
+        if receive.poll(seconds):
+            row: dict[str, Any] = receive.recv()
+        else:
+            process.kill()
+            row = {"name": case.name, "failed": f"was killed after {seconds:.0f} s"}
+    except EOFError:
+        process.join()
+        row = {"name": case.name, "failed": f"its process ended with exit code {process.exitcode}"}
+    process.join()
+    receive.close()
+    return row
+
+
+def _child(connection: Any, function: Callable[..., dict[str, Any]], case: Any, *arguments: Any) -> None:
     torch.manual_seed(0)
     try:
-        connection.send(run_case(*arguments))
+        connection.send(function(case, *arguments))
     except BaseException as error:
-        connection.send({"name": arguments[0].name, "failed": f"{type(error).__name__}: {error}"[:500]})
+        connection.send({"name": case.name, "failed": f"{type(error).__name__}: {error}"[:500]})
         traceback.print_exc()
 
 
@@ -108,28 +138,29 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", default="", help="run cases whose name contains this")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"))
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no case after this time")
+    parser.add_argument("--case-seconds", type=float, default=600.0, help="a case that takes longer is killed")
     arguments = parser.parse_args()
     out = arguments.out or RESULTS / f"estimator_{arguments.device}.json"
     document = json.loads(out.read_text()) if out.exists() else {"rows": []}
     document |= {"command": f"python -m benchmarks.estimator.run --device {arguments.device}", "versions": versions()}
     done = {row["name"] for row in document["rows"] if "failed" not in row}
-    context, started = multiprocessing.get_context("fork"), time.perf_counter()
-    for case in cuda_cases() if arguments.device == "cuda" else cpu_cases():
-        if case.name in done or arguments.only not in case.name:
+    started = time.perf_counter()
+    cases = [
+        case for case in (cuda_cases if arguments.device == "cuda" else cpu_cases)() if arguments.only in case.name
+    ]
+    for case in cases:
+        if case.name in done:
             continue
         if time.perf_counter() - started > arguments.limit_seconds:
             break
-        receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(send, case, arguments.device))
-        process.start()
-        row = receive.recv()
-        process.join()
+        row = in_a_process(run_case, case, arguments.device, seconds=arguments.case_seconds)
         document["rows"] = [*(r for r in document["rows"] if r["name"] != case.name), row]
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(document, indent=1) + "\n")
         print(_line(row), flush=True)
-    return 0
+    rows = {row["name"]: row for row in document["rows"]}
+    return 0 if cases and all("failed" not in rows.get(case.name, {"failed": "not run"}) for case in cases) else 1
 
 
 def _line(row: dict[str, Any]) -> str:

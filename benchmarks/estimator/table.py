@@ -119,6 +119,11 @@ def page() -> str:
     return text + published.table(json.loads(published.RESULT.read_text()))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the page."""
     PAGE.write_text(page())
     print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

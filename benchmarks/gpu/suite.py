@@ -1,12 +1,18 @@
-"""Run all that needs a CUDA device, the most important answers first: `make gpu`.
+"""Run what needs a CUDA device, the most important answers first: `make gpu`.
 
-    python -m benchmarks.gpu.suite [--minutes 25] [--folder benchmarks/results/gpu] [--only NAME] [--again] [--dry-run]
+    python -m benchmarks.gpu.suite [--minutes 20] [--more] [--folder benchmarks/results/gpu] [--only NAME] [--again]
 
-Every step is a command of its own with a time limit. What it printed stands in `FOLDER/NAME.log`, how it ended in
-`FOLDER/suite.json`. A step that passed is not run again, so that an interrupted suite goes on where it stopped; steps
-that keep their own results on disk (the estimator's, those of `memfit bench`) go on in the middle. The exit code is 0
-if all steps passed.
+`ANSWERS` take 20 minutes at most, in this order: are predictions right, is step time right, does GPT-2 XL train on 12
+GiB by a plan, does the fitter find more than `BatchSizeFinder`, the table of BERT-large, offloading. `--more` goes on
+with `MORE`. Every step is a command of its own with a time limit; what it printed is in `FOLDER/NAME.log`, how it ended
+in `FOLDER/suite.json`. A step that passed is not run again, so that an interrupted suite goes on where it stopped;
+steps that keep their own results on disk go on in the middle. Pages are written at the end, whatever happened. The exit
+code is 0 if all steps passed.
+
+`--device cpu` runs the same programs at a small scale, as the tests do.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -16,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +38,18 @@ class Step:
     """Arguments of the Python interpreter; `{folder}` stands for the folder of the results."""
     limit_s: float
     """Seconds after which it is stopped; it may go on in the next run."""
+    small: tuple[str, ...] = ()
+    """The same at a small scale on the CPU; empty where there is no such thing."""
+    writes: str = ""
+    """A file that the command refuses to overwrite, removed before it is run again."""
 
     def arguments(self, folder: Path) -> list[str]:
         """The command with the folder in its place."""
         return [part.replace("{folder}", str(folder)) for part in self.command]
+
+    def on_cpu(self) -> Step:
+        """The step with its small command."""
+        return replace(self, command=self.small, small=())
 
 
 def _bench(name: str) -> tuple[str, ...]:
@@ -48,34 +62,81 @@ def _configs(*files: str) -> tuple[str, ...]:
 
 
 _HERE = "benchmarks/gpu"
-_PLANNED = _configs("recipes/gpt2xl.yaml", f"{_HERE}/random_gpt2xl.yaml")
+_GPT2XL = _configs("recipes/gpt2xl.yaml", f"{_HERE}/random_gpt2xl.yaml")
+_TINY = (*_GPT2XL, *_configs(f"{_HERE}/tiny.yaml"))
 _OFFLOADED = _configs("recipes/gpt2xl_zero3_offload.yaml", f"{_HERE}/random_gpt2xl.yaml", f"{_HERE}/zero_offload.yaml")
 _INFINITY = ("-m", "benchmarks.gpt2xl_zero_infinity.run", "--drive", "{folder}", "--trainer.accelerator=gpu")
-STEPS = (
+ANSWERS = (
+    Step(
+        "predictions",
+        ("-m", "benchmarks.estimator.run", "--device", "cuda", "--limit-seconds", "300", "--case-seconds", "60"),
+        365,
+        ("-m", "benchmarks.estimator.run", "--device", "cpu", "--only", "mlp b64 32-true", "--out", "{folder}/e.json"),
+    ),
+    Step(
+        "step_time",
+        ("-m", "benchmarks.gpu.step_time", "--output", "{folder}/step_time_cuda.json", "--learn"),
+        150,
+        ("-m", "benchmarks.gpu.step_time", "--device=cpu", "--scale=small", "--output={folder}/step_time_cpu.json"),
+    ),
+    Step(
+        "plan_12gib",
+        ("-m", "cli", "plan", *_GPT2XL, "--device", "12GiB", "--out", "{folder}/plan_12gib.yaml"),
+        60,
+        ("-m", "cli", "plan", *_TINY, "--device", "900MiB", "--out", "{folder}/plan_12gib.yaml"),
+        writes="{folder}/plan_12gib.yaml",
+    ),
+    Step(
+        "fit_12gib",
+        ("-m", "cli", "fit", *_GPT2XL, *_configs("{folder}/plan_12gib.yaml", f"{_HERE}/limit_12gib.yaml")),
+        90,
+        ("-m", "cli", "fit", *_TINY, *_configs("{folder}/plan_12gib.yaml"), "--trainer.accelerator=cpu"),
+    ),
+    Step(
+        "fitter",
+        ("-m", "benchmarks.gpu.fitter", "--output", "{folder}/fitter_cuda.json", "--search-seconds", "40"),
+        135,
+        ("-m", "benchmarks.gpu.fitter", "--device=cpu", "--scale=small", "--output={folder}/fitter_cpu.json"),
+    ),
+    Step(
+        "bert_large",
+        _bench("bert_large"),
+        250,
+        (
+            *("-m", "cli", "bench", "--experiment", "bert_large", "--device", "cpu", "--scale", "small"),
+            *("--only", "vanilla", "--folder", "{folder}"),
+        ),
+    ),
+    Step("zero3_offload", ("-m", "cli", "fit", *_OFFLOADED), 150),
+)
+"""What is asked first; their limits add up to 20 minutes. Offloading at a small scale is tested by its own tests."""
+
+MORE = (
+    Step("attention", ("-m", "benchmarks.estimator.attention"), 60),
     Step("tests", ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--timeout", "240"), 360),
     Step("gpt2xl", _bench("gpt2xl"), 420),
-    Step("bert_large", _bench("bert_large"), 420),
     Step("activation_budget", _bench("activation_budget"), 300),
     Step("optimizer_step", ("-m", "benchmarks.optimizer_step.run", "--device", "cuda"), 240),
     Step("host_master", ("-m", "benchmarks.host_master.run", "--device", "cuda"), 240),
-    Step("attention", ("-m", "benchmarks.estimator.attention"), 120),
-    Step("estimator", ("-m", "benchmarks.estimator.run", "--device", "cuda"), 600),
-    Step("plan", ("-m", "cli", "plan", *_PLANNED, "--device", "24GiB", "--out", "{folder}/plan.yaml"), 300),
     Step(
-        "plan_fit", ("-m", "cli", "fit", *_PLANNED, *_configs("{folder}/plan.yaml", f"{_HERE}/limit_24gib.yaml")), 240
+        "plan",
+        ("-m", "cli", "plan", *_GPT2XL, "--device", "24GiB", "--out", "{folder}/plan.yaml"),
+        120,
+        writes="{folder}/plan.yaml",
     ),
-    Step("zero3_offload", ("-m", "cli", "fit", *_OFFLOADED), 300),
+    Step("plan_fit", ("-m", "cli", "fit", *_GPT2XL, *_configs("{folder}/plan.yaml", f"{_HERE}/limit_24gib.yaml")), 240),
     Step("zero_infinity", _INFINITY, 420),
     Step("gpt2xl_24gb", _bench("gpt2xl_24gb"), 300),
     Step("peers", _bench("peers"), 600),
-    Step("bench_pages", ("-m", "benchmarks.bench_pages"), 60),
-    Step("estimator_table", ("-m", "benchmarks.estimator.table"), 60),
 )
+STEPS = (*ANSWERS, *MORE)
 
 
 def run_step(step: Step, folder: Path, limit_s: float) -> dict[str, Any]:
     """Run one step and say how it ended; its whole process group is stopped at the limit."""
     started = time.monotonic()
+    if step.writes:
+        Path(step.writes.replace("{folder}", str(folder))).unlink(missing_ok=True)
     log = folder / f"{step.name}.log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -120,21 +181,33 @@ def run_suite(steps: Sequence[Step], folder: Path, minutes: float, again: bool =
     return [known.get(step.name, {"name": step.name, "status": "not run"}) for step in steps]
 
 
-def main(argv: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) -> int:
+def main(argv: Sequence[str] | None = None, steps: Sequence[Step] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=25.0, help="time for all steps together (default: 25)")
+    parser.add_argument("--minutes", type=float, default=20.0, help="time for all steps together (default: 20)")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where logs and suite.json go")
-    parser.add_argument("--only", choices=[step.name for step in steps], help="run this step alone")
+    parser.add_argument("--only", choices=[step.name for step in steps or STEPS], help="run this step alone")
+    parser.add_argument("--more", action="store_true", help="go on with the rest after the first answers")
     parser.add_argument("--again", action="store_true", help="run steps that passed already, too")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small commands, no pages")
     parser.add_argument("--dry-run", action="store_true", help="list the steps with their limits, and run nothing")
     arguments = parser.parse_args(argv)
-    chosen = [step for step in steps if arguments.only in (None, step.name)]
+    named = steps or (STEPS if arguments.more or arguments.only else ANSWERS)
+    chosen = [step for step in named if arguments.only in (None, step.name)]
+    if arguments.device == "cpu":
+        chosen = [step.on_cpu() for step in chosen if step.small]
     if arguments.dry_run:
         for step in chosen:
             print(f"{step.name:18s} at most {step.limit_s:4.0f} s  python {' '.join(step.arguments(arguments.folder))}")
         return 0
     rows = run_suite(chosen, arguments.folder, arguments.minutes, arguments.again)
-    return 0 if all(row["status"] == "passed" for row in rows) else 1
+    passed = all(row["status"] == "passed" for row in rows)
+    if steps is None and arguments.device == "cuda":
+        passed &= run_step(PAGES, arguments.folder, PAGES.limit_s)["status"] == "passed"
+    return 0 if passed else 1
+
+
+PAGES = Step("pages", ("-m", "benchmarks.gpu.pages", "--folder", "{folder}"), 120)
+"""Merges all results into the pages of the docs."""
 
 
 if __name__ == "__main__":

@@ -1,12 +1,21 @@
 """The suite that runs all GPU checks: order, time limits, going on where it stopped."""
 
 import json
+import os
+import signal
+import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.gpu.suite import STEPS, Step, main, run_suite
+from benchmarks.estimator import run as estimator
+from benchmarks.estimator.cases import cuda_cases
+from benchmarks.estimator.run import in_a_process
+from benchmarks.gpu import pages
+from benchmarks.gpu.step_time import compared
+from benchmarks.gpu.suite import ANSWERS, PAGES, STEPS, Step, main, run_suite
 from cli.main import main as cli
 
 
@@ -51,17 +60,117 @@ def test_the_exit_code_says_whether_all_passed(tmp_path: Path) -> None:
     assert main(["--folder", str(tmp_path)], (_step("good", ""), _step("bad", "raise SystemExit(3)"))) == 1
 
 
+def test_a_file_that_is_not_overwritten_is_removed_before_the_step_runs_again(tmp_path: Path) -> None:
+    step = Step("plan", ("-c", "open('{folder}/plan.yaml', 'x')"), 30, writes="{folder}/plan.yaml")
+    for again in (False, True):
+        (row,) = run_suite((step,), tmp_path, minutes=1, again=again)
+        assert row["status"] == "passed", row
+
+
+def test_the_answers_take_twenty_minutes_at_most() -> None:
+    assert sum(step.limit_s for step in ANSWERS) <= 1200
+    assert [step.name for step in ANSWERS][:2] == ["predictions", "step_time"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [step.on_cpu() for step in ANSWERS if step.small], ids=lambda step: step.name)
+def test_every_answer_runs_at_a_small_scale(step: Step, shared_folder: Path) -> None:
+    """In order, as `fit_12gib` trains by the plan that `plan_12gib` wrote."""
+    (row,) = run_suite((step,), shared_folder, minutes=4)
+    assert row["status"] == "passed", "\n".join(row["last_lines"])
+    if step.name == "step_time":
+        text = pages.step_time(json.loads((shared_folder / "step_time_cpu.json").read_text()))
+        assert text.count("\n| gpt2-tiny") == 2
+    if step.name == "fitter":
+        record = json.loads((shared_folder / "fitter_cpu.json").read_text())
+        assert [row["fraction"] for row in record["rows"] if row["name"].endswith("memfit")] == [1.0]
+        assert "perceptron, lightning_power | 1.00 MiB" in pages.fitter(record)
+
+
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu")
+
+
+class Named:
+    """What `in_a_process` asks of a case."""
+
+    name = "case"
+
+
+@pytest.mark.parametrize(
+    ("function", "failed"),
+    [
+        (lambda case: os._exit(7), "its process ended with exit code 7"),
+        (lambda case: os.kill(os.getpid(), signal.SIGKILL), "its process ended with exit code -9"),
+        (lambda case: time.sleep(60), "was killed after 1 s"),
+        (lambda case: {}["absent"], "KeyError: 'absent'"),
+    ],
+)
+def test_a_case_that_dies_or_hangs_is_a_row(function: Any, failed: str) -> None:
+    started = time.monotonic()
+    assert in_a_process(function, Named, seconds=1) == {"name": "case", "failed": failed}
+    assert time.monotonic() - started < 30
+
+
+def test_an_estimator_run_in_which_every_case_failed_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> dict[str, Any]:
+        return {"name": "mlp b64 32-true adamw", "failed": "no device"}
+
+    monkeypatch.setattr(estimator, "in_a_process", fail)
+    arguments = ["run", "--device", "cpu", "--only", "mlp b64 32-true adamw", "--out", str(tmp_path / "e.json")]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert estimator.main() == 1
+    monkeypatch.setattr("sys.argv", [*arguments[:4], "no such case", *arguments[5:]])
+    assert estimator.main() == 1
+
+
+def test_every_attention_kernel_of_the_cuda_cases_can_be_forced() -> None:
+    from benchmarks.estimator.measure import BACKENDS
+
+    kernels = {case.kernel for case in cuda_cases()} - {""}
+    assert "cudnn" in kernels
+    assert kernels <= set(BACKENDS)
+    names = [case.name for case in cuda_cases()]
+    assert len(set(names)) == len(names) >= 40
+    assert all("bert-large" in name for name in names[:8])
+
+
+def test_step_times_are_corrected_by_the_other_runs_only() -> None:
+    """A device that is three times slower than its data sheet, with one run that is off by itself."""
+    parts = [{"arithmetic": 1.0, "memory": 0.1 * index} for index in range(1, 6)]
+    rows = [
+        {"name": str(index), "predicted": part, "seconds": 3 * sum(part.values())} for index, part in enumerate(parts)
+    ]
+    rows[-1]["seconds"] *= 2
+    found = compared(rows)
+    assert found["median_error"]["data sheet"] == pytest.approx(2 / 3)
+    assert found["rows"][-1]["errors"]["corrected by the others"] == pytest.approx(-0.5, abs=0.01)
+    assert found["largest_error"]["fitted"] < found["largest_error"]["data sheet"]
+
+
+def test_the_page_is_what_the_results_give() -> None:
+    assert pages.PAGE.read_text() == pages.page(), "run `python -m benchmarks.gpu.pages`"
+    assert "did not fit" in pages.fitter({"rows": [{"name": "a", "failed": "did not fit"}], **RECORD})
+    assert "| predictions | passed | 9 |" in pages.steps([{"name": "predictions", "status": "passed", "seconds": 9.2}])
+
+
+RECORD = {"hardware": {"device": "H200"}, "versions": {"torch": "2.11.0"}}
+
+
 def test_commands_name_modules_that_exist() -> None:
     from importlib.util import find_spec
 
     assert len({step.name for step in STEPS}) == len(STEPS)
-    for step in STEPS:
+    for step in (*STEPS, PAGES):
         assert step.command[0] == "-m"
         assert find_spec(step.command[1]) is not None, step.command
 
 
 def test_a_dry_run_lists_every_step_and_runs_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--folder", str(tmp_path / "out"), "--dry-run"]) == 0
+    assert main(["--folder", str(tmp_path / "out"), "--dry-run", "--more"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [step.name for step in STEPS]
     assert f"--out {tmp_path}/out/plan.yaml" in "\n".join(lines)
@@ -81,6 +190,7 @@ def test_files_and_experiments_of_the_commands_exist() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [step for step in STEPS if "fit" in step.command], ids=lambda step: step.name)
 def test_recipes_and_overlays_fit_each_other(step: Step, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "plan.yaml").write_text("trainer: {accumulate_grad_batches: 1}\n")
+    for name in ("plan.yaml", "plan_12gib.yaml"):
+        (tmp_path / name).write_text("trainer: {accumulate_grad_batches: 1}\n")
     assert cli([*step.arguments(tmp_path)[2:], "--trainer.accelerator=cpu", "--print_config"]) == 0
     assert "max_steps: 5" in capsys.readouterr().out
