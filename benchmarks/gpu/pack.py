@@ -24,8 +24,9 @@ WHEELS = (
     "hjson",
     "py-cpuinfo",
 )
-SOURCE_ONLY = ("deepspeed==0.19.8",)
-"""Built here without their operators, which the GPU machine compiles on first use."""
+SOURCE_ONLY = ("deepspeed==0.19.8", str(Path(__file__).parents[2]))
+"""Built here: DeepSpeed without its operators, which the GPU machine compiles on first use, and this package, whose
+metadata `memfit doctor` and others read; the code that runs there is the checkout's."""
 
 
 def pack(folder: Path, python_version: str) -> int:
