@@ -20,6 +20,8 @@ COUNTS = {"theirs": 0, "ours": 0}
 OTHERS = 0
 OURS = 0
 SHARED = 0
+ASKED: Any = None
+ENDED: Any = None
 
 
 class Worker(threading.Thread):
@@ -82,6 +84,26 @@ def test_a_future_that_ends_meanwhile_stays_done(profile: Callable[..., Any], na
         profile(Asking(), batch())
         assert future.result(timeout=1)
         assert pool.submit(lambda: 1).result(timeout=5) == 1
+
+
+@pytest.mark.parametrize("profile", [profile_module, measure_step])
+def test_attributes_of_the_module_that_another_thread_sets_stay(
+    profile: Callable[..., Any], namespace: Callable[..., None]
+) -> None:
+    class Asking(Classifier):
+        beats = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            ASKED.set()
+            ENDED.wait(20)
+            return self.loss(batch)
+
+    module, worker = Asking(), Worker(lambda: setattr(module, "beats", 3))
+    worker.start()
+    namespace(ASKED=worker.asked, ENDED=worker.ended)
+    found = profile(module, batch())
+    assert module.beats == 3
+    assert not any("`beats`" in remark for remark in found.remarks)
 
 
 def test_several_threads_trace_one_after_the_other() -> None:
