@@ -25,9 +25,11 @@ def test_every_size_follows_from_two():
     profile = profile_module(module, ids(2), options, Emulation("cpu"))
     assert (profile.micro_batch_size, profile.only_this_size) == (2, "")
     for samples in (1, 2, 7):
-        assert peak(profile.events_at(samples)) == pytest.approx(
-            peak(trace_cpu(module, ids(samples), options).events), rel=1e-5 if samples > 1 else 1e-3
-        )
+        found, expected = peak(profile.events_at(samples)), peak(trace_cpu(module, ids(samples), options).events)
+        if samples > 1:
+            assert found == pytest.approx(expected, rel=1e-5)
+        else:  # oneDNN takes other kernels for one sample, on processors with AMX with 1.7 KB less of scratch
+            assert -1e-3 <= found / expected - 1 <= 5e-3
 
 
 def test_what_a_profile_tells():
