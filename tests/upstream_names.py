@@ -155,6 +155,7 @@ NAMES: dict[str, str] = {
     "_set_fp32_optimizer_param_groups": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_setup_model_and_optimizer": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_rekey_optimizer_state_if_needed": "lightning.fabric.strategies.model_parallel",
+    "_load_raw_module_state": "lightning.fabric.strategies.model_parallel",
     "_should_accumulate": "lightning.pytorch.loops.fit_loop._FitLoop",
     "_softmax": "torch.ops.aten",
     "_step_fn": "lightning.pytorch.loops.optimization.automatic.Closure",

@@ -225,7 +225,13 @@ Why today's predictions differ from these figures, by what is alive at the peak:
   15 % over.
 - `zero_grad` filled gradients with zeros, so that all were alive in forward and backward: up to 230 MiB more.
 
-What isn't explained: 460 MiB of the row with fp16 and four samples, 5 MiB per layer and sample.
+What isn't explained: 460 MiB of the row with fp16 and four samples, 4.8 MiB per layer and sample, or 4.0 (384 MiB)
+beyond the 76 MiB that the row in fp32 lacks as well. The trace keeps 65 MiB per layer and sample, which add up as they
+should: softmax's input and output in fp32 (2 x 16), the probabilities that autocast casts (8), three masks of dropout
+(4 + 2 x 0.5), four casts of hidden states, copies of query, key and value and the context (8 x 1), GELU's input and
+output (2 x 4) and the layer norms' inputs in fp32 (2 x 2). What would add 4.0 is the output of both layer norms in fp32
+(2 x 2), which nothing in autocast's lists saves once its casts are made; masks kept twice would add 5.0. Neither was
+seen in torch 1.10, whose mixed precision on CUDA was not run here.
 """
 
 

@@ -6,6 +6,7 @@
 
 from itertools import accumulate
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -332,12 +333,9 @@ class MemoryMonitor(Callback):
             for parameter in stepped_parameters(optimizer):
                 if id(parameter) not in its_own:  # a float32 copy that only the optimizer knows
                     ledger.track(parameter, Category.OPTIMIZER_STATE)
-        ours = __name__.partition(".")[0]  # techniques keep on other tiers, instruments a number per step
-        holders = [
-            one for one in (pl_module, *self._others_of(trainer)) if type(one).__module__.partition(".")[0] != ours
-        ]
-        for tensor in list(untracked_tensors(holders, ledger, self._device)):
-            if tensor.layout is torch.strided and not stands_for_host(tensor.untyped_storage()):
+        foreign = [_without_ours(callback) for callback in self._others_of(trainer)]
+        for tensor in list(untracked_tensors((pl_module, *foreign), ledger, self._device)):
+            if tensor.is_mkldnn or not stands_for_host(tensor.untyped_storage()):
                 ledger.track(tensor, Category.ACTIVATION)  # averages of weights, for example
         self._attachment = TrainerAttachment(ledger, trainer.strategy, copies=not self._reads_events)
 
@@ -427,6 +425,20 @@ class MemoryMonitor(Callback):
             num_processes=trainer.world_size,
             versions=versions(),
         )
+
+
+def _without_ours(callback: Callback) -> SimpleNamespace:
+    """What a callback holds, less what classes of this package do.
+
+    Of these, techniques keep on other tiers, and instruments a number per step.
+    """
+    ours = [kind for kind in type(callback).__mro__ if f"{kind.__module__}.".startswith(f"{_PACKAGE}.")]
+    functions = (value for kind in ours for value in vars(kind).values() if isinstance(value, FunctionType))
+    names = {name for function in functions for name in function.__code__.co_names}
+    return SimpleNamespace(**{name: value for name, value in vars(callback).items() if name not in names})
+
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 def _publish(trainer: Trainer, figures: dict[str, float], in_bar: float) -> None:

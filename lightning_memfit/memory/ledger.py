@@ -54,7 +54,7 @@ class _Entry:
         self.identity = identity
         self.size_bytes = size_bytes
         self.category = category
-        self.reference: weakref.ref[torch.UntypedStorage] | None = None
+        self.reference: weakref.ref[Any] | None = None
 
 
 class StorageLedger(TorchDispatchMode):
@@ -110,11 +110,15 @@ class StorageLedger(TorchDispatchMode):
     def track(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
         """Enter a tensor's storage, or re-label it if it is entered already.
 
-        For a tensor without memory of its own (sparse, a DTensor, quantized) the tensors inside are entered.
+        For a tensor without memory of its own (sparse, a DTensor, quantized) the tensors inside are entered. One in
+        oneDNN's layout, which shows no storage, is entered by its elements.
         """
         if tensor.layout in _SPARSE:
             for inner in sparse_parts(tensor):
                 self.track(inner, category, name)
+            return
+        if tensor.is_mkldnn:
+            self._enter_opaque(tensor, category, name)
             return
         storage = tensor.untyped_storage()
         entry = self._entries.get(storage._cdata)
@@ -137,7 +141,7 @@ class StorageLedger(TorchDispatchMode):
         """Whether the tensor's storage is entered, or for a sparse tensor, the storages of the tensors inside."""
         if tensor.layout in _SPARSE:
             return all(map(self.is_tracked, sparse_parts(tensor)))
-        return tensor.untyped_storage()._cdata in self._entries
+        return memory_key(tensor) in self._entries
 
     def track_module(self, module: torch.nn.Module) -> None:
         """Enter parameters, buffers and gradients of a module and label its later gradients."""
@@ -204,6 +208,9 @@ class StorageLedger(TorchDispatchMode):
             for inner in sparse_parts(tensor):
                 self._see(func, args, inner)
             return
+        if tensor.is_mkldnn:
+            self._enter_opaque(tensor, self._classify(func, args), str(func))
+            return
         storage = tensor.untyped_storage()
         entry = self._entries.get(storage._cdata)
         if entry is None:
@@ -247,10 +254,14 @@ class StorageLedger(TorchDispatchMode):
             return
         self._enter_key(storage._cdata, storage, self._rounded(storage.nbytes()), category, name)
 
+    def _enter_opaque(self, tensor: torch.Tensor, category: Category, name: str) -> None:
+        if self.device_type in (None, tensor.device.type) and tensor._cdata not in self._entries:
+            self._enter_key(tensor._cdata, tensor, self._rounded(tensor.nbytes), category, name)
+
     def _enter_key(
-        self, key: int, storage: torch.UntypedStorage, size_bytes: int, category: Category, name: str
+        self, key: int, owner: torch.UntypedStorage | torch.Tensor, size_bytes: int, category: Category, name: str
     ) -> None:
-        """Enter memory that lives as long as a storage."""
+        """Enter memory that lives as long as a storage, or a tensor without one."""
         entry = _Entry(self._next_identity, size_bytes, category)
         self._next_identity += 1
         self._entries[key] = entry
@@ -258,7 +269,7 @@ class StorageLedger(TorchDispatchMode):
         def leave(_: Any, ledger: "StorageLedger" = self, key: int = key, entry: _Entry = entry) -> None:
             ledger._leave(key, entry)
 
-        entry.reference = weakref.ref(storage, leave)
+        entry.reference = weakref.ref(owner, leave)
         self._add(entry.size_bytes, category)
         self.on_allocate(entry.identity, entry.size_bytes, category, name)
 
@@ -315,6 +326,11 @@ class StorageLedger(TorchDispatchMode):
     def _close_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._step_open = False
         self._label_states(optimizer)
+
+
+def memory_key(tensor: torch.Tensor) -> int:
+    """What tells a tensor's memory from others': its storage, or the tensor itself where that is hidden (oneDNN)."""
+    return tensor._cdata if tensor.is_mkldnn else tensor.untyped_storage()._cdata
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

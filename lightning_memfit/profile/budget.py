@@ -7,15 +7,19 @@ loop of its own, is ended from another thread.
 import _thread
 import ctypes
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from lightning_memfit.profile.culprit import calling_line
+from typing_extensions import override
+
+from lightning_memfit.profile.culprit import calling_line, owner_of_frame, running_frames
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,9 @@ class TraceLimits:
     """
 
     seconds: float = 60.0
-    """Time of one run, less what it waited for a core that other programs used (Linux). A third of it is for batches
-    beyond those that show every optimizer's second step."""
+    """Time of one run's batches, and as much again for what comes before them, such as copying the module, `setup` and
+    `configure_optimizers`; less what it waited for a core that other programs used (Linux). A third of it is for
+    batches beyond those that show every optimizer's second step."""
     batches: int = 1000
     """Batches from the loader."""
     operators: int = 5_000_000
@@ -109,28 +114,41 @@ class Budget:
     def enforced(self) -> Iterator[None]:
         """End what this thread runs, too, where it calls no operators: raise `LimitReached` in it when time is over.
 
-        Of budgets within budgets the innermost counts.
+        Only code of others is ended: what Lightning and this package do to clean up goes on. Of budgets within budgets
+        the innermost counts, and its time is none of the others'.
         """
         ended = _thread.allocate_lock()
         ended.acquire()
-        with _interruptible() as interrupt:
+        thread = threading.get_native_id()
+        began, waited = time.monotonic(), _seconds_without_core(thread)
+        with _interruptible(sys._getframe(2)) as region:  # past this one and that of `contextlib`
             _enforced.append(self)
-            watching = ended, threading.get_ident(), interrupt
-            _thread.start_new_thread(self._watch, watching)  # which no patch and no list of threads knows
+            _thread.start_new_thread(self._watch, (ended, region))  # which no patch and no list of threads knows
             try:
                 yield
             finally:
-                _enforced.remove(self)
-                ended.release()
+                try:
+                    region.leave()
+                except LimitReached:  # that it was about to be left with
+                    region.leave()
+                    raise
+                finally:
+                    _enforced.remove(self)
+                    ended.release()
+                    for outer in _enforced:
+                        outer._started += time.monotonic() - began
+                        outer._waited += _seconds_without_core(thread) - waited
 
-    def _watch(self, ended: Any, thread: int, interrupt: Callable[[LimitReached], None]) -> None:
+    def _watch(self, ended: Any, region: "_Region") -> None:
         idle = max(self.limits.seconds * self._IDLE_SHARE, self._LEAST_IDLE)
         before = None
         while not ended.acquire(timeout=idle):
             now = (self.operators, self._looks, len(_enforced))
             if now == before and _enforced[-1:] == [self] and self._is_over(self.limits.seconds):
                 seconds = f"{self.limits.seconds:g} s"
-                interrupt(LimitReached(f"{seconds}, the last of them without an operator{calling_line(thread)}"))
+                region.interrupt(
+                    LimitReached(f"{seconds}, the last of them without an operator{calling_line(region.thread)}")
+                )
             before = now
 
 
@@ -141,43 +159,86 @@ _SIGNAL: Any = getattr(signal, "SIGURG", None)
 """A signal that does nothing by default. Of those that reach a thread which waits for a lock, it is the least used."""
 
 
-class _Raise:
-    """A handler of a signal that raises an error."""
+class _Region:
+    """What this thread calls from a frame on, until it leaves it: where another thread may raise an error.
 
-    error: LimitReached | None = None
-    """Raised once; a signal that comes from elsewhere does nothing."""
+    The error reaches the thread when it next runs Python's code.
 
-    def __call__(self, number: int, frame: Any) -> None:
-        error, self.error = self.error, None
-        if error is not None:
+    Args:
+        base: The frame.
+    """
+
+    def __init__(self, base: FrameType) -> None:
+        self.thread = threading.get_ident()
+        self._base: FrameType | None = base
+        self._lock = threading.Lock()
+
+    def interrupt(self, error: LimitReached) -> None:
+        """Raise an error in the thread, if it runs code of others in this region."""
+        with self._lock:
+            if self._runs_others_code(next(running_frames(self.thread), None)):
+                self._send(error)
+
+    def leave(self) -> None:
+        """Let nothing be raised any more, what is on its way included."""
+        with self._lock:
+            self._base = None
+            self._take_back()
+
+    def _runs_others_code(self, frame: FrameType | None) -> bool:
+        """Whether a frame, or one that called it, is the user's or an installed package's, up to the base."""
+        found = False
+        while frame is not None:
+            found = found or owner_of_frame(frame) in ("user", "library")
+            if frame is self._base:
+                return found
+            frame = frame.f_back
+        return False
+
+    def _send(self, error: LimitReached) -> None:
+        _raise_in(self.thread, error)
+
+    def _take_back(self) -> None:
+        _raise_in(self.thread, None)
+
+
+class _SignalledRegion(_Region):
+    """A region of the main thread, which a signal reaches even where it waits."""
+
+    _error: LimitReached | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Raise the error, once; a signal that comes from elsewhere, or too late, does nothing."""
+        error, self._error = self._error, None
+        if error is not None and self._runs_others_code(frame):
             raise error
+
+    @override
+    def _send(self, error: LimitReached) -> None:
+        self._error = error
+        signal.pthread_kill(self.thread, _SIGNAL)
+
+    @override
+    def _take_back(self) -> None:
+        self._error = None
 
 
 @contextmanager
-def _interruptible() -> Iterator[Callable[[LimitReached], None]]:
-    """Give a function by which another thread raises an error in this one.
+def _interruptible(base: FrameType) -> Iterator[_Region]:
+    """Give the region from a frame of this thread on.
 
-    The main thread gets a signal, so that even one that waits is reached. Others, and a main thread whose program has
-    its own use for that signal, are reached when they next run Python's code.
+    The main thread gets a signal; a main thread whose program has its own use for that signal is treated as others are.
     """
-    thread = threading.get_ident()
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(_SIGNAL) if is_main and _SIGNAL is not None else None
-    if before is not signal.SIG_DFL and not isinstance(before, _Raise):
-        try:
-            yield lambda error: _raise_in(thread, error)
-        finally:
-            _raise_in(thread, None)
+    is_free = before is signal.SIG_DFL or isinstance(getattr(before, "__self__", None), _SignalledRegion)
+    if not is_free:
+        yield _Region(base)
         return
-
-    def interrupt(error: LimitReached) -> None:
-        handler.error = error
-        signal.pthread_kill(thread, _SIGNAL)
-
-    handler = _Raise()
-    signal.signal(_SIGNAL, handler)
+    region = _SignalledRegion(base)
+    signal.signal(_SIGNAL, region.handle)
     try:
-        yield interrupt
+        yield region
     finally:
         signal.signal(_SIGNAL, before)
 

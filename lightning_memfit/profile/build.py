@@ -13,7 +13,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.profile.background import in_child
-from lightning_memfit.profile.budget import LimitReached, TraceLimits
+from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
 from lightning_memfit.profile.callbacks import CallbackError, acting_callbacks
 from lightning_memfit.profile.copying import copied
@@ -370,11 +370,12 @@ def _measured(
     trainer = getattr(module, "_trainer", None)
 
     def run(start_hooks: StartHooks) -> tuple[Course, Any]:
-        with trial(module, *callbacks) as outside:
+        budget = Budget(limits)
+        with trial(module, *callbacks) as outside, budget.enforced():
             clone = copied(module, {id(trainer): None} if trainer is not None else {})
             techniques, others = copied_others(callbacks, module, clone, lambda value, known: copied(value, known))
             recorder, own_batch = EventRecorder(python_kernels=True), copied(batch)
-            settings = (options, techniques, others, make_optimizer, start_hooks, limits, outside)
+            settings = (options, techniques, others, make_optimizer, start_hooks, budget, outside)
             with RealCounters() as counters:
                 course = run_copy(module, clone, recorder, own_batch, *settings, counters.access)
         return course, clone

@@ -176,12 +176,12 @@ def _kind(value: Any) -> str:
 
 
 def _name_in(owner: Any, value: Any) -> str:
-    """`Model.layer.attribute, ` for an attribute of a module or of a plain object, else nothing."""
-    modules = owner.named_modules() if isinstance(owner, torch.nn.Module) else [("", owner)]
-    for path, child in modules:
-        for name, attribute in getattr(child, "__dict__", {}).items():
-            if attribute is value:
-                return f"`{'.'.join(part for part in (type(owner).__name__, path, name) if part)}`, "
+    """`Model.layer.attribute, ` for an attribute of a module, of a plain object or of one in a tuple, else nothing."""
+    for one in owner if isinstance(owner, tuple) else (owner,):
+        for path, child in one.named_modules() if isinstance(one, torch.nn.Module) else [("", one)]:
+            for name, attribute in getattr(child, "__dict__", {}).items():
+                if attribute is value:
+                    return f"`{'.'.join(part for part in (type(one).__name__, path, name) if part)}`, "
     return ""
 
 

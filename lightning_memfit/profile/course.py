@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from lightning_memfit.memory import Category
-from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
+from lightning_memfit.profile.budget import Budget, LimitReached
 from lightning_memfit.profile.events import EventList, leave_out
 from lightning_memfit.profile.record import Growth
 from lightning_memfit.profile.recorder import EventRecorder, Mark
@@ -121,7 +121,11 @@ _TOLERANCE = 0.005
 """Share of what a window allocates in which two windows that are alike may differ."""
 
 _NEGLIGIBLE_BYTES = 4096
-"""Growth per batch that is no more than counters and logged values."""
+"""A difference between windows that is no more than counters and logged values. Growth of no more than that counts only
+if it goes on."""
+
+_SMALL_GROWTH = 8
+"""Windows after which memory that grows little, and not by the same, is no longer waited for."""
 
 _MOST_GROWTH = 64
 """Batches after which memory that still grows is taken to go on growing."""
@@ -158,7 +162,7 @@ class Course:
 
     Args:
         recorder: Records the run.
-        limits: Where it ends at the latest.
+        budget: Where it ends at the latest.
         window_batches: Batches of an optimizer step in automatic optimization.
         length: Length of the real run.
         counters: Finds numbers that change from batch to batch.
@@ -176,13 +180,13 @@ class Course:
     def __init__(
         self,
         recorder: EventRecorder,
-        limits: TraceLimits,
+        budget: Budget,
         window_batches: int = 1,
         length: RunLength | None = None,
         counters: Counters | None = None,
     ) -> None:
         self.recorder = recorder
-        self.limits = limits
+        self.limits = budget.limits
         self.length = length or RunLength()
         self.batches = 0
         self.growth: Growth | None = None
@@ -192,8 +196,8 @@ class Course:
         self.callback_bytes = 0
         self.begins_epoch = False
         self._counters = counters or Counters(())
-        self._budget = Budget(limits)
-        recorder.on_operator = self._budget.count_operator
+        self._budget = budget
+        recorder.on_operator = budget.count_operator
         self._window_batches = window_batches
         self._by_batches = True
         self._optimizers: list[Any] = []
@@ -216,7 +220,6 @@ class Course:
         self._asks_for_last = False
         self._is_last = False
         self._draw = ExitStack()
-        self._enforced = ExitStack()
         self._tried: list[str] = []
         """What was tried in each extra batch, in words."""
 
@@ -242,7 +245,7 @@ class Course:
                 optimizer.register_step_post_hook(lambda stepped, *_: self.stepped(stepped))
 
     def note_left_out(self, hooks: list[str]) -> None:
-        """Say that hooks at the start of training are not in the figures."""
+        """Say that hooks around the steps are not in the figures."""
         if hooks:
             names = " and ".join(f"`{name}`" for name in hooks)
             self.remarks.append(f"tensors that {names} may make are not in the figures, as no trial step ran with it")
@@ -278,8 +281,7 @@ class Course:
             counts = [f"{type(optimizer).__name__} {self.steps_of(optimizer)}" for optimizer in self._optimizers]
             raise LimitReached(f"{self.batches:,} batches (steps: {', '.join(counts)})")
         if not self._marks:
-            self._budget.start()  # before, callbacks may have planned by traces of their own
-            self._enforced.enter_context(self._budget.enforced())
+            self._budget.start()
             self._marks.append(self.recorder.mark())
         if not self._counters.is_noted:
             self._counters.note()
@@ -309,7 +311,6 @@ class Course:
 
     def end(self) -> None:
         """Leave nothing patched, whatever ended the run."""
-        self._enforced.close()
         self._draw.close()
 
     def _closes_window(self) -> bool:
@@ -346,12 +347,22 @@ class Course:
         self._alike = self._alike + 1 if last.is_like(before) and not keeps else 0
         # Where only the first window differs, it made what the later ones use.
         if self._alike >= (1 if len(self._windows) <= 3 else _ALIKE_AGAIN):
-            return True
+            return self._knows_small_growth()
         if self.draws and len(self._windows) >= _DRAWING_WINDOWS and self._growth_per_batch() <= _NEGLIGIBLE_BYTES:
             return True
         if self.batches < min(_MOST_GROWTH, self.length.batches or _MOST_GROWTH) and not self._is_late:
             return False
         self._note_growth()
+        return True
+
+    def _knows_small_growth(self) -> bool:
+        """Whether windows that are alike but for counters end without growth, or with one that goes on."""
+        grown = [later.kept_bytes - earlier.kept_bytes for earlier, later in pairwise(self._windows[-3:])]
+        if grown[-1] <= 0 or self._is_late or len(self._windows) >= _SMALL_GROWTH:
+            return True
+        if len(grown) == 1 or grown[0] != grown[1]:
+            return False
+        self._set_growth(-(-grown[-1] // self._windows[-1].batches), self._marks[-2])
         return True
 
     def _has_unseen_state(self) -> bool:
@@ -377,13 +388,15 @@ class Course:
     def _note_growth(self) -> None:
         per_batch = self._growth_per_batch()
         if per_batch > _NEGLIGIBLE_BYTES:
-            site = self.recorder.kept_site(self._marks[len(self._windows) // 2], _LASTING)
-            self.growth = Growth(per_batch, self.batches, site)
+            self._set_growth(per_batch, self._marks[len(self._windows) // 2])
         elif not self.draws:
             self.remarks.append(
                 f"what a step allocates differs from batch to batch: the figures are the largest of {self.batches} "
                 "batches, others may need more"
             )
+
+    def _set_growth(self, per_batch: int, since: Mark) -> None:
+        self.growth = Growth(per_batch, self.batches, self.recorder.kept_site(since, _LASTING))
 
     # --- batches beyond ---------------------------------------------------------------------------------------------
 

@@ -23,8 +23,10 @@ T = TypeVar("T")
 
 _START = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start")
 
+_EPOCH_END = "on_train_epoch_end"
+
 _END = (
-    "on_train_epoch_end",
+    _EPOCH_END,
     "on_train_end",
     "on_fit_end",
     "prepare_data",  # the batch is given
@@ -74,9 +76,10 @@ def leave_out_hooks(clone: Any, start_hooks: StartHooks) -> list[str]:
         start_hooks: Which hooks at the start of training to keep.
 
     Returns:
-        Names of those that were left out although they make tensors.
+        Names of those that were left out although they make tensors in training.
     """
     left_out, making = [name for name in _END if hasattr(type(clone), name)], []
+    at_end = [name for name in (_EPOCH_END,) if _is_defined(clone, name) and makes_tensors(clone, name)]
     if start_hooks != "all":
         missed = [name for name in _START if _is_defined(clone, name) and not changes_steps(clone, name)]
         making = [name for name in missed if makes_tensors(clone, name)]
@@ -85,7 +88,7 @@ def leave_out_hooks(clone: Any, start_hooks: StartHooks) -> list[str]:
         left_out.append("teardown")  # there is nothing to undo
     for name in left_out:
         object.__setattr__(clone, name, _do_nothing)
-    return making if start_hooks == "needed" else []
+    return [*(making if start_hooks == "needed" else ()), *at_end]
 
 
 def begins_epochs(clone: Any) -> bool:

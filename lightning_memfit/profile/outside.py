@@ -89,6 +89,9 @@ class NotKeptError(RefusedError):
         )
 
 
+_OF_BOTH = "another thread that runs meanwhile names it, too"
+
+
 @contextmanager
 def kept_outside(module: Any, *others: Any) -> Iterator["Outside"]:
     """Put back what changes outside of a module's copy.
@@ -105,7 +108,8 @@ def kept_outside(module: Any, *others: Any) -> Iterator["Outside"]:
     """
     threads = OtherThreads((module, *others))
     notes = _Notes(threads)
-    with _own_context(), kept_settings():
+    lost: list[NotKeptError] = []
+    with _own_context(), kept_settings(threads.may_set, threads.step_may_set) as shared:
         try:
             with threads.followed():
                 with _disable_current_modes():  # a run around this one must not count what is noted
@@ -113,7 +117,8 @@ def kept_outside(module: Any, *others: Any) -> Iterator["Outside"]:
                 yield Outside(notes)
         finally:
             with _disable_current_modes():
-                lost = notes.put_back()
+                lost += notes.put_back()
+    lost += [NotKeptError(f"the setting `{name}`", _OF_BOTH) for name in shared]
     if lost:
         raise lost[0]
 
@@ -205,7 +210,7 @@ class _Notes:
                     self._threads.step_may_change((*note.name, key)[1:]) for key in changed if key not in own
                 )
                 if shared:
-                    lost.append(NotKeptError(_shown(note.name), "another thread that runs meanwhile names it, too"))
+                    lost.append(NotKeptError(_shown(note.name), _OF_BOTH))
                 if own and not note.put_back(own):
                     lost.append(NotKeptError(_shown(note.name)))
             except Exception:  # whatever becomes of one object, the others are put back

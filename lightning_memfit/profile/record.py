@@ -172,19 +172,19 @@ class ModelProfile:
         if growth is None or batches <= growth.batches:
             return self
         more, site = batches - growth.batches, f"{growth.site or 'kept'} (of {batches - growth.batches} more batches)"
+        unit = self.device_kind.rounding_bytes
+        per_batch = -(-growth.bytes_per_batch // unit) * unit
         slopes, larger = self.slopes, self.larger
         if slopes is not None:
             slopes = np.concatenate(([more * growth.bytes_per_sample], slopes))
         if larger is not None:
-            size = more * (
-                growth.bytes_per_batch + growth.bytes_per_sample * (larger.micro_batch_size - self.micro_batch_size)
-            )
+            size = more * (per_batch + growth.bytes_per_sample * (larger.micro_batch_size - self.micro_batch_size))
             larger = LargerSizes(
                 with_kept(larger.events, round(size), site),
                 larger.micro_batch_size,
                 np.concatenate(([more * growth.bytes_per_sample], larger.slopes)),
             )
-        events = with_kept(self.events, more * growth.bytes_per_batch, site)
+        events = with_kept(self.events, more * per_batch, site)
         return replace(self, events=events, slopes=slopes, larger=larger, growth=replace(growth, batches=batches))
 
     # --- disk -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,14 @@ from typing_extensions import override
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.flops import flop_formula
 from lightning_memfit.memory.host import is_on_host, keep_on_host
-from lightning_memfit.memory.ledger import StorageLedger, held_tensors, python_kernel, sparse_parts, tensors_among
+from lightning_memfit.memory.ledger import (
+    StorageLedger,
+    held_tensors,
+    memory_key,
+    python_kernel,
+    sparse_parts,
+    tensors_among,
+)
 from lightning_memfit.profile.collectives import buffers, communicates, composed_of, scratch_bytes
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, SCRATCH_SITE, EventList
 from lightning_memfit.profile.kernel_records import Kernel
@@ -415,7 +422,7 @@ class EventRecorder(StorageLedger):
         """The ledger's entry of a tensor, of a sparse tensor's values, or of the tensor in a DTensor; None if none."""
         if self._wrappers and type(tensor) in self._wrappers:
             return next(filter(None, map(self._entry_of, held_tensors(tensor))), None)
-        return self._entries.get(sparse_parts(tensor)[-1].untyped_storage()._cdata)
+        return self._entries.get(memory_key(sparse_parts(tensor)[-1]))
 
     def _block_of_argument(self, argument: Any) -> int:
         if not isinstance(argument, torch.Tensor) or torch.is_grad_enabled():

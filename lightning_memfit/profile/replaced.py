@@ -5,9 +5,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
-
-from lightning_memfit.profile.culprit import owner_of
 
 
 @contextmanager
@@ -48,23 +45,14 @@ def replaced_everywhere(functions: Mapping[Any, Any]) -> Iterator[None]:
             names[name] = value
 
 
-_without: WeakKeyDictionary[ModuleType, dict[frozenset[int], int]] = WeakKeyDictionary()
-"""Modules of libraries without a name for functions, by these functions' numbers, and how many names they had then."""
-
-
 def _naming(wanted: frozenset[int]) -> Iterator[dict[str, Any]]:
     """Namespaces of imported modules that name functions with these numbers.
 
-    A large program has thousands of modules with hundreds of thousands of names. Those of libraries are read again only
-    when there are more or fewer.
+    A large program has thousands of modules with hundreds of thousands of names, which are compared by number, and no
+    module is asked for an attribute, as it may answer by importing others.
     """
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType):
-            names = vars(module)
-            known = _without.get(module, {})
-            if known.get(wanted) == len(names):
-                continue
+        if issubclass(type(module), ModuleType):
+            names = object.__getattribute__(module, "__dict__")
             if not wanted.isdisjoint(map(id, list(names.values()))):
                 yield names
-            elif owner_of(getattr(module, "__file__", None) or "") != "user":
-                _without[module] = known | {wanted: len(names)}

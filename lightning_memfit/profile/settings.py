@@ -1,4 +1,8 @@
-"""`kept_settings`: settings of the process, of torch and of NumPy are as they were after a trial step."""
+"""`kept_settings`: settings of the process, of torch and of NumPy are as they were after a trial step.
+
+One that another thread has set meanwhile stays, as far as the names in its code tell. Lists such as `sys.path`, and
+switches of common names, are always set back.
+"""
 
 import decimal
 import gc
@@ -11,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,24 +23,52 @@ import torch
 
 from lightning_memfit.memory.kind import CUDA
 
-_Setting = tuple[Callable[[], Any], Callable[[Any], object]]
-"""Reads a setting, and sets it."""
+IsChangedBy = Callable[[str], bool]
+"""Whether code may set what has a name."""
+
+
+@dataclass(frozen=True)
+class _Setting:
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    names: tuple[str, ...] = ()
+    """By which code sets it, if they say enough."""
 
 
 @contextmanager
-def kept_settings() -> Iterator[None]:
-    """Set back what a step sets of its process."""
+def kept_settings(
+    others: IsChangedBy = lambda name: False, step: IsChangedBy = lambda name: True
+) -> Iterator[list[str]]:
+    """Set back what a step sets of its process.
+
+    Args:
+        others: Whether another thread may have set something meanwhile; asked at the end.
+        step: Whether the step may have, too.
+
+    Returns:
+        A list that gets the names of what both may have set; it stays as it is.
+    """
+    shared: list[str] = []
+
+    def is_others(names: tuple[str, ...]) -> bool:
+        found = [name for name in names if others(name)]
+        shared.extend(filter(step, found))
+        return bool(found)
+
     before = []
-    for read, write in _settings():
+    for setting in _settings():
         with suppress(RuntimeError):  # where old and new names of torch's settings are mixed, it refuses to read them
-            before.append((read(), read, write))
-    loggers = _loggers()
+            before.append((setting.read(), setting))
+    environment, loggers = dict(os.environ), _loggers()
     try:
-        yield
+        yield shared
     finally:
-        for value, read, write in before:
-            if read() != value:
-                write(value)
+        for value, setting in before:
+            if setting.read() != value and not is_others(setting.names):
+                setting.write(value)
+        for name in {**environment, **os.environ}:
+            if os.environ.get(name) != environment.get(name) and not is_others((name,)):
+                _set_variable(name, environment.get(name))
         for logger, attributes in loggers:
             if _attributes(logger) != attributes:
                 level, logger.disabled, logger.propagate, handlers, filters = attributes
@@ -43,21 +76,32 @@ def kept_settings() -> Iterator[None]:
                 logger.handlers[:], logger.filters[:] = handlers, filters
 
 
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        del os.environ[name]
+    else:
+        os.environ[name] = value
+
+
 def _settings() -> Iterator[_Setting]:
     yield from _of_process()
     yield from _of_python()
     yield from _of_torch()
-    yield np.geterr, lambda value: np.seterr(**value)
-    yield np.get_printoptions, lambda value: np.set_printoptions(**value)
+    yield _Setting(np.geterr, lambda value: np.seterr(**value), ("seterr",))
+    yield _Setting(np.get_printoptions, lambda value: np.set_printoptions(**value), ("set_printoptions",))
+
+
+def _by_function(read: Callable[[], Any], write: Callable[[Any], object]) -> _Setting:
+    return _Setting(read, write, (write.__name__,))
 
 
 def _of_process() -> Iterator[_Setting]:
-    yield lambda: dict(os.environ), _set_environment
-    yield os.getcwd, os.chdir
-    yield _umask, os.umask
-    yield lambda: locale.setlocale(locale.LC_ALL), lambda value: locale.setlocale(locale.LC_ALL, value)
-    if threading.current_thread() is threading.main_thread():
-        yield _signal_handlers, _set_signal_handlers
+    yield _by_function(os.getcwd, os.chdir)
+    yield _by_function(_umask, os.umask)
+    set_locale = locale.setlocale
+    yield _Setting(lambda: set_locale(locale.LC_ALL), lambda value: set_locale(locale.LC_ALL, value), ("setlocale",))
+    if threading.current_thread() is threading.main_thread():  # others can't set them
+        yield _Setting(_signal_handlers, _set_signal_handlers)
 
 
 def _umask() -> int:
@@ -69,14 +113,6 @@ def _umask() -> int:
     before = os.umask(0)
     os.umask(before)
     return before
-
-
-def _set_environment(value: dict[str, str]) -> None:
-    for name in os.environ.keys() - value.keys():
-        del os.environ[name]
-    for name, content in value.items():
-        if os.environ.get(name) != content:
-            os.environ[name] = content
 
 
 def _signal_handlers() -> dict[int, Any]:
@@ -95,35 +131,35 @@ def _of_python() -> Iterator[_Setting]:
         yield _entries_of(values)
     for name in ("excepthook", "displayhook", "unraisablehook", "stdin"):
         yield _attribute_of(sys, name)
-    yield sys.getrecursionlimit, sys.setrecursionlimit
-    yield gc.get_threshold, lambda value: gc.set_threshold(*value)
-    yield gc.isenabled, lambda value: gc.enable() if value else gc.disable()
-    yield decimal.getcontext().copy, lambda value: decimal.setcontext(value)
-    yield lambda: logging.root.manager.disable, logging.disable
-    yield logging.getLoggerClass, logging.setLoggerClass
-    yield logging.getLogRecordFactory, logging.setLogRecordFactory
+    yield _by_function(sys.getrecursionlimit, sys.setrecursionlimit)
+    yield _Setting(gc.get_threshold, lambda value: gc.set_threshold(*value), ("set_threshold",))
+    yield _Setting(gc.isenabled, lambda value: gc.enable() if value else gc.disable())
+    yield _Setting(decimal.getcontext().copy, lambda value: decimal.setcontext(value))  # each thread has its own
+    yield _Setting(lambda: logging.root.manager.disable, logging.disable)
+    yield _by_function(logging.getLoggerClass, logging.setLoggerClass)
+    yield _by_function(logging.getLogRecordFactory, logging.setLogRecordFactory)
 
 
 def _entries_of(values: Any) -> _Setting:
     def write(before: list[Any]) -> None:
         values[:] = before
 
-    return lambda: list(values), write
+    return _Setting(lambda: list(values), write)
 
 
 def _attribute_of(owner: Any, name: str) -> _Setting:
-    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+    return _Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value), (name,))
 
 
 def _of_torch() -> Iterator[_Setting]:
-    yield torch.get_default_dtype, torch.set_default_dtype
-    yield torch.get_num_threads, torch.set_num_threads
-    yield torch.is_grad_enabled, torch.set_grad_enabled
-    yield torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly
-    yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+    yield _by_function(torch.get_default_dtype, torch.set_default_dtype)
+    yield _by_function(torch.get_num_threads, torch.set_num_threads)
+    yield _Setting(torch.is_grad_enabled, torch.set_grad_enabled)  # each thread has its own
+    yield _by_function(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly)
+    yield _by_function(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+    yield _by_function(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)
     yield _attribute_of(torch.utils.deterministic, "fill_uninitialized_memory")
-    yield torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    yield _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
     for kind in ("cpu", CUDA):
         yield _of_kind(torch.is_autocast_enabled, torch.set_autocast_enabled, kind)
         yield _of_kind(torch.get_autocast_dtype, torch.set_autocast_dtype, kind)
@@ -133,16 +169,16 @@ def _of_torch() -> Iterator[_Setting]:
     for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
         yield _attribute_of(products, name)
     attention = torch.backends.cuda
-    yield attention.flash_sdp_enabled, attention.enable_flash_sdp
-    yield attention.mem_efficient_sdp_enabled, attention.enable_mem_efficient_sdp
-    yield attention.math_sdp_enabled, attention.enable_math_sdp
-    yield attention.cudnn_sdp_enabled, attention.enable_cudnn_sdp
+    yield _by_function(attention.flash_sdp_enabled, attention.enable_flash_sdp)
+    yield _by_function(attention.mem_efficient_sdp_enabled, attention.enable_mem_efficient_sdp)
+    yield _by_function(attention.math_sdp_enabled, attention.enable_math_sdp)
+    yield _by_function(attention.cudnn_sdp_enabled, attention.enable_cudnn_sdp)
     for namespace in (torch.nn.functional, torch.Tensor, torch.nn.Module):
         yield _functions_of(namespace)
 
 
 def _of_kind(read: Callable[[str], Any], write: Callable[[str, Any], object], kind: str) -> _Setting:
-    return lambda: read(kind), lambda value: write(kind, value)
+    return _Setting(lambda: read(kind), lambda value: write(kind, value))  # each thread has its own
 
 
 def _functions_of(namespace: Any) -> _Setting:
@@ -153,7 +189,7 @@ def _functions_of(namespace: Any) -> _Setting:
             if vars(namespace).get(name) is not value:
                 setattr(namespace, name, value)
 
-    return lambda: {name: value for name, value in vars(namespace).items() if callable(value)}, write
+    return _Setting(lambda: {name: value for name, value in vars(namespace).items() if callable(value)}, write)
 
 
 _Attributes = tuple[int, bool, bool, list[Any], list[Any]]

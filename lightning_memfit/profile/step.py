@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.wrapping import wrap_method
-from lightning_memfit.profile.budget import LimitReached, TraceLimits
+from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.callbacks import CallbackError, is_own, leave_out_other_hooks, runs_at_epoch_start
 from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.course import Course, RunLength
@@ -76,7 +76,7 @@ def run_step(
     make_optimizer: OptimizerFactory | None = None,
     datamodule: Any = None,
     start_hooks: StartHooks = "all",
-    limits: TraceLimits | None = None,
+    budget: Budget | None = None,
     length: RunLength | None = None,
     others: tuple[Any, ...] = (),
     ranks: Ranks | None = None,
@@ -94,7 +94,7 @@ def run_step(
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         datamodule: Becomes `trainer.datamodule`; none of its hooks is called.
         start_hooks: Which of the module's hooks at the start of training to call.
-        limits: Where the run ends at the latest.
+        budget: Where the run ends at the latest.
         length: Length of the real run, as far as it is known.
         others: Copies of the user's callbacks (`unused_copy`), to be thrown away.
         ranks: Run the step as one of several ranks, whose process group must be there (`process_group_of`).
@@ -112,7 +112,7 @@ def run_step(
         names = ", ".join(type(callback).__name__ for callback in callbacks)
         raise ValueError(f"`callbacks` ({names}) need a LightningModule, which `make_optimizer` says this is not.")
     counters = Counters((module, *others), outside, tensors)
-    course = Course(recorder, limits or TraceLimits(), options.traced_micro_batches, length, counters)
+    course = Course(recorder, budget or Budget(TraceLimits()), options.traced_micro_batches, length, counters)
     _track_batch(recorder, batch)
     try:
         if make_optimizer is None:
@@ -135,8 +135,10 @@ def run_step(
             seal.forget(cause)
         course.leave_last_batch(cause)
     finally:
-        course.end()
-        recorder.close()
+        try:
+            course.end()
+        finally:
+            recorder.close()
     return course
 
 

@@ -186,6 +186,14 @@ class OtherThreads:
         """Whether the step may have changed an object."""
         return _is_in(name, self._names_of_step)
 
+    def may_set(self, name: str) -> bool:
+        """Whether one of them may have set what code sets by a name."""
+        return bool(self) and (any(one.is_unknown for one in self._doings.values()) or name in self._names)
+
+    def step_may_set(self, name: str) -> bool:
+        """Whether the step may have, too."""
+        return name in self._names_of_step
+
     def _of(self, key: Any) -> _Doings:
         return self._doings.setdefault(key, _Doings())
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.memory.kind import CUDA, DeviceKind, DeviceType
-from lightning_memfit.profile.budget import LimitReached, TraceLimits
+from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.copying import UncopiedError
 from lightning_memfit.profile.culprit import Culprit
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
@@ -382,7 +382,7 @@ def _trace(
     ranks: Ranks | None,
 ) -> Trace:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    integers = RealIntegers(fake_mode, assumed)
+    integers, budget = RealIntegers(fake_mode, assumed), Budget(limits)
     # A ledger of a run around this one, as where a plan is made within a measured step, must not count the fakes.
     with (
         _disable_current_modes(),
@@ -390,6 +390,7 @@ def _trace(
         _explained(module, integers),
         trial(module, *callbacks) as outside,
         process_group_of(ranks),
+        budget.enforced(),
     ):
         true_dtype = TRUE_DTYPES.get(options.precision)
         builds_itself = make_optimizer is None and _builds_itself(module)
@@ -422,7 +423,7 @@ def _trace(
                 others,
                 make_optimizer,
                 start_hooks,
-                limits,
+                budget,
                 outside,
                 TensorAccess(integers.number_of, integers.set_number),
                 ranks,

@@ -1,5 +1,6 @@
 """What a trial step is run in: `trial` keeps what lies outside of its copy as it is, and `run_copy` runs the copy."""
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,14 +8,15 @@ from typing import Any
 
 import torch
 
-from lightning_memfit.profile.budget import TraceLimits
+from lightning_memfit.profile.budget import Budget
 from lightning_memfit.profile.course import Course, RunLength
 from lightning_memfit.profile.fingerprint import attached_datamodule
 from lightning_memfit.profile.hooks import StartHooks
 from lightning_memfit.profile.outside import Outside, kept_outside
 from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.recorder import EventRecorder
-from lightning_memfit.profile.seal import RefusedError, sealed
+from lightning_memfit.profile.replaced import replaced
+from lightning_memfit.profile.seal import RefusedError, current_seal, sealed
 from lightning_memfit.profile.step import OptimizerFactory, StepOptions, kept_random_state, run_step
 from lightning_memfit.profile.watched import TensorAccess
 
@@ -62,7 +64,7 @@ def run_copy(
     others: tuple[Any, ...],
     make_optimizer: OptimizerFactory | None,
     start_hooks: StartHooks,
-    limits: TraceLimits,
+    budget: Budget,
     outside: Outside,
     tensors: TensorAccess,
     ranks: Ranks | None = None,
@@ -79,7 +81,7 @@ def run_copy(
         others: Copies of the user's callbacks.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         start_hooks: Which of the module's hooks at the start of training to call.
-        limits: Where the run ends at the latest.
+        budget: Where the run ends at the latest.
         outside: What lies outside of the copy.
         tensors: Access to one-element tensors, which may be counters.
         ranks: Run the step as one of several ranks.
@@ -101,23 +103,25 @@ def run_copy(
         for name, child in original.named_modules()
     ]
     changed: list[str] = []
+    by_others: set[tuple[int, str]] = set()
     try:
-        course = run_step(
-            recorder,
-            clone,
-            batch,
-            options,
-            techniques,
-            make_optimizer,
-            datamodule=attached_datamodule(module),
-            start_hooks=start_hooks,
-            limits=limits,
-            length=RunLength.of(module),
-            others=others,
-            ranks=ranks,
-            outside=outside.numbers,
-            tensors=tensors,
-        )
+        with _noting_others([now for _, now, _, _ in attributes], by_others):
+            course = run_step(
+                recorder,
+                clone,
+                batch,
+                options,
+                techniques,
+                make_optimizer,
+                datamodule=attached_datamodule(module),
+                start_hooks=start_hooks,
+                budget=budget,
+                length=RunLength.of(module),
+                others=others,
+                ranks=ranks,
+                outside=outside.numbers,
+                tensors=tensors,
+            )
         reached = [name for name, parameter, _ in before if parameter.grad is not None]
     finally:
         for _, parameter, gradient in before:
@@ -125,6 +129,7 @@ def run_copy(
         for path, now, then, lengths in attributes:
             found = [key for key in {**now, **then} if now.get(key, _MISSING) is not then.get(key, _MISSING)]
             found += [key for key, length in _lengths(now).items() if lengths.get(key, length) != length]
+            found = [key for key in found if (id(now), key) not in by_others]
             changed += [f"`{path}.{key}`" if path else f"`{key}`" for key in dict.fromkeys(found)]
             for key in found:
                 now.pop(key, None)
@@ -138,6 +143,29 @@ def run_copy(
             "Reach it by `self`"
         )
     return course
+
+
+@contextmanager
+def _noting_others(attributes: list[dict[str, Any]], noted: set[tuple[int, str]]) -> Iterator[None]:
+    """Note which attributes of modules are set by threads that are no part of the step.
+
+    Args:
+        attributes: Those of each module.
+        noted: Gets their `id` and name.
+    """
+    if threading.active_count() == 1:
+        yield
+        return
+    owned = set(map(id, attributes))
+    set_plainly = torch.nn.Module.__setattr__
+
+    def set_and_note(module: torch.nn.Module, name: str, value: Any) -> None:
+        if id(vars(module)) in owned and current_seal() is None:
+            noted.add((id(vars(module)), name))
+        set_plainly(module, name, value)
+
+    with replaced(torch.nn.Module, "__setattr__", set_and_note):
+        yield
 
 
 _MISSING = object()

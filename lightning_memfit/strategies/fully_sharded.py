@@ -23,8 +23,8 @@ from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.strategies.checkpoints import FSDP2_MARK, named_states, rewritten
 from lightning_memfit.strategies.launched import check_num_nodes
 from lightning_memfit.strategies.tensor_parallel import check_same_batch, divide_blocks, share_random_state
-from lightning_memfit.strategies.upstream.lightning import naming_states_by
-from lightning_memfit.strategies.upstream.torch import save_states_plainly
+from lightning_memfit.strategies.upstream.lightning import loading_into
+from lightning_memfit.strategies.upstream.torch import names_in_checkpoints, save_states_plainly
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -177,13 +177,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
             ValueError: If the optimizer's groups are not those of the run that wrote the file.
         """
         assert self.model is not None
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        names = names_in_checkpoints(self.model)
         optimizers = iter(self.optimizers)
 
         def rename(saved: dict[str, Any]) -> dict[str, Any]:
             return named_states(saved, next(optimizers).param_groups, names, checkpoint_path)
 
-        with naming_states_by(rename):
+        with loading_into(self.model, rename):
             return super().load_checkpoint(checkpoint_path, weights_only)
 
     def _start_alike(self, module: nn.Module) -> None:

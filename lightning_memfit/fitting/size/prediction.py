@@ -353,8 +353,10 @@ def runtime_of(trainer: Trainer) -> RuntimeMemory | None:
 class MemoryPrediction(Callback):
     """Predict the peak memory of a run before it starts, for the report at its end.
 
-    It passes its figure to every `MemoryMonitor` of the Trainer. If the step can't be traced, it says why, and the run
-    continues without a prediction. With `MicroBatching`, which predicts for the size it chooses, it does nothing.
+    It passes its figure to every `MemoryMonitor` of the Trainer. Where a batch can't be read before the run, as the
+    data come from a generator, a queue or an open file, it says so and predicts from the first batch that training
+    gets. If the step can't be traced, it says why, and the run continues without a prediction. With `MicroBatching`,
+    which predicts for the size it chooses, it does nothing.
 
     Attributes:
         estimate: The prediction; None before `fit` and if there is none.
@@ -369,9 +371,40 @@ class MemoryPrediction(Callback):
         """Predict with a fake clone of the module."""
         if stage != "fit" or trainer.world_size > 1 or _others_predict(trainer):
             return
+        self._predict_from(None)
         try:
-            profile = profile_fit(trainer, pl_module, first_batch(trainer))
-        except (TraceError, ValueError) as error:
+            batch = first_batch(trainer)
+        except ValueError as error:
+            self._wait_for_batch(trainer, pl_module, error)
+            return
+        self._predict(trainer, lambda: profile_fit(trainer, pl_module, batch))
+
+    def _wait_for_batch(self, trainer: Trainer, module: LightningModule, reason: ValueError) -> None:
+        try:
+            tracer = _StepTracer(trainer, module)
+        except Exception as error:  # a module may hold anything, and copying it call anything
+            rank_zero_warn(
+                f"MemoryPrediction: no prediction for this run. {reason} The module can't be copied: {error}"
+            )
+            return
+        rank_zero_warn(f"MemoryPrediction: the prediction comes with the first batch of training. {reason}")
+        self._predict_from(tracer)
+
+    def _predict_from(self, tracer: "_StepTracer | None") -> None:
+        """Predict once from a batch that training gets; with None, hide the hook that does so again."""
+
+        def predict(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+            self._predict_from(None)
+            assert tracer is not None
+            own = _on_host(batch)
+            self._predict(trainer, lambda: tracer.trace(lambda _: own, 0, is_whole=True))
+
+        vars(self)["on_train_batch_start"] = None if tracer is None else predict
+
+    def _predict(self, trainer: Trainer, trace: Callable[[], ModelProfile]) -> None:
+        try:
+            profile = trace()
+        except (TraceError, NoPrediction, ValueError) as error:
             rank_zero_warn(f"MemoryPrediction: no prediction for this run. {error}")
             return
         if profile.growth is not None:

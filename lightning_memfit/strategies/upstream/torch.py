@@ -1,4 +1,4 @@
-"""Non-public parts of torch that tensor parallelism needs, written for torch 2.11 to 2.13.
+"""Non-public parts of torch that FSDP2 and tensor parallelism need, written for torch 2.11 to 2.13.
 
 A module's own parameters are replaced while it runs, and fused weights, `q|k|v`, are divided so that a rank has its
 part of each. torch has no public placement for that: `_StridedShard`, written for FSDP2 over tensor parallelism,
@@ -10,11 +10,18 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+
+def names_in_checkpoints(module: nn.Module) -> dict[int, str]:
+    """Names of a module's parameters and buffers by `id`, without what wrappers such as torch.compile's add to them."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {id(tensor): next(iter(_get_fqns(module, name))) for name, tensor in named}
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:

@@ -443,6 +443,46 @@ def test_averages_of_weights_are_in_the_measured_peak(tmp_path, exact):
     assert more == pytest.approx(sum(p.nbytes for p in Compared().parameters()), abs=16)
 
 
+class OwnMasters(HostMasterWeights):
+    """A technique, which keeps what it has loaded in host memory, with something of the user's."""
+
+    def on_train_start(self, trainer, pl_module):
+        super().on_train_start(trainer, pl_module)
+        self._loaded = {"scale": torch.zeros(5000)}
+        self.noted = torch.zeros(1000)
+
+
+def test_of_a_users_subclass_of_a_technique_only_the_users_own_counts(tmp_path):
+    peaks = []
+    for technique in (HostMasterWeights(), OwnMasters()):
+        monitor = MemoryMonitor()
+        train(tmp_path, technique, monitor, module=Compared(), precision="bf16-true")
+        peaks.append(monitor.report.measured_peak_bytes)
+    assert peaks[1] - peaks[0] == 4 * 1000
+
+
+class InOneDnn(Compared):
+    """Keeps a table in oneDNN's layout, and computes with another in every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = {"kept": torch.ones(300, 512).to_mkldnn()}
+        self.register_buffer("buffer", torch.ones(200, 512).to_mkldnn(), persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        made = batch.detach().to_mkldnn()
+        return super().training_step(batch + made.to_dense(), batch_idx)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_tensors_that_show_no_storage_count_by_their_elements(tmp_path, exact):
+    plain, hidden = MemoryMonitor(exact=exact), MemoryMonitor(exact=exact)
+    train(tmp_path, plain, module=Compared())
+    train(tmp_path, hidden, module=InOneDnn())
+    more = hidden.report.measured_peak_bytes - plain.report.measured_peak_bytes
+    assert 500 * 512 * 4 <= more <= 500 * 512 * 4 + 3 * BATCH
+
+
 def test_a_prediction_is_compared_with_the_exact_peak(tmp_path):
     profile = profile_module(Compared(), torch.rand(64, 512), emulation=Emulation("cpu"))
     monitor = MemoryMonitor(exact=True)

@@ -183,6 +183,61 @@ def test_a_hugging_face_model_that_does_not_go_on_is_refused(profile, act, reaso
         )
 
 
+class BuildsItself(Classifier):
+    def configure_model(self):
+        self.built = True
+
+
+class Meets(BuildsItself):
+    """Does something before the first step."""
+
+    def __init__(self, place, act):
+        super().__init__()
+        self.place, self.act, self.is_set_up = place, act, False
+
+    def _meet(self, place):
+        if self.place == place:
+            self.act(self)
+
+    def configure_model(self):
+        super().configure_model()
+        self._meet("configure_model")
+
+    def setup(self, stage):
+        self._meet("setup")
+        self.net.requires_grad_(True)
+
+    def configure_optimizers(self):
+        self._meet("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_fit_start(self):
+        self._meet("on_fit_start")
+        self.net.requires_grad_(True)
+
+    def __getstate__(self):
+        self._meet("copy")
+        return vars(self).copy()
+
+
+@pytest.mark.parametrize("place", ["configure_model", "setup", "configure_optimizers", "on_fit_start", "copy"])
+@pytest.mark.parametrize("profile", [profile_module, measure_step])
+def test_so_it_is_before_the_first_step(profile, place):
+    with pytest.raises(TraceError, match=r"was not known after 0.5 s, the last .* at .*test_budget.py:\d+, in `turn`"):
+        profile(Meets(place, turn), batch(), limits=TraceLimits(seconds=0.5))
+
+
+@pytest.mark.parametrize("profile", [profile_module, measure_step])
+def test_so_it_is_in_the_making_of_an_optimizer(profile):
+    with pytest.raises(TraceError, match="was not known after 0.5 s, .* at .*in `turn`"):
+        profile(Acts(lambda: None), {"x": torch.zeros(1, 2)}, make_optimizer=turn, limits=TraceLimits(seconds=0.5))
+
+
+def test_time_before_the_first_batch_is_not_that_of_the_steps():
+    known = measure_step(Meets("setup", lambda module: time.sleep(1)), batch(), limits=TraceLimits(seconds=1.5))
+    assert known.traced_batches >= 2
+
+
 def test_the_innermost_budget_counts():
     outer, inner = Budget(TraceLimits(seconds=0.5)), Budget(TraceLimits(seconds=3))
     with outer.enforced():
@@ -208,3 +263,86 @@ def test_nothing_is_raised_after_the_end():
     with pytest.raises(LimitReached), budget.enforced():
         time.sleep(30)
     time.sleep(1.2)
+
+
+# --- what must not be ended -------------------------------------------------------------------------------------------
+
+
+def _of_this_package(source):
+    """A function as if it were written in this package."""
+    names = {"time": time}
+    exec(compile(source, budgets.__file__, "exec"), names)
+    return names["run"]
+
+
+def test_clean_up_of_our_own_is_not_interrupted():
+    run = _of_this_package("def run(budget, *_):\n with budget.enforced():\n  time.sleep(1.5)")
+    run(Budget(TraceLimits(seconds=0.5)))
+
+
+def test_clean_up_of_our_own_goes_on_after_the_end_of_a_step():
+    """What has been interrupted in the user's code is interrupted there only."""
+    run = _of_this_package(
+        "def run(budget, act):\n with budget.enforced():\n  try: act()\n  finally: time.sleep(1.5); budget.done = True"
+    )
+    budget = Budget(TraceLimits(seconds=0.5))
+    with pytest.raises(LimitReached):
+        run(budget, lambda: time.sleep(30))
+    assert budget.done
+
+
+def test_a_step_that_catches_everything_is_interrupted_again():
+    run = _of_this_package("def run(budget, act):\n with budget.enforced():\n  act()")
+    caught = []
+
+    def act():
+        for _ in range(2):
+            try:
+                time.sleep(30)
+            except BaseException as error:
+                caught.append(error)
+        raise caught[-1]
+
+    with pytest.raises(LimitReached):
+        run(Budget(TraceLimits(seconds=0.5)), act)
+    assert caught[0] is not caught[1]
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_run_that_ends_while_it_is_looked_at_is_not_interrupted(monkeypatch, is_main):
+    looked, ended, errors = threading.Event(), threading.Event(), []
+
+    def look(thread=None):
+        looked.set()
+        ended.wait(10)
+        return ""
+
+    monkeypatch.setattr(budgets, "calling_line", look)
+
+    def run():
+        try:
+            with Budget(TraceLimits(seconds=0.5)).enforced():
+                assert looked.wait(10)
+            ended.set()
+            end = time.monotonic() + 0.5
+            while time.monotonic() < end:
+                time.sleep(0.01)
+        except LimitReached as error:
+            errors.append(error)
+
+    if is_main:
+        run()
+    else:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert not errors
+
+
+def test_a_run_within_another_takes_none_of_its_time():
+    outer, inner = Budget(TraceLimits(seconds=1)), Budget(TraceLimits(seconds=10))
+    with outer.enforced():
+        with inner.enforced():
+            time.sleep(1.2)
+        outer.check_time()
+        assert not outer._is_over(0.5)

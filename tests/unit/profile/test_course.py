@@ -262,6 +262,55 @@ def test_growth_is_named_where_the_epoch_is_unknown():
     assert figure(profile.after(500)) - figure(profile.after(400)) == 100 * profile.growth.bytes_per_batch
 
 
+class KeepsLosses(Classifier):
+    """Four bytes a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+
+def test_growth_that_is_small_is_seen_if_it_goes_on():
+    for profile in (profiled(KeepsLosses()), measure_step(KeepsLosses(), batch())):
+        assert (profile.growth.bytes_per_batch, profile.traced_batches) == (4, 3)
+        assert figure(profile.after(1003)) - figure(profile) == 4000
+        assert "Memory grows by 4 B per batch" in profile.cautions[0]
+
+
+def test_small_growth_takes_whole_blocks_of_the_allocator():
+    profile = profile_module(KeepsLosses(), batch(), any_micro_batch=False)
+    assert figure(profile.after(1003)) - figure(profile) == 1000 * 512
+
+
+class KeepsAFewLosses(KeepsLosses):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        del self.losses[2:]
+        return loss
+
+
+def test_small_growth_that_stops_is_none():
+    profile = profiled(KeepsAFewLosses())
+    assert (profile.traced_batches, profile.growth, profile.cautions) == (3, None, ())
+
+
+class JoinsOutputs(KeepsOutputs):
+    def on_train_epoch_end(self):
+        torch.cat(self.outputs)
+        self.outputs.clear()
+
+
+def test_what_an_epochs_end_makes_is_named():
+    words = "Tensors that `on_train_epoch_end` may make are not in the figures, as no trial step ran with it."
+    assert words in profiled(JoinsOutputs()).cautions
+    assert words not in profiled(KeepsOutputs()).cautions
+
+
 class NeverSteps(Manual):
     def training_step(self, batch, batch_idx):
         self.manual_backward(self.loss(batch))

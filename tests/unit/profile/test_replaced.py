@@ -57,6 +57,33 @@ def test_modules_that_name_them_later_are_found(module):
     assert module.original is original
 
 
+def test_names_that_are_bound_anew_are_found(module):
+    module.original = other
+    with replaced_everywhere({original: other}):
+        pass
+    module.original = original
+    with replaced_everywhere({original: other}):
+        assert module.original is other
+    assert module.original is original
+
+
+def test_modules_are_not_asked(monkeypatch):
+    class Lazy(ModuleType):
+        def __getattribute__(self, name):
+            asked.append(name)
+            return super().__getattribute__(name)
+
+    asked = []
+    lazy = Lazy("lazy")
+    lazy.original = original
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    asked.clear()
+    with replaced_everywhere({original: other}):
+        assert vars(lazy)["original"] is other
+        asked.remove("__dict__")  # of the line above
+    assert not asked
+
+
 def test_what_was_looked_for_before_hides_nothing_else(module):
     module.other = other
     with replaced_everywhere({original: len}):

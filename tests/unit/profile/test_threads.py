@@ -1,6 +1,8 @@
 """A trial step leaves alone what other threads do meanwhile."""
 
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +22,8 @@ COUNTS = {"theirs": 0, "ours": 0}
 OTHERS = 0
 OURS = 0
 SHARED = 0
+ASKED: Any = None
+ENDED: Any = None
 
 
 class Worker(threading.Thread):
@@ -82,6 +86,64 @@ def test_a_future_that_ends_meanwhile_stays_done(profile: Callable[..., Any], na
         profile(Asking(), batch())
         assert future.result(timeout=1)
         assert pool.submit(lambda: 1).result(timeout=5) == 1
+
+
+@pytest.mark.parametrize("profile", [profile_module, measure_step])
+def test_attributes_of_the_module_that_another_thread_sets_stay(
+    profile: Callable[..., Any], namespace: Callable[..., None]
+) -> None:
+    class Asking(Classifier):
+        beats = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            ASKED.set()
+            ENDED.wait(20)
+            return self.loss(batch)
+
+    module, worker = Asking(), Worker(lambda: setattr(module, "beats", 3))
+    worker.start()
+    namespace(ASKED=worker.asked, ENDED=worker.ended)
+    found = profile(module, batch())
+    assert module.beats == 3
+    assert not any("`beats`" in remark for remark in found.remarks)
+
+
+def test_settings_that_another_thread_sets_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def act() -> None:
+        sys.setrecursionlimit(4321)
+        os.environ["MEMFIT_TEST_THEIRS"] = "set"
+
+    for name in ("THEIRS", "OURS"):
+        monkeypatch.setenv(f"MEMFIT_TEST_{name}", "before")
+    limit, worker = sys.getrecursionlimit(), Worker(act)
+    worker.start()
+    try:
+        with kept_outside(Classifier()):
+            worker.work()
+            vars(os)["environ"]["MEMFIT_TEST_" + "OURS"] = "set"
+        assert sys.getrecursionlimit() == 4321
+        assert (os.environ["MEMFIT_TEST_THEIRS"], os.environ["MEMFIT_TEST_OURS"]) == ("set", "before")
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+class SetsALimit(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        sys.setrecursionlimit(4321)
+        return self.loss(batch)
+
+
+def test_settings_that_both_may_have_set_are_refused() -> None:
+    limit, worker = sys.getrecursionlimit(), Worker(lambda: sys.setrecursionlimit(4321))
+    worker.start()
+    try:
+        with (
+            pytest.raises(NotKeptError, match="setting `setrecursionlimit`.*another thread"),
+            kept_outside(SetsALimit()),
+        ):
+            worker.work()
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def test_several_threads_trace_one_after_the_other() -> None:

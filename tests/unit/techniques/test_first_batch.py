@@ -279,6 +279,27 @@ class Writing(Dataset):
         return torch.tensor([float(place)])
 
 
+class Native:
+    """As `h5py.File`: neither pickled nor copied."""
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("Native objects cannot be pickled")
+
+    def __getitem__(self, place):
+        return torch.tensor([float(place)])
+
+
+class Opened(Dataset):
+    def __init__(self):
+        self.file = Native()
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, place):
+        return self.file[place]
+
+
 class Shared(Dataset):
     """Writes to a large tensor."""
 
@@ -295,16 +316,28 @@ class Shared(Dataset):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(Generated, "generator"), (Fed, "Queue"), (Writing, "writes to"), (Shared, "writes to a tensor of the data")],
+    [
+        (Generated, "generator"),
+        (Fed, "Queue"),
+        (Opened, "`Opened.file`, a .*Native"),
+        (Writing, "writes to"),
+        (Shared, "writes to a tensor of the data"),
+    ],
 )
-def test_what_can_not_be_read_unchanged_is_refused_and_trained(kind, words, tmp_path, monkeypatch):
+def test_what_can_not_be_read_unchanged_is_refused_trained_and_predicted_from_its_first_batch(
+    kind, words, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     plain, callback = trained(DataLoader(kind(), batch_size=2)), MemoryPrediction()
     for path in tmp_path.iterdir():
         path.unlink()
-    with pytest.warns(UserWarning, match=words):
+    with pytest.warns(UserWarning, match=f"comes with the first batch of training.*{words}"):
         ours = trained(DataLoader(kind(), batch_size=2), callback)
-    assert callback.estimate is None
+    readable = MemoryPrediction()
+    trained(DataLoader([torch.tensor([float(number)]) for number in range(64)], batch_size=2), readable)
+    kept = 64 * 8  # batches of an epoch that the module keeps, where its length is known
+    assert callback.estimate.allocated_bytes == pytest.approx(readable.estimate.allocated_bytes, abs=kept)
+    assert vars(callback)["on_train_batch_start"] is None
     for one, other in zip(plain.batches, ours.batches, strict=True):
         assert torch.equal(one, other)
 
