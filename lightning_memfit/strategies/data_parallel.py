@@ -1,15 +1,16 @@
 """`DataParallelStrategy`: Lightning's DDP with settings that avoid wasting memory."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_memfit.strategies.checkpoints import consolidated, is_sharded
+from lightning_memfit.strategies.checkpoints import read_run
 from lightning_memfit.strategies.launched import check_num_nodes
+from lightning_memfit.strategies.saved_run import PARAMETERS, SavedRun, group_names, parameter_names
 
 
 class DataParallelStrategy(DDPStrategy):
@@ -43,6 +44,7 @@ class DataParallelStrategy(DDPStrategy):
             bucket_cap_mb=bucket_cap_mb,
             **options,
         )
+        self._loaded: SavedRun | None = None
 
     @override
     def _configure_launcher(self) -> None:
@@ -50,21 +52,33 @@ class DataParallelStrategy(DDPStrategy):
         super()._configure_launcher()
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file; for evaluation, also a sharded strategy's folder, whose weights are put together in host memory.
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Save a file that says to which parameters its numbered states belong, for other strategies and orders."""
+        assert self.lightning_module is not None
+        if "optimizer_states" in checkpoint:
+            names = parameter_names(self.lightning_module)
+            checkpoint = checkpoint | {PARAMETERS: group_names(self.optimizers, names)}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
-        Raises:
-            MisconfigurationException: If training is to go on from such a folder, whose optimizer states are in shards.
-        """
-        if not is_sharded(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a file, or the folder of a sharded strategy, which is put together in host memory."""
+        saved = read_run(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            raise MisconfigurationException(
-                f"`ckpt_path={str(checkpoint_path)!r}` is a folder that a sharded strategy wrote, and "
-                f"`{self.strategy_name}` can't go on with its optimizer states. Resume with the strategy that wrote "
-                "it; or start a new optimizer from the weights, which "
-                "`lightning_memfit.strategies.checkpoints.consolidated` reads and `memfit export` writes for a "
-                "model's `pretrained`."
-            )
-        return consolidated(checkpoint_path)
+            self._loaded = saved
+        return saved.extras | {"state_dict": saved.state_dict(), "optimizer_states": saved.optimizers}
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give each parameter the states that it had, by name, whatever the order of groups or parameters."""
+        assert self._loaded is not None and self.lightning_module is not None
+        saved, self._loaded = self._loaded, None
+        saved.optimizers = checkpoint["optimizer_states"]
+        names = parameter_names(self.lightning_module)
+        optimizers = saved.named_optimizers(group_names(self.optimizers, names))
+        states = [
+            found.state_dict(optimizer.param_groups, names, numbered=True)
+            for found, optimizer in zip(optimizers, self.optimizers, strict=True)
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

@@ -15,16 +15,19 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
-from lightning_memfit.strategies.checkpoints import FSDP2_MARK, named_states, rewritten
+from lightning_memfit.strategies.checkpoints import FSDP2_MARK, read_run, rewritten
 from lightning_memfit.strategies.launched import check_num_nodes
+from lightning_memfit.strategies.saved_run import PARAMETERS, group_names, numbered_optimizer, parameter_names
+from lightning_memfit.strategies.shards import load_shards, load_whole
 from lightning_memfit.strategies.tensor_parallel import check_same_batch, divide_blocks, share_random_state
-from lightning_memfit.strategies.upstream.lightning import loading_into
-from lightning_memfit.strategies.upstream.torch import names_in_checkpoints, save_states_plainly
+from lightning_memfit.strategies.upstream.torch import save_states_plainly
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -161,9 +164,25 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """States for a folder by names, divided; for one file as on one device, on rank 0 alone."""
+        if self.save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        assert self.model is not None
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        named = get_optimizer_state_dict(self.model, optimizer, options=whole)
+        if not self.is_global_zero:
+            return {}
+        states, names = numbered_optimizer(named, None, ""), parameter_names(self.model)
+        return states.state_dict(optimizer.param_groups, names, numbered=True)
+
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a folder of shards, which replaces an existing one when it is complete; or one file."""
         if not self.save_distributed_checkpoint:
+            if "optimizer_states" in checkpoint:
+                assert self.model is not None
+                checkpoint = checkpoint | {PARAMETERS: group_names(self.optimizers, parameter_names(self.model))}
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         with rewritten(self.broadcast(filepath), self.is_global_zero, self.barrier, FSDP2_MARK) as folder:
@@ -171,20 +190,16 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder of shards, or one file, whose optimizer states belong to parameters by their places in groups.
+        """Load what any strategy wrote, by names of parameters; of its own folders every rank reads its part.
 
         Raises:
-            ValueError: If the optimizer's groups are not those of the run that wrote the file.
+            ValueError: If the optimizer's groups are not those of the run that wrote the checkpoint.
         """
-        assert self.model is not None
-        names = names_in_checkpoints(self.model)
-        optimizers = iter(self.optimizers)
-
-        def rename(saved: dict[str, Any]) -> dict[str, Any]:
-            return named_states(saved, next(optimizers).param_groups, names, checkpoint_path)
-
-        with loading_into(self.model, rename):
-            return super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.model is not None and self.lightning_module is not None
+        path, strict = Path(self.broadcast(checkpoint_path)), self.lightning_module.strict_loading
+        if (path / FSDP2_MARK).is_file():
+            return load_shards(path, self.model, self.optimizers, strict, weights_only)
+        return load_whole(read_run(path, weights_only), self.model, self.optimizers, strict)
 
     def _start_alike(self, module: nn.Module) -> None:
         """Give every rank the first one's weights, as DDP does: a shard is cut from what its own rank has."""

@@ -1,6 +1,6 @@
 """`ZeroStrategy`: DeepSpeed's ZeRO stages, from few typed arguments, on CUDA devices and on the CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
@@ -23,15 +23,15 @@ from typing_extensions import override
 
 from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
 from lightning_memfit.memory.process import return_freed_memory
-from lightning_memfit.strategies.checkpoints import ZERO_MARK, SavedRun, consolidated, convert, is_sharded, rewritten
+from lightning_memfit.strategies.checkpoints import read_run, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.launched import check_num_nodes
+from lightning_memfit.strategies.saved_run import PARAMETERS, check_names, group_names, parameter_names
 from lightning_memfit.strategies.upstream.deepspeed import (
-    allow_loading_without_optimizer,
     broadcast_scalars,
     disable_shared_memory_collectives,
     keep_adagrad,
-    loading_universal,
+    take_run,
 )
 from lightning_memfit.strategies.upstream.huggingface import partitioned_builds
 from lightning_memfit.strategies.zero_config import Config, ZeroOptions, with_raw_options
@@ -69,7 +69,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         sub_group_size: With stage 3, elements updated at once. By default a sixteenth of a rank's share.
         config: Raw DeepSpeed options, or the path of a JSON file of them, applied on top of the configuration that the
             arguments make. Options that an argument sets can't be set here.
-        load_full_weights: With stage 3, read `ckpt_path` as one file with whole weights.
+        load_full_weights: With stage 3, start a new optimizer from the weights of `ckpt_path`.
         exclude_frozen_parameters: Leave frozen parameters out of checkpoints.
         accelerator: Set by Lightning.
         parallel_devices: Set by Lightning.
@@ -123,6 +123,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         )
         self._train_engine: Any = None
         self._accumulates = False
+        self._group_names: list[list[list[str]]] | None = None
 
     # --- processes and devices --------------------------------------------------------------------------------------
 
@@ -138,7 +139,6 @@ class ZeroStrategy(DeepSpeedStrategy):
     @override
     def setup_environment(self) -> None:
         """Start the processes' communication; Lightning's own strategy refuses the CPU here."""
-        allow_loading_without_optimizer()
         broadcast_scalars()
         keep_adagrad()
         if self._on_cpu or {"offload_optimizer", "offload_param"} & set(self.config["zero_optimization"]):
@@ -223,6 +223,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
         self._fill_sizes(model)
+        if optimizer is not None:  # before DeepSpeed puts its own tensors into the groups
+            self._group_names = group_names([optimizer], parameter_names(model))
         offloaded = "offload_optimizer" in self.config["zero_optimization"]
         if optimizer is not None and offloaded:
             # DeepSpeed insists on its own Adam, compiled at first use; torch's fused one is as fast, and any other
@@ -291,48 +293,30 @@ class ZeroStrategy(DeepSpeedStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint folder; an existing one is replaced when the new one is complete."""
+        if self._group_names is not None:
+            checkpoint = checkpoint | {PARAMETERS: self._group_names}
         with rewritten(self.broadcast(filepath), self.local_rank == 0, self.barrier) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and, to continue training, optimizer states, converted if ranks or stage have changed.
-
-        For evaluation, any sharded checkpoint will do: where DeepSpeed can't load it as it is, weights are put together
-        in host memory.
-        """
+        """Load what any strategy wrote: weights and, to go on training, states by names; a rank reads its own parts."""
         assert self.lightning_module is not None
-        if self.load_full_weights:
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        folder = Path(self.broadcast(checkpoint_path))
+        saved = read_run(self.broadcast(checkpoint_path), weights_only)
+        strict = self.lightning_module.strict_loading
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            if not is_sharded(folder) or self._reads_weights_of(folder):
-                return super().load_checkpoint(folder, weights_only)
-            return self._load_consolidated(folder)
-        saved, zero = SavedRun.read(folder), self.config["zero_optimization"]
-        on_disk = zero.get("offload_optimizer", {}).get("device") == "nvme"
-        if not saved.needs_conversion(zero["stage"], self.world_size, on_disk):
-            return super().load_checkpoint(folder, weights_only)
-        rank_zero_info(f"{type(self).__name__}: converting the checkpoint of {saved} in {str(folder)!r}.")
-        if self.local_rank == 0:
-            convert(folder)
-        self.barrier()
-        with loading_universal(self.deepspeed_engine):
-            return super().load_checkpoint(folder, weights_only)
+            whole = {"state_dict": saved.state_dict()}
+            if self.zero_stage_3:
+                self._restore_zero_state(whole, strict=strict)
+            else:
+                self.lightning_module.load_state_dict(whole["state_dict"], strict=strict)
+            return saved.extras
+        if strict:
+            check_names(saved.path, saved.weights, self.lightning_module.state_dict())
+        states = [] if self.load_full_weights else saved.named_optimizers(self._group_names or [])
+        take_run(self.deepspeed_engine, saved, states)
+        return saved.extras
 
-    def _reads_weights_of(self, folder: Path) -> bool:
-        """Whether DeepSpeed can load the weights of a checkpoint as they were saved."""
-        if not (folder / ZERO_MARK).is_file():
-            return False
-        saved, stage = SavedRun.read(folder), self.config["zero_optimization"]["stage"]
-        is_whole = 3 not in (stage, saved.stage)
-        return is_whole or ((saved.stage, saved.world_size) == (stage, self.world_size) and not saved.on_disk)
-
-    def _load_consolidated(self, folder: Path) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        whole, strict = consolidated(folder), self.lightning_module.strict_loading
-        if self.zero_stage_3:
-            self._restore_zero_state(whole, strict=strict)
-        else:
-            self.lightning_module.load_state_dict(whole["state_dict"], strict=strict)
-        return whole
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Do nothing: `load_checkpoint` has loaded the weights."""

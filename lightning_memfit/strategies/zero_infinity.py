@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -36,8 +35,6 @@ from lightning_memfit.strategies.model_shape import ModelShape
 from lightning_memfit.strategies.upstream.deepspeed import (
     SUB_GROUPS,
     copy_parameters_from_swap_buffers,
-    loading_swapped_parameters,
-    restore_swapped_optimizer,
     sub_groups_of,
 )
 from lightning_memfit.strategies.zero import ZeroStrategy
@@ -307,25 +304,6 @@ class ZeroInfinityStrategy(ZeroStrategy):
         if self._offloads[0]:
             checkpoint = checkpoint | {SUB_GROUPS: sub_groups_of(self.deepspeed_engine)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and, to continue training, the optimizer's states, which upstream loses if they are on disk.
-
-        For evaluation, weights are put together in host memory and handed out module by module: upstream gathers all at
-        once, and there are no buffers for that.
-        """
-        assert self.lightning_module is not None
-        if self.load_full_weights:
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        folder = Path(self.broadcast(checkpoint_path))
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            return self._load_consolidated(folder)
-        with loading_swapped_parameters():
-            loaded = super().load_checkpoint(folder, weights_only)
-        if self._offloads[0]:
-            restore_swapped_optimizer(self.deepspeed_engine, folder, self.global_rank, loaded.get(SUB_GROUPS))
-        return loaded
 
 
 def _whole(parameter: nn.Parameter) -> int:

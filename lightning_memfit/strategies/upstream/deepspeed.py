@@ -3,13 +3,16 @@
 Written for DeepSpeed 0.19.8; `test_upstream_names.py` and `test_zero_infinity.py` fail if these names move.
 """
 
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from lightning_memfit.strategies.safe_loading import load
+from lightning_memfit.strategies.saved_run import PARAMETERS, Pieces, SavedOptimizer, SavedRun
 
 
 def disable_shared_memory_collectives() -> None:
@@ -21,18 +24,6 @@ def disable_shared_memory_collectives() -> None:
     from deepspeed.ops import __compatible_ops__
 
     __compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def allow_loading_without_optimizer() -> None:
-    """Let an engine without optimizer load a stage-3 checkpoint.
-
-    `DeepSpeedEngine.load_checkpoint` ends by calling a method that only the optimizer's side of stage 3 has; with
-    nothing but parameters, which are loaded by then, there is nothing left to do.
-    """
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-
-    if not hasattr(DeepSpeedZeRoOffload, "_restore_from_bit16_weights"):
-        DeepSpeedZeRoOffload._restore_from_bit16_weights = lambda self: None
 
 
 def broadcast_scalars() -> None:
@@ -109,16 +100,6 @@ def _keeping_optimizer(plain: Callable[[Any], None]) -> Callable[[Any], None]:
     return initialize
 
 
-@contextmanager
-def loading_universal(engine: Any) -> Iterator[None]:
-    """Make an engine load the universal checkpoint of a folder; otherwise the option must be known when it starts."""
-    engine._config.load_universal_checkpoint = True
-    try:
-        yield
-    finally:
-        engine._config.load_universal_checkpoint = False
-
-
 # --- states on disk -------------------------------------------------------------------------------------------------
 
 
@@ -164,152 +145,446 @@ def sub_groups_of(engine: Any) -> dict[str, list[Any]]:
     return {"names": names, "numels": [int(numel) for numel in zero.fp16_partitioned_groups_flat_numel]}
 
 
-def restore_swapped_optimizer(engine: Any, folder: Path, rank: int, saved_groups: dict[str, list[Any]] | None) -> None:
-    """Give an optimizer on disk its weights and states back.
-
-    `DeepSpeedEngine.load_checkpoint` copies the files of master weights and moments and does nothing else. The
-    optimizer would start with no step count and new moments, and sub-groups too small for the disk would keep their
-    initial weights. So would all others if this process counts parameters differently from the one that saved. Only the
-    losses would show it.
-
-    Args:
-        engine: The engine that has just loaded the checkpoint.
-        folder: The checkpoint.
-        rank: Rank of this process.
-        saved_groups: Return value of `sub_groups_of` when the checkpoint was saved.
-
-    Raises:
-        ValueError: If the checkpoint has other sub-groups.
-    """
-    zero, here = engine.optimizer, sub_groups_of(engine)
-    if saved_groups is None or saved_groups["numels"] != here["numels"]:
-        raise ValueError(
-            f"`ckpt_path={str(folder)!r}` was not written by `memfit_zero_infinity` with this run's sub-groups. Resume "
-            "with the same optimizer groups, ranks and `sub_group_size`; or start a new optimizer from the weights."
-        )
-    inside = _inside(folder)
-    (file,) = inside.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    saved = torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]
-    states = saved["optimizer_state_dict"]
-    zero.checkpoint_event_prologue()
-    _copy_files(zero, _files(inside, rank), dict(zip(saved_groups["names"], here["names"], strict=True)))
-    for sub_group, weights in enumerate(saved["fp32_flat_groups"]):
-        if not zero._swappable_optimizer_subgroup(sub_group):
-            zero.fp32_partitioned_groups_flat[sub_group].data.copy_(weights)
-    zero.reset_swap_buffers()  # writes the parameters anew from the master weights
-    for group, was in zip(zero.optimizer.param_groups, states["param_groups"], strict=True):
-        group.update({key: value for key, value in was.items() if key != "params"})
-    for number, sub_group in enumerate(_in_saved_order(zero)):
-        if number in states["state"]:
-            _restore_sub_group(zero, sub_group, states["state"][number])
-    zero.checkpoint_event_epilogue()
-
-
-def _copy_files(zero: Any, source: Path, names: dict[str, str]) -> None:
-    """Rename a rank's files to the names of this process; upstream has copied them under the old names."""
-    target = Path(zero.optimizer_swapper.swap_folder)
-    for path in source.glob(f"*{_ENDING}"):
-        if path.name not in {f"{state}{name}{_ENDING}" for name in names.values() for state in _states(path)}:
-            (target / path.name).unlink(missing_ok=True)
-    for path in source.glob(f"*{_ENDING}"):
-        state, dash, old = path.name.removesuffix(_ENDING).rpartition("-")
-        shutil.copyfile(path, target / f"{state}{dash}{names[old]}{_ENDING}")
-
-
-def _states(path: Path) -> tuple[str, str]:
-    """Nothing, for master weights, or the beginning that names a state, `exp_avg-`."""
-    state, dash, _ = path.name.removesuffix(_ENDING).rpartition("-")
-    return "", f"{state}{dash}"
-
-
-@contextmanager
-def reading_swapped_weights() -> Iterator[None]:
-    """Make DeepSpeed put whole weights together from a checkpoint whose master weights are files of their own.
-
-    `zero_to_fp32` finds empty tensors in place of the master weights, and stops.
-    """
-    from deepspeed.utils import zero_to_fp32
-
-    plain = zero_to_fp32.parse_optim_states
-
-    def parse(files: list[str], folder: str) -> Any:
-        result = plain(files, folder)
-        first = sorted(Path(folder).glob("*mp_rank_00_model_states.pt"))[0]
-        saved = torch.load(first, map_location="cpu", weights_only=False, mmap=True).get(SUB_GROUPS)
-        if saved is not None:
-            for rank, flats in enumerate(result[2]):
-                flats[:] = [
-                    flat if flat.numel() else _read(_files(Path(folder), rank) / f"{name}{_ENDING}", numel)
-                    for flat, name, numel in zip(flats, saved["names"], saved["numels"], strict=True)
-                ]
-        return result
-
-    zero_to_fp32.parse_optim_states = parse
-    try:
-        yield
-    finally:
-        zero_to_fp32.parse_optim_states = plain
-
-
-def _read(path: Path, numel: int) -> torch.Tensor:
-    return torch.from_file(str(path), size=numel, dtype=torch.float32)
-
-
-def _inside(folder: Path) -> Path:
-    return folder / (folder / "latest").read_text().strip()
-
-
-def _files(inside: Path, rank: int) -> Path:
+def _swapped_files(inside: Path, rank: int) -> Path:
     return inside / "offloaded_tensors" / f"rank{rank:02d}"
 
 
-def _in_saved_order(zero: Any) -> list[int]:
-    """Sub-groups by parameter group, as `torch.optim` numbers them in a state dict."""
-    return sorted(range(len(zero.fp16_groups)), key=lambda number: zero.sub_group_to_group_id[number])
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+ZERO_MARK = "latest"
+"""The file by which a folder is known to be DeepSpeed's; it is written last and names the folder inside."""
+
+_OWN_KEYS = {
+    "buffer_names",
+    "checkpoint_parallel_dimensions",
+    "data_sampler",
+    "dp_world_size",
+    "ds_config",
+    "ds_version",
+    "frozen_param_fragments",
+    "frozen_param_shapes",
+    "global_samples",
+    "global_steps",
+    "lr_scheduler",
+    "module",
+    "mp_world_size",
+    "optimizer",
+    "param_shapes",
+    "random_ltd",
+    "shared_params",
+    "skipped_steps",
+    SUB_GROUPS,
+}
+"""Keys that DeepSpeed 0.19 and we add to the file that also holds what Lightning saves."""
 
 
-def _restore_sub_group(zero: Any, sub_group: int, saved: dict[str, Any]) -> None:
-    parameter = zero.fp32_partitioned_groups_flat[sub_group]
-    numel = int(zero.fp16_partitioned_groups_flat_numel[sub_group])
-    swapped = zero._swappable_optimizer_subgroup(sub_group)
-    zero.optimizer.state[parameter] = {
-        # Tensors on disk were saved empty; DeepSpeed looks on disk for them because of their size.
-        name: torch.empty(numel) if swapped and torch.is_tensor(value) and value.dim() and not value.numel() else value
-        for name, value in saved.items()
-    }
-    if swapped:
-        info = zero.optimizer_swapper._get_param_swap_info(parameter)  # enters the states by the names of their files
-        for tensor in info.tensors[1:]:
-            tensor.release_memory()
+@dataclass
+class _SubGroup:
+    """Parameters whose master weights and states are one flat tensor on each rank.
 
-
-@contextmanager
-def loading_swapped_parameters() -> Iterator[None]:
-    """Make stage 3 load a checkpoint while parameters are on disk and the optimizer isn't.
-
-    `_rigid_load_state_dict` copies master weights into a flat buffer of each sub-group. Those on disk have no buffer,
-    and are written instead.
+    Attributes:
+        spans: Name, place in a rank's flat tensor, and first and last element of each parameter's part, by rank.
+        masters: Flat master weights, by rank.
+        states: States of the flat tensor, by rank.
+        options: Those of its optimizer group, whose number is `group`.
     """
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
 
-    plain = Stage3._rigid_load_state_dict
+    spans: list[list[tuple[str, int, int, int]]]
+    masters: list[Tensor]
+    states: list[dict[str, Any]]
+    group: int
 
-    def load(self: Any, state: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        if self.swap_optimizer or all(flat is not None for flat in self.fp16_partitioned_groups_flat):
-            plain(self, state, load_optimizer_states)
-            return
-        self.loss_scaler = state["loss_scaler"]
-        self.dynamic_loss_scale, self.overflow = state["dynamic_loss_scale"], state["overflow"]
-        if load_optimizer_states:
-            self._set_fp32_optimizer_param_groups()
-            self.optimizer.load_state_dict(state["optimizer_state_dict"])
-            self._clear_fp32_optimizer_param_groups()
-        for number, saved in enumerate(state["fp32_flat_groups"]):
-            self.fp32_partitioned_groups_flat[number].data.copy_(saved.data)
-            self._reassign_or_swap_out_partitioned_parameters(number)
 
-    Stage3._rigid_load_state_dict = load
-    try:
-        yield
-    finally:
-        Stage3._rigid_load_state_dict = plain
+@dataclass
+class ZeroLayout:
+    """How a folder of DeepSpeed's divides master weights and states."""
+
+    stage: int
+    world_size: int
+    sub_groups: list[_SubGroup]
+    engine: dict[str, Any]
+    """Counters of the engine and the state of the loss scale."""
+
+
+def read_zero(folder: Path, weights_only: bool | None = None) -> SavedRun:
+    """Read a folder that DeepSpeed wrote, of any stage, from memory or disk. Tensors stay on disk until they are used.
+
+    Weights are the optimizer's fp32 master weights.
+
+    Raises:
+        ValueError: If files are missing, or were written with options that aren't read here.
+    """
+    inside = folder / (folder / ZERO_MARK).read_text().strip()
+    files = [_of_rank(inside, rank, "optim_states") for rank in range(len([*inside.glob("*_optim_states.pt")]))]
+    if not files:
+        raise ValueError(f"`ckpt_path={str(folder)!r}` holds no files of an optimizer under ZeRO.")
+    saved = [load(file, weights_only)["optimizer_state_dict"] for file in files]
+    stage = int(saved[0]["zero_stage"])
+    named = [inside / "mp_rank_00_model_states.pt"]
+    if stage == 3:
+        named = [_of_rank(inside, rank, "model_states") for rank in range(len(files))]
+    models = [load(file, weights_only) for file in named]
+    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
+    sub_groups = _whole_groups(saved, shapes) if stage < 3 else _partitioned_groups(saved, shapes)
+    if stage == 3:
+        _add_swapped(inside, sub_groups, models)
+    weights = _weights(models, sub_groups, {name: shape for group in shapes for name, shape in group.items()})
+    groups = saved[0]["base_optimizer_state" if stage < 3 else "optimizer_state_dict"]["param_groups"]
+    optimizer = {"state": _states(sub_groups, shapes), "param_groups": _named_groups(groups, sub_groups, models[0])}
+    counters = {key: models[0][key] for key in ("global_steps", "global_samples", "skipped_steps") if key in models[0]}
+    scale = {key: saved[0][key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow") if key in saved[0]}
+    extras = {key: value for key, value in models[0].items() if key not in _OWN_KEYS}
+    extras.pop(PARAMETERS, None)  # used by now: states are by names
+    layout = ZeroLayout(stage, len(files), sub_groups, counters | {"scale": scale})
+    return SavedRun(folder, weights, extras, [optimizer], layout)
+
+
+def _of_rank(inside: Path, rank: int, kind: str) -> Path:
+    """The file of a rank; its name begins otherwise in bf16."""
+    found = [*inside.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}.pt")]
+    if len(found) != 1:
+        raise ValueError(f"`ckpt_path={str(inside.parent)!r}` has {len(found)} files of rank {rank} for {kind}, not 1.")
+    return found[0]
+
+
+def _whole_groups(saved: Sequence[dict[str, Any]], shapes: Sequence[dict[str, torch.Size]]) -> list[_SubGroup]:
+    """Stages 1 and 2: a group's parameters one after the other, cut into as many equal parts as there are ranks."""
+    if isinstance(saved[0]["base_optimizer_state"], list):
+        raise ValueError("`elastic_checkpoint: true` of DeepSpeed is not read. Save with `elastic_checkpoint: false`.")
+    sub_groups = []
+    for number, group in enumerate(shapes):
+        paddings = saved[0].get("param_alignment_paddings") or [[0] * len(group) for _ in shapes]
+        size = saved[0]["single_partition_of_fp32_groups"][number].numel() + saved[0]["group_paddings"][number]
+        offsets, offset = [], 0
+        for shape, padding in zip(group.values(), paddings[number], strict=True):
+            offsets.append(offset)
+            offset += shape.numel() + padding
+        spans = [_cut(group, offsets, rank * size, (rank + 1) * size) for rank in range(len(saved))]
+        key = saved[0]["base_optimizer_state"]["param_groups"][number]["params"][0]
+        sub_groups.append(
+            _SubGroup(
+                spans,
+                [of_rank["single_partition_of_fp32_groups"][number] for of_rank in saved],
+                [dict(of_rank["base_optimizer_state"]["state"].get(key, {})) for of_rank in saved],
+                number,
+            )
+        )
+    return sub_groups
+
+
+def _cut(shapes: Mapping[str, Any], offsets: Sequence[int], begin: int, end: int) -> list[tuple[str, int, int, int]]:
+    """The parts of parameters in a range of a flat group: names, places in the range, first and last elements."""
+    spans = []
+    for (name, shape), offset in zip(shapes.items(), offsets, strict=True):
+        start, stop = max(begin - offset, 0), min(end - offset, shape.numel())
+        if start < stop:
+            spans.append((name, offset + start - begin, start, stop))
+    return spans
+
+
+def _partitioned_groups(saved: Sequence[dict[str, Any]], shapes: Sequence[dict[str, torch.Size]]) -> list[_SubGroup]:
+    """Stage 3: every parameter is cut by itself; a rank's sub-group holds its parts of some parameters."""
+    world_size = len(saved)
+    group_of = {
+        number: index
+        for index, group in enumerate(saved[0]["optimizer_state_dict"]["param_groups"])
+        for number in group["params"]
+    }
+    return [
+        _SubGroup(
+            [_parts(group, rank, world_size) for rank in range(world_size)],
+            [of_rank["fp32_flat_groups"][number] for of_rank in saved],
+            [dict(of_rank["optimizer_state_dict"]["state"].get(number, {})) for of_rank in saved],
+            group_of[number],
+        )
+        for number, group in enumerate(shapes)
+    ]
+
+
+def _parts(shapes: Mapping[str, Any], rank: int, world_size: int) -> list[tuple[str, int, int, int]]:
+    spans, place = [], 0
+    for name, shape in shapes.items():
+        part = -(-shape.numel() // world_size)
+        start, stop = rank * part, min((rank + 1) * part, shape.numel())
+        if start < stop:
+            spans.append((name, place, start, stop))
+        place += part
+    return spans
+
+
+def _add_swapped(inside: Path, sub_groups: Sequence[_SubGroup], models: Sequence[dict[str, Any]]) -> None:
+    """Put in what lay in files of its own: DeepSpeed saves empty tensors in its place."""
+    for rank, model in enumerate(models):
+        swapped = model.get(SUB_GROUPS)
+        for number, sub_group in enumerate(sub_groups if swapped else ()):
+            name, numel = swapped["names"][number], swapped["numels"][number]
+            files = _swapped_files(inside, rank)
+            if not sub_group.masters[rank].numel() and numel:
+                sub_group.masters[rank] = _read(files / f"{name}{_ENDING}", numel)
+            for key, value in sub_group.states[rank].items():
+                if torch.is_tensor(value) and value.dim() and not value.numel() and numel:
+                    sub_group.states[rank][key] = _read(files / f"{key}-{name}{_ENDING}", numel)
+
+
+def _read(path: Path, numel: int) -> Tensor:
+    return torch.from_file(str(path), size=numel, dtype=torch.float32)
+
+
+def _pieces(
+    sub_groups: Sequence[_SubGroup], shapes: Mapping[str, torch.Size], flat: Callable[..., Any]
+) -> dict[str, Pieces]:
+    """Tensors by names of parameters, from one flat tensor of each sub-group and rank."""
+    parts: dict[str, list[tuple[int, Tensor]]] = {}
+    for sub_group in sub_groups:
+        for rank, spans in enumerate(sub_group.spans):
+            values = flat(sub_group, rank)
+            for name, place, start, stop in spans if values is not None else ():
+                parts.setdefault(name, []).append((start, values[place : place + stop - start]))
+    return {name: Pieces(shapes[name], sorted(found, key=lambda part: part[0])) for name, found in parts.items()}
+
+
+def _weights(
+    models: Sequence[dict[str, Any]], sub_groups: Sequence[_SubGroup], shapes: Mapping[str, torch.Size]
+) -> dict[str, Pieces]:
+    model = models[0]
+    weights = _pieces(sub_groups, shapes, lambda sub_group, rank: sub_group.masters[rank])
+    for name in model["buffer_names"]:
+        if name in model["module"]:
+            value = model["module"][name]
+            weights[name] = Pieces.of(value.float() if value.is_floating_point() else value)
+    for name, shape in (model.get("frozen_param_shapes") or {}).items():
+        parts, start = [], 0
+        for fragments in (one["frozen_param_fragments"] for one in models):
+            flat = fragments[name].reshape(-1)
+            parts.append((start, flat[: shape.numel() - start]))
+            start += flat.numel()
+        weights[name] = Pieces(torch.Size(shape), [part for part in parts if part[1].numel() or not part[0]])
+    for name, stored in model["shared_params"].items():
+        if stored in weights:
+            weights[name] = weights[stored]
+    return weights
+
+
+def _is_flat(value: Any, master: Tensor) -> bool:
+    """Whether a state has an element for each of the master weights, which may lack the padding at their end."""
+    return torch.is_tensor(value) and value.dim() == 1 and value.numel() >= master.numel() > 0
+
+
+def _states(sub_groups: Sequence[_SubGroup], shapes: Sequence[Mapping[str, torch.Size]]) -> dict[str, dict[str, Any]]:
+    """States by names of parameters. What a flat tensor has one of, all its parameters get."""
+    flat_shapes = {name: shape for group in shapes for name, shape in group.items()}
+    states: dict[str, dict[str, Any]] = {}
+    for sub_group in sub_groups:
+        for key, value in sub_group.states[0].items():
+            if _is_flat(value, sub_group.masters[0]):
+                found = _pieces([sub_group], flat_shapes, lambda one, rank, key=key: one.states[rank].get(key))
+                for name, pieces in found.items():
+                    states.setdefault(name, {})[key] = pieces
+                continue
+            for name in {span[0] for spans in sub_group.spans for span in spans}:
+                states.setdefault(name, {})[key] = value.clone() if torch.is_tensor(value) else value
+    return {name.replace("_orig_mod.", ""): state for name, state in states.items()}
+
+
+def _named_groups(
+    groups: Sequence[dict[str, Any]], sub_groups: Sequence[_SubGroup], model: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Options of the groups with names of their parameters; frozen ones, which DeepSpeed leaves out, included."""
+    named: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
+    for sub_group in sub_groups:
+        found = dict.fromkeys(span[0].replace("_orig_mod.", "") for spans in sub_group.spans for span in spans)
+        named[sub_group.group]["params"] += found
+    for names in model.get(PARAMETERS, [[]])[0]:
+        for group in named:
+            if set(group["params"]) & set(names):
+                group["params"] = list(names)
+    return named
+
+
+@torch.no_grad()
+def take_run(engine: Any, saved: SavedRun, optimizers: Sequence[SavedOptimizer]) -> None:
+    """Give an engine that trains the weights, states and groups of a checkpoint, whatever wrote it.
+
+    `DeepSpeedEngine.load_checkpoint` does so for checkpoints of its own stage and number of ranks only, and runs what is
+    hidden in them. Each rank reads its own parts.
+
+    Args:
+        engine: A new engine.
+        saved: The checkpoint.
+        optimizers: Its optimizer by names; none to start a new one from the weights.
+
+    Raises:
+        ValueError: If the optimizer's states can't be divided as this engine divides them.
+    """
+    zero = engine.optimizer
+    names = {parameter: name for parameter, name in engine.param_names.items()}
+    is_partitioned = engine.zero_optimization_partition_weights()
+    if is_partitioned:
+        zero.checkpoint_event_prologue()
+    live = _live_partitioned(zero, names) if is_partitioned else _live_whole(zero, names)
+    for name, buffer in engine.module.named_buffers():
+        if name in saved.weights:
+            buffer.copy_(saved.weights[name].whole())
+    for parameter, name in names.items():
+        if name not in saved.weights:
+            continue
+        if not is_partitioned:
+            parameter.copy_(saved.weights[name].whole())
+        elif not parameter.requires_grad:
+            parameter.ds_tensor.copy_(_padded(saved.weights[name], parameter))
+    by_name = optimizers[0] if optimizers else None
+    same = by_name is not None and _is_same_layout(saved.layout, live, 3 if is_partitioned else 2)
+    for number, one in enumerate(live):
+        swapped = is_partitioned and zero._swappable_optimizer_subgroup(number)
+        if swapped:
+            zero._optimizer_states_and_gradient_swap_in(number)
+        _fill(one.master, one, saved.weights)
+        if by_name is not None:
+            options = by_name.options([span[0].replace("_orig_mod.", "") for span in one.all], one.options)
+            one.options.update({key: value for key, value in options.items() if key != "params"})
+            kept = saved.layout.sub_groups[number].states[one.rank] if same else None
+            zero.optimizer.state[one.master] = (
+                {key: _alike(value, one) for key, value in kept.items()} if kept is not None else _divided(one, by_name)
+            )
+        if is_partitioned:
+            zero._reassign_or_swap_out_partitioned_parameters(number)
+        if swapped:
+            zero._optimizer_states_and_gradient_swap_out(number)
+    if is_partitioned:
+        if len(zero.persistent_parameters) > 0:
+            zero.persistent_parameters[0].partition(zero.persistent_parameters)
+        zero.checkpoint_event_epilogue()
+    if isinstance(saved.layout, ZeroLayout):
+        for key, value in saved.layout.engine.items():
+            if key != "scale":
+                setattr(engine, key, value)
+        if saved.layout.engine["scale"].get("dynamic_loss_scale") and zero.dynamic_loss_scale:
+            zero.loss_scaler = saved.layout.engine["scale"]["loss_scaler"]
+    else:
+        engine.global_steps = int(saved.extras.get("global_step", 0))
+
+
+@dataclass
+class _Live:
+    """A flat tensor of master weights on this rank."""
+
+    master: Tensor
+    spans: list[tuple[str, int, int, int]]
+    all: list[tuple[str, int]]
+    """Names and elements of all its parameters, of which this rank may have no part."""
+    options: dict[str, Any]
+    rank: int
+    world_size: int
+
+
+def _live_whole(zero: Any, names: Mapping[Any, str]) -> list[_Live]:
+    live = []
+    for number, parameters in enumerate(zero.round_robin_bit16_groups):
+        process_group = zero.real_dp_process_group[number]
+        rank, size = torch.distributed.get_rank(process_group), int(zero.partition_size[number])
+        shapes = {names[parameter]: parameter.shape for parameter in parameters}
+        spans = _cut(shapes, zero.round_robin_bit16_offsets[number], rank * size, (rank + 1) * size)
+        own = [(name, shape.numel()) for name, shape in shapes.items()]
+        live.append(
+            _Live(
+                zero.single_partition_of_fp32_groups[number],
+                spans,
+                own,
+                zero.optimizer.param_groups[number],
+                rank,
+                torch.distributed.get_world_size(process_group),
+            )
+        )
+    return live
+
+
+def _live_partitioned(zero: Any, names: Mapping[Any, str]) -> list[_Live]:
+    rank, world_size = (
+        get(zero.dp_process_group) for get in (torch.distributed.get_rank, torch.distributed.get_world_size)
+    )
+    live = []
+    for number, parameters in enumerate(zero.fp16_groups):
+        shapes = {names[parameter]: torch.Size(parameter.ds_shape) for parameter in parameters}
+        live.append(
+            _Live(
+                zero.fp32_partitioned_groups_flat[number],
+                _parts(shapes, rank, world_size),
+                [(name, shape.numel()) for name, shape in shapes.items()],
+                zero.optimizer.param_groups[zero.sub_group_to_group_id[number]],
+                rank,
+                world_size,
+            )
+        )
+    return live
+
+
+def _is_same_layout(layout: Any, live: Sequence[_Live], stage: int) -> bool:
+    """Whether a checkpoint divides master weights exactly as this run does, so that states need not be cut anew."""
+    if not isinstance(layout, ZeroLayout) or max(layout.stage, 2) != stage or layout.world_size != live[0].world_size:
+        return False
+    return len(layout.sub_groups) == len(live) and all(
+        saved.spans[one.rank] == one.spans for saved, one in zip(layout.sub_groups, live, strict=True)
+    )
+
+
+def _padded(pieces: Pieces, parameter: Any) -> Tensor:
+    """This rank's part of a frozen parameter under stage 3."""
+    part = torch.zeros(parameter.ds_tensor.shape)
+    rank = torch.distributed.get_rank(parameter.ds_process_group)
+    found = pieces.between(rank * part.numel(), (rank + 1) * part.numel())
+    part.view(-1)[: found.numel()] = found
+    return part
+
+
+def _fill(flat: Tensor, one: _Live, tensors: Mapping[str, Pieces]) -> None:
+    """Write this rank's parts of parameters into a flat tensor; what pads it is zero."""
+    flat.zero_()
+    for name, place, start, stop in one.spans:
+        flat[place : place + stop - start] = tensors[name].between(start, stop)
+
+
+def _alike(value: Any, one: _Live) -> Any:
+    """A state as it was saved, where this optimizer steps."""
+    if not torch.is_tensor(value):
+        return value
+    on_host = not value.dim() and not (one.options.get("fused") or one.options.get("capturable"))
+    return value.clone() if on_host else value.to(one.master.device, copy=True)
+
+
+_COUNTERS = {"eta", "mu", "mu_product", "step"}
+"""States of torch's optimizers that have no dimension, which in a parameter of one element look like its moments."""
+
+
+def _are_scalars(values: Iterable[Any]) -> bool:
+    return all(not isinstance(value, Pieces) and not value.dim() for value in values)
+
+
+def _divided(one: _Live, saved: SavedOptimizer) -> dict[str, Any]:
+    """States of a flat tensor from those of its parameters."""
+    names = [name for name, _ in one.all]
+    states = [saved.states.get(name.replace("_orig_mod.", ""), {}) for name in names]
+    keys = {key for state in states for key in state}
+    made: dict[str, Any] = {}
+    for key in sorted(keys):
+        values = {name: state.get(key) for name, state in zip(names, states, strict=True)}
+        tensors = {
+            name: value if isinstance(value, Pieces) else Pieces.of(value)
+            for (name, numel), value in zip(one.all, values.values(), strict=True)
+            if isinstance(value, Pieces) or (torch.is_tensor(value) and value.numel() == numel)
+        }
+        if len(tensors) == len(values) and not (key in _COUNTERS and _are_scalars(values.values())):
+            made[key] = torch.zeros_like(one.master)
+            _fill(made[key], one, tensors)
+            continue
+        scalars = [
+            value if torch.is_tensor(value) else torch.tensor(value) for value in values.values() if value is not None
+        ]
+        if len(scalars) != len(values) or any(value.numel() != 1 or value != scalars[0] for value in scalars):
+            raise ValueError(
+                f"`ckpt_path={str(saved.path)!r}` has states {key!r} that ZeRO can't keep in one tensor for "
+                f"{', '.join(names[:3])}{' ...' * (len(names) > 3)}: they differ, or have other shapes than the "
+                "parameters. Resume with the strategy that wrote it, or load the weights alone "
+                "(`load_full_weights: true`)."
+            )
+        made[key] = _alike(next(iter(values.values())), one)
+    return made

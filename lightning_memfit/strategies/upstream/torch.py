@@ -10,18 +10,11 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-
-
-def names_in_checkpoints(module: nn.Module) -> dict[int, str]:
-    """Names of a module's parameters and buffers by `id`, without what wrappers such as torch.compile's add to them."""
-    named = (*module.named_parameters(), *module.named_buffers())
-    return {id(tensor): next(iter(_get_fqns(module, name))) for name, tensor in named}
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,115 @@
+"""Read files of checkpoints without running what is hidden in them."""
+
+import io
+import pickle
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+_DEEPSPEED = {
+    "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
+    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+}
+"""Classes in the files that DeepSpeed 0.19 writes: plain values under a name."""
+
+_LIGHTNING = {"lightning.fabric.utilities.data": ("AttributeDict",)}
+"""What `save_hyperparameters` leaves in a checkpoint."""
+
+_DISTRIBUTED = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+}
+"""What the index of a distributed checkpoint of torch is made of, besides types of numbers."""
+
+
+class UnsafeCheckpointError(ValueError):
+    """A file of a checkpoint asks for a function or class that no checkpoint needs."""
+
+
+def load(file: str | Path | IO[bytes], weights_only: bool | None = None, mmap: bool = True) -> Any:
+    """Load a file of `torch.save`: tensors, plain values, and the classes that upstream's own files have.
+
+    Args:
+        file: Path of the file, or a stream.
+        weights_only: False asks for everything that is in it, and runs what is hidden there.
+        mmap: Leave tensors on disk until they are used.
+
+    Raises:
+        UnsafeCheckpointError: If there is something else in it. It was not made, and nothing of the file ran.
+    """
+    options: dict[str, Any] = {"map_location": "cpu", "mmap": mmap and isinstance(file, (str, Path))}
+    if weights_only is False:
+        return torch.load(file, weights_only=False, **options)
+    try:
+        with torch.serialization.safe_globals(_known()):
+            return torch.load(file, weights_only=True, **options)
+    except pickle.UnpicklingError as error:
+        raise _refused(file, _found(str(error))) from error
+
+
+def _known() -> list[Any]:
+    classes = dict(_LIGHTNING)
+    if find_spec("deepspeed") is not None:
+        classes |= _DEEPSPEED
+    return [getattr(import_module(module), name) for module, names in classes.items() for name in names]
+
+
+def _found(message: str) -> str:
+    """What torch refused, of its message of several paragraphs."""
+    for begin in ("GLOBAL ", "Unsupported class ", "Unsupported global: GLOBAL "):
+        if begin in message:
+            return message.split(begin, 1)[1].split()[0].strip("`'\",")
+    return message.splitlines()[0]
+
+
+def _refused(file: Any, what: str) -> UnsafeCheckpointError:
+    return UnsafeCheckpointError(
+        f"{str(file)!r} holds {what}, which is neither a tensor nor a plain value: loading it could run any code. If you "
+        "trust whoever wrote it, load it with `weights_only=False`."
+    )
+
+
+class _Index(pickle.Unpickler):
+    """Makes what the index of a distributed checkpoint is made of, and nothing else."""
+
+    def __init__(self, stream: IO[bytes], path: Path) -> None:
+        super().__init__(stream)
+        self.path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The classes of an index, or an error."""
+        found = getattr(import_module(module), name, None) if module == "torch" and "." not in name else None
+        if (module, name) in _DISTRIBUTED:
+            return getattr(import_module(module), name)
+        if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+            return found
+        raise _refused(self.path, f"{module}.{name}")
+
+
+def load_index(path: Path) -> Any:
+    """Load the index, `.metadata`, of a distributed checkpoint of torch.
+
+    Raises:
+        UnsafeCheckpointError: If there is something else in it.
+    """
+    return _Index(io.BytesIO(path.read_bytes()), path).load()

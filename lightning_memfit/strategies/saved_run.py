@@ -1,0 +1,305 @@
+"""What a checkpoint holds, by the names of parameters, whatever strategy and however many ranks wrote it.
+
+Every kind of checkpoint is read into a `SavedRun`, and every strategy goes on from one. Tensors stay on disk until a part
+of them is asked for, so that a rank reads no more than its share.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PARAMETERS = "memfit_parameters"
+"""Key of a checkpoint: names of the parameters in each group of each optimizer, which states are numbered by."""
+
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Options of a group that say how it is stepped and not where to: these stay as the run has them."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A tensor in parts that lie in several files.
+
+    Attributes:
+        shape: Of the whole tensor.
+        parts: One-dimensional parts with the places of their first elements, in order and without gaps.
+    """
+
+    shape: torch.Size
+    parts: Sequence[tuple[int, Tensor]]
+
+    @classmethod
+    def of(cls, whole: Tensor) -> "Pieces":
+        """A tensor that is in one part."""
+        return cls(whole.shape, [(0, whole.detach().reshape(-1))])
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """The elements from `start` to `stop` of the flattened tensor; fewer if it ends before."""
+        found = [
+            part[max(start - first, 0) : stop - first]
+            for first, part in self.parts
+            if first < stop and first + part.numel() > start
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found) if found else self.parts[0][1][:0]
+
+    def whole(self) -> Tensor:
+        """The tensor."""
+        return self.between(0, self.shape.numel()).view(self.shape)
+
+
+def whole(value: Any) -> Any:
+    """A tensor put together of its pieces; anything else as it is."""
+    return value.whole() if isinstance(value, Pieces) else value
+
+
+@dataclass
+class SavedOptimizer:
+    """States and groups of one optimizer by names.
+
+    Attributes:
+        groups: Options of each group; "params" are names.
+        states: States of each parameter by name: `Pieces` of its shape, or what else the optimizer keeps.
+        path: The checkpoint, for messages.
+    """
+
+    groups: list[dict[str, Any]]
+    states: dict[str, dict[str, Any]]
+    path: str | Path
+
+    def options(self, names: Iterable[str], live: Mapping[str, Any]) -> dict[str, Any]:
+        """Options for a group of the run that goes on.
+
+        Args:
+            names: Its parameters.
+            live: The group as the run made it.
+
+        Raises:
+            ValueError: If a parameter was in no group, or the parameters were in groups with different options.
+        """
+        held = {name: group for group in self.groups for name in group["params"]}
+        found: dict[str, Any] | None = None
+        for name in names:
+            if name not in held:
+                raise ValueError(
+                    f"`ckpt_path={str(self.path)!r}` has no optimizer group with {name!r}. Make the optimizer as the "
+                    "saved run did, or load the weights alone."
+                )
+            options = {key: value for key, value in held[name].items() if key not in ("params", "param_names")}
+            options |= {key: live[key] for key in _IMPLEMENTATION if key in live}
+            if found is not None and not _same(options, found):
+                different = sorted(key for key in options if not _same(options[key], found.get(key)))
+                raise ValueError(
+                    f"`ckpt_path={str(self.path)!r}` has {name!r} in a group whose {', '.join(different)} differ from "
+                    "those of the others in this run's group. Make the optimizer's groups as the saved run did, or "
+                    "load the weights alone."
+                )
+            found = options
+        return found or {key: value for key, value in live.items() if key != "params"}
+
+    def state_dict(
+        self, groups: Sequence[Mapping[str, Any]], names: Mapping[int, str], numbered: bool
+    ) -> dict[str, Any]:
+        """A state dict for an optimizer of whole parameters, put together in memory.
+
+        Args:
+            groups: `param_groups` of that optimizer.
+            names: Names of the module's parameters by `id`.
+            numbered: Number parameters through the groups, as `Optimizer.load_state_dict` does, instead of naming them.
+        """
+        known = {name for group in self.groups for name in group["params"]}
+        state, made, count = {}, [], 0
+        for group in groups:
+            keys: list[Any] = []
+            own = [(names[id(parameter)], parameter) for parameter in group["params"]]
+            for name, parameter in own:
+                key = count if numbered else name
+                if name in self.states:
+                    state[key] = {what: whole(value) for what, value in self.states[name].items()}
+                    _check_shapes(state[key], name, parameter, self.path)
+                keys.append(key)
+                count += 1
+            trained = [name for name, parameter in own if parameter.requires_grad or name in known]
+            made.append(self.options(trained, group) | {"params": keys})
+        return {"state": state, "param_groups": made}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+_ELEMENTWISE = {
+    "acc_delta",
+    "exp_avg",
+    "exp_avg_sq",
+    "exp_inf",
+    "grad_avg",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "prev",
+    "square_avg",
+    "step_size",
+    "sum",
+}
+"""States of torch's optimizers that have their parameter's shape."""
+
+
+def _check_shapes(state: Mapping[str, Any], name: str, parameter: Tensor, path: str | Path) -> None:
+    """Refuse states that are another parameter's."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and key in _ELEMENTWISE and value.dim() and value.shape != parameter.shape:
+            raise ValueError(
+                f"`ckpt_path={str(path)!r}` has an optimizer state of shape {tuple(value.shape)} where this run's "
+                f"{name!r} has {tuple(parameter.shape)}: the optimizer's groups are in another order. Make the "
+                "optimizer as the saved run did, or load the weights alone."
+            )
+
+
+def numbered_optimizer(
+    saved: Mapping[str, Any], names: Sequence[Sequence[str]] | None, path: str | Path
+) -> SavedOptimizer:
+    """An `Optimizer.state_dict()` by names.
+
+    Args:
+        saved: One of a run on one device or under DDP, which numbers parameters through its groups; one with names
+            stays as it is.
+        names: Names of the parameters in each group; None if the dict has names.
+        path: The checkpoint, for messages.
+
+    Raises:
+        ValueError: If the groups have other numbers of parameters.
+    """
+    keys = [list(group["params"]) for group in saved["param_groups"]]
+    if all(isinstance(key, str) for group in keys for key in group):
+        called = {key: key for group in keys for key in group}
+    else:
+        assert names is not None
+        if [len(group) for group in keys] != [len(group) for group in names]:
+            raise ValueError(
+                f"`ckpt_path={str(path)!r}` has optimizer groups of {', '.join(str(len(group)) for group in keys)} "
+                f"parameters, this run of {', '.join(str(len(group)) for group in names)}. Make the optimizer as the "
+                "saved run did, or load the weights alone."
+            )
+        called = {
+            key: name
+            for group, of_group in zip(keys, names, strict=True)
+            for key, name in zip(group, of_group, strict=True)
+        }
+    return SavedOptimizer(
+        [
+            {**group, "params": [called[key] for key in of_group]}
+            for group, of_group in zip(saved["param_groups"], keys, strict=True)
+        ],
+        {called[key]: dict(state) for key, state in saved["state"].items()},
+        path,
+    )
+
+
+@dataclass
+class SavedRun:
+    """Everything that a checkpoint holds.
+
+    Attributes:
+        path: The checkpoint.
+        weights: Parameters and buffers by their names in the module's state dict; the same parameter may have several.
+        extras: What Lightning, callbacks, the module and its data saved besides.
+        optimizers: State dicts of the optimizers, numbered or named; None if the checkpoint holds weights alone.
+        layout: What else the reader knows, for strategies of its own kind.
+    """
+
+    path: Path
+    weights: dict[str, Pieces]
+    extras: dict[str, Any]
+    optimizers: list[dict[str, Any]] | None
+    layout: Any = field(default=None, repr=False)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Whole weights, in host memory."""
+        return {name: pieces.whole() for name, pieces in self.weights.items()}
+
+    def checkpoint(self) -> dict[str, Any]:
+        """What a run on one device would have saved, with states by names where they are known."""
+        saved = self.extras | {"state_dict": self.state_dict()}
+        if self.optimizers is not None:
+            saved["optimizer_states"] = [
+                {
+                    "state": {
+                        key: {what: whole(value) for what, value in state.items()}
+                        for key, state in optimizer["state"].items()
+                    },
+                    "param_groups": optimizer["param_groups"],
+                }
+                for optimizer in self.optimizers
+            ]
+        return saved
+
+    def named_optimizers(self, names: Sequence[Sequence[Sequence[str]]]) -> list[SavedOptimizer]:
+        """States and groups by names.
+
+        Args:
+            names: Names in each group of each optimizer of the run that goes on, for checkpoints that number parameters
+                and don't say their names.
+
+        Raises:
+            ValueError: If the checkpoint holds weights alone, or other numbers of optimizers or parameters.
+        """
+        if self.optimizers is None:
+            raise ValueError(
+                f"`ckpt_path={str(self.path)!r}` holds weights alone, without optimizer states to go on training from. "
+                "Start a new optimizer from them: `load_full_weights: true` of `ZeroStrategy`, or the model's "
+                "`pretrained` after `memfit export`."
+            )
+        if len(self.optimizers) != len(names):
+            raise ValueError(
+                f"`ckpt_path={str(self.path)!r}` has {len(self.optimizers)} optimizers, this run {len(names)}. Make "
+                "them as the saved run did, or load the weights alone."
+            )
+        saved = self.extras.get(PARAMETERS, names)
+        return [
+            numbered_optimizer(optimizer, of_optimizer, self.path)
+            for optimizer, of_optimizer in zip(self.optimizers, saved, strict=True)
+        ]
+
+
+def group_names(optimizers: Iterable[Any], names: Mapping[int, str]) -> list[list[list[str]]]:
+    """Names of the parameters in each group of each optimizer.
+
+    Args:
+        optimizers: Optimizers of whole parameters.
+        names: Names of the module's parameters by `id`.
+    """
+    return [
+        [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Names of a module's parameters by `id`, without the prefix that `torch.compile` gives them."""
+    return {id(parameter): name.replace("_orig_mod.", "") for name, parameter in module.named_parameters()}
+
+
+def check_names(path: str | Path, saved: Iterable[str], live: Iterable[str]) -> None:
+    """Refuse a checkpoint whose weights have other names than the module's.
+
+    Raises:
+        ValueError: Naming the first of them.
+    """
+    missing, unexpected = sorted({*live} - {*saved}), sorted({*saved} - {*live})
+    if missing or unexpected:
+        found = [f"has no {_listed(missing)}"] if missing else []
+        found += [f"has {_listed(unexpected)}, which this run's module has not"] if unexpected else []
+        raise ValueError(
+            f"`ckpt_path={str(path)!r}` {' and '.join(found)}. Build the module as the saved run did, or set its "
+            "`strict_loading = False`."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
