@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart fast test test-versions lint types unit aio format gpu gpu-wheels clean
+.PHONY: quickstart fast test test-versions fuzz lint types unit aio format gpu gpu-wheels clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m cli fit --config recipes/quickstart.yaml
@@ -28,6 +28,10 @@ unit: $(STAMP)
 # Under four minutes on two cores: all but what starts processes, compiles, or trains for long.
 fast: $(STAMP)
 	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile -m "not gpu and not slow"
+
+# 300 mutated recipes and command lines; `make test` has a sample of them.
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 
 # Unit and technique tests under the oldest and the newest supported versions, each in an environment of its own in
 # .venv-versions (some gigabytes each); `make test-versions ONLY=oldest` takes one.

@@ -1,7 +1,8 @@
-"""Errors of a command: a user's mistake becomes one message, a defect of ours keeps its traceback."""
+"""Errors of a command: a mistake becomes one message, anything else one line with its place and the way to see more."""
 
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,14 @@ from pathlib import Path
 
 import lightning_memfit
 
+DEBUG_OPTION = "--debug"
 DEBUG_VARIABLE = "MEMFIT_DEBUG"
 USER_ERROR = 2
+RUN_FAILED = 1
+"""A run that had begun ended in an error; before that nothing is lost, and the code is that of a mistake."""
+
+_MOST_LINES, _MOST_CHARACTERS = 6, 1200
+"""How much of an unexpected error's message is shown; torch's list every tensor of a model."""
 
 # Our two packages, wherever they are installed: exceptions raised in their files are meant for the user.
 _OURS = (Path(__file__).resolve().parent, Path(lightning_memfit.__file__).resolve().parent)
@@ -24,9 +31,17 @@ class Outcome:
     code: int = 0
 
 
+class RunFailedError(Exception):
+    """Raised from the error that ended a run which had begun to train."""
+
+
 @contextmanager
-def readable_errors() -> Iterator[Outcome]:
-    """Turn user mistakes into one message on stderr and exit code 2; set `MEMFIT_DEBUG=1` for the traceback."""
+def readable_errors(debug: bool = False) -> Iterator[Outcome]:
+    """Turn user mistakes into one message on stderr and exit code 2.
+
+    Args:
+        debug: Let them pass with their traceback, as `MEMFIT_DEBUG=1` does.
+    """
     outcome = Outcome()
     try:
         yield outcome
@@ -34,7 +49,7 @@ def readable_errors() -> Iterator[Outcome]:
         outcome.code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
         mistake = user_mistake(error)
-        if os.environ.get(DEBUG_VARIABLE) or mistake is None:
+        if debug or os.environ.get(DEBUG_VARIABLE) or mistake is None:
             raise
         print(f"memfit: error: {mistake}", file=sys.stderr)
         outcome.code = USER_ERROR
@@ -63,3 +78,53 @@ def _raised_by_us(error: BaseException) -> bool:
         return False
     last = frames[-1]
     return any(Path(last.filename).is_relative_to(folder) for folder in _OURS) and (last.line or "").startswith("raise")
+
+
+def report_unexpected(error: BaseException) -> int:
+    """Print what ended a command, when nobody foresaw it, and return the exit code.
+
+    Args:
+        error: What was raised.
+    """
+    code = RUN_FAILED if isinstance(error, RunFailedError) else USER_ERROR
+    error = original(error)
+    own_kind = any(kind.__module__.startswith("lightning_memfit.") for kind in type(error).__mro__)
+    told = str(error) if own_kind else traceback.format_exception_only(type(error), error)[-1].strip()
+    lines = [line for line in told.splitlines() if line.strip()]
+    shown = "\n".join(lines[:_MOST_LINES])[:_MOST_CHARACTERS]
+    more = " ..." if len(shown) < len("\n".join(lines)) else ""
+    print(f"memfit: error: {shown}{more} ({_place(error)}). {_where_more(error, code)}", file=sys.stderr)
+    return code
+
+
+def original(error: BaseException) -> BaseException:
+    """Return the error itself, or the one that ended a run."""
+    return error.__cause__ if isinstance(error, RunFailedError) and error.__cause__ is not None else error
+
+
+def _place(error: BaseException) -> str:
+    """Return the file and line that raised an error: the user's own code if it was there, else the last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    last = (own or frames)[-1:]
+    return f"{last[0].filename}:{last[0].lineno}" if last else "no file"
+
+
+def _is_users(filename: str) -> bool:
+    from lightning_memfit.profile.culprit import owner_of
+
+    return owner_of(filename) == "user" and not any(Path(filename).is_relative_to(folder) for folder in _OURS)
+
+
+def _where_more(error: BaseException, code: int) -> str:
+    """Say where the traceback is: in a file if the run can't simply be repeated."""
+    if code != RUN_FAILED:
+        return f"`{DEBUG_OPTION}` for the traceback."
+    try:
+        handle, name = tempfile.mkstemp(prefix="memfit-traceback-", suffix=".txt")
+        with open(handle, "w", encoding="utf-8") as file:
+            file.writelines(traceback.format_exception(type(error), error, error.__traceback__))
+    except OSError:
+        traceback.print_exception(type(error), error, error.__traceback__)
+        return "The traceback stands above."
+    return f"The traceback is in {name}; `{DEBUG_OPTION}` prints it."

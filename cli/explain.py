@@ -32,7 +32,7 @@ def explain(message: str, parser: argparse.ArgumentParser) -> str:
     where = f"`{found['key']}`: " if found else ""
     if match := _CLASS_OPTION.search(message):
         name = match["path"].rpartition(".")[2]
-        return f"{where}{name} has no argument `{match['key']}`. {_closest(match['key'], _arguments(match['path']))}"
+        return f"{where}{name} has no argument `{match['key']}`. {closest(match['key'], _arguments(match['path']))}"
     if match := _CLASS_PATH.search(message):
         return f"{where}there is no class `{match['path']}`. {_closest_class(match['path'].rpartition('.')[2])}"
     if match := _SHORT_NAME.search(message):
@@ -40,7 +40,7 @@ def explain(message: str, parser: argparse.ArgumentParser) -> str:
     if match := _HELP_OPTION.search(message):
         return f"`--{match['key']}.help` needs the name of a class, such as {', '.join(_own_callbacks())}."
     if match := _COMMAND_LINE.search(message) or _TOP_OPTION.search(message):
-        return f"there is no option `{match['key']}`. {_closest_option(match['key'], set(_options(parser)))}"
+        return f"there is no option `{match['key']}`. {_closest_option(match['key'], set(options_of(parser)))}"
     return message
 
 
@@ -54,7 +54,8 @@ def import_public_names() -> None:
         getattr(lightning_memfit, name)
 
 
-def _closest(name: str, valid: Iterable[str]) -> str:
+def closest(name: str, valid: Iterable[str]) -> str:
+    """Return a sentence with the valid names closest to one, or all of them."""
     names = sorted(valid)
     return f"Closest: {', '.join(get_close_matches(name, names, n=3, cutoff=0.5) or names)}."
 
@@ -64,17 +65,28 @@ def _closest_option(key: str, valid: set[str]) -> str:
     root = key.partition(".")[0]
     roots = {name.partition(".")[0] for name in valid}
     if root not in roots:
-        return _closest(root, roots)
-    return _closest(key, {name for name in valid if name.startswith(f"{root}.")} or roots)
+        return closest(root, roots)
+    return closest(key, {name for name in valid if name.startswith(f"{root}.")} or roots)
 
 
-def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the names of a parser's options, such as `trainer.max_steps`, those of its subcommands included."""
     for action in parser._actions:
         if isinstance(action.choices, dict):  # subcommands
             for subparser in action.choices.values():
-                yield from _options(subparser)
+                yield from options_of(subparser)
         elif action.option_strings and not action.dest.endswith((".help", "help", "print_config")):
             yield action.dest
+
+
+def arguments_of(class_path: str) -> set[str]:
+    """Return the names of a class's arguments by its path or public name; empty if it takes any, or isn't found."""
+    if "." not in class_path:
+        return set()
+    try:
+        return _arguments(class_path)
+    except (ImportError, AttributeError):
+        return set()
 
 
 def _arguments(class_path: str) -> set[str]:

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
+from lightning.pytorch.cli import ArgsType
 from typing_extensions import override
 
 from lightning_memfit.memory.kind import allows_cuda
 from lightning_memfit.planner.plan import is_technique
 
+from .errors import RunFailedError
 from .lightning_cli import MemFitCLI
+from .run_folder import RunFolder
 
 PLAN_VARIABLE = "MEMFIT_AUTO_PLAN"
 """Variable with the plan's file for the processes that a strategy starts, so that all of them use one plan."""
@@ -38,7 +41,30 @@ def main(argv: list[str]) -> int:
 
 
 class FitCLI(MemFitCLI):
-    """The command line that trains; it plans first if the recipe says `memfit: auto`."""
+    """The command line that trains; it plans first if the recipe says `memfit: auto`.
+
+    A run that ends before its first step leaves no folder.
+
+    Raises:
+        RunFailedError: If an error ends a run after its first step.
+    """
+
+    def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
+        self._folder: RunFolder | None = None
+        try:
+            super().__init__(args, run, **options)
+        except BaseException as error:
+            if self._folder is None:
+                raise
+            self._folder.remove_if_unused()
+            if self._folder.began and isinstance(error, Exception):
+                raise RunFailedError from error
+            raise
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        """Watch whether the run begins."""
+        self._folder = RunFolder(self.trainer)
 
     @override
     def before_instantiate_classes(self) -> None:

@@ -21,15 +21,16 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from lightning_memfit.models.sampling import continue_text
+    from lightning_memfit.models.sampling import check_sampling, continue_text
 
     from .trained import load_exported, load_trained
 
+    limits = (arguments.max_new_tokens, arguments.temperature, arguments.top_k)
+    check_sampling(*limits)  # before a model is read
     if arguments.folder:
         network, tokenizer = load_exported(arguments.folder)
     else:
         network, tokenizer = load_trained(arguments.ckpt_path, arguments.tokenizer)
     torch.manual_seed(arguments.seed)
-    limits = (arguments.max_new_tokens, arguments.temperature, arguments.top_k)
     print(continue_text(network, tokenizer, arguments.prompt, *limits))
     return 0

@@ -2,16 +2,19 @@
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from jsonargparse import set_parsing_settings
+import yaml
+from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from .explain import explain, import_public_names
-from .recipe_files import resolve_arguments
+from .explain import explain, import_public_names, options_of
+from .recipe_files import configs_of, resolve_arguments
+from .recipe_schema import bounded, check_empty_keys, check_finite, check_numbers, check_recipe
 
 # Lightning 2.6 makes these calls, which jsonargparse 4.5x (pinned below 5) and torch have deprecated.
 _DEPRECATED_CALLS = (
@@ -48,6 +51,7 @@ class MemFitCLI(LightningCLI):
     def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
         silence_deprecated_calls()
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
+        _bound_yaml()
         super().__init__(
             args=args,
             run=run,
@@ -64,11 +68,22 @@ class MemFitCLI(LightningCLI):
         self._arguments: list[str] | None = None
         if isinstance(arguments, Sequence):
             self._arguments = resolve_arguments(arguments)
+            recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
             self.import_classes(self._arguments)
             self.config = parser.parse_args(self._arguments)
+            for recipe in recipes:
+                check_empty_keys(recipe, set(options_of(parser)))
         else:
             import_public_names()
             self.config = parser.parse_object(arguments)
+        for section in self._sections():
+            check_numbers(section.get("trainer") or {})
+            check_finite(section.as_dict())
+
+    def _sections(self) -> Iterator[Namespace]:
+        """Yield the parsed sections of the command that runs, if there is one."""
+        command = self.config.get("subcommand")
+        yield self.config if command is None else self.config[command]
 
     def import_classes(self, arguments: Sequence[str]) -> None:
         """Import the classes that bare names in these arguments, and in the files they name, may stand for."""
@@ -98,6 +113,15 @@ class MemFitCLI(LightningCLI):
         callback = self.trainer.checkpoint_callback
         path = getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", "")
         print(f"Checkpoint: {path}" if path else "No checkpoint was written.")
+
+
+def _bound_yaml() -> None:
+    """Let the parser read YAML, in files and options, in bounded time only."""
+    load = get_loader("yaml")
+    if not getattr(load, "is_bounded", False):
+        checked = bounded(load)
+        checked.is_bounded = True  # type: ignore[attr-defined]
+        set_loader("yaml", checked, exceptions=(yaml.YAMLError,))
 
 
 def silence_deprecated_calls() -> None:

@@ -1,12 +1,13 @@
 """`memfit`: one command with one file per subcommand, which is imported only when it is called."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from lightning_memfit import __version__
 
-from .errors import readable_errors
+from .errors import DEBUG_OPTION, DEBUG_VARIABLE, original, readable_errors, report_unexpected
 
 # Name, module in this folder, description. A module has `main(argv: list[str]) -> int`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -32,9 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes the command line's.
 
     Returns:
-        Exit code: 0 for success, 2 for a user's mistake, which is explained in one message.
+        Exit code: 0 for success, 2 for a user's mistake or an error before anything has begun, which is explained in
+        one message, 1 for an error that ended a run. Commands that give a verdict have codes of their own.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = DEBUG_OPTION in arguments or bool(os.environ.get(DEBUG_VARIABLE))
+    arguments = [argument for argument in arguments if argument != DEBUG_OPTION]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0 if arguments else 2
@@ -45,12 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"memfit: error: {_unknown(command)}", file=sys.stderr)
         return 2
-    with readable_errors() as outcome:
-        # One parser handles all Lightning commands, and reads the command's name itself.
-        module, _ = COMMANDS[command]
-        rest = arguments if module == "fit" else arguments[1:]
-        outcome.code = import_module(f".{module}", __package__).main(rest)
-    return outcome.code
+    try:
+        with readable_errors(debug) as outcome:
+            # One parser handles all Lightning commands, and reads the command's name itself.
+            module, _ = COMMANDS[command]
+            rest = arguments if module == "fit" else arguments[1:]
+            outcome.code = import_module(f".{module}", __package__).main(rest)
+        return outcome.code
+    except Exception as error:
+        if not debug:
+            return report_unexpected(error)
+        unexpected = original(error)
+    raise unexpected
 
 
 def _help() -> str:
@@ -66,6 +76,7 @@ def _help() -> str:
             *lines,
             "",
             "`memfit COMMAND --help` lists a command's options. Start with `memfit fit --config quickstart`.",
+            f"`{DEBUG_OPTION}` shows the traceback of an error instead of one message.",
         ]
     )
 

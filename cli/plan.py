@@ -41,8 +41,8 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(ours)
     if arguments.config is None:
         parser.error("give `--config RECIPE`")
-    if arguments.out is not None and Path(arguments.out).exists():
-        raise ValueError(f"`--out {arguments.out}` exists already. Name another file: none is overwritten.")
+    if arguments.out is not None:
+        _check_out(Path(arguments.out))
     try:
         plan = _known_or_made(arguments, overrides)
     except OSError as error:
@@ -128,11 +128,22 @@ def write_overlay(path: Path, plan: dict[str, Any]) -> None:
     """
     import yaml
 
-    if not path.parent.is_dir():
-        raise ValueError(f"`--out {path}`: there is no folder {str(path.parent)!r}. Make it, or name another.")
+    _check_out(path)
     text = f"# {plan['summary']}\n# Made by `memfit plan`; lay it over the recipe: fit --config RECIPE --config THIS.\n"
     with path.open("x", encoding="utf-8") as file:
         file.write(text + yaml.safe_dump(plan["overlay"], sort_keys=False))
+
+
+def _check_out(path: Path) -> None:
+    """Refuse a file that can't be written, before planning.
+
+    Raises:
+        ValueError: If the file exists, or its folder does not.
+    """
+    if path.exists():
+        raise ValueError(f"`--out {path}` exists already. Name another file: none is overwritten.")
+    if not path.parent.is_dir():
+        raise ValueError(f"`--out {path}`: there is no folder {str(path.parent)!r}. Make it, or name another.")
 
 
 def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 
 # In the same folder as this package, both in a checkout and in an installed wheel.
@@ -50,3 +51,10 @@ def resolve_arguments(arguments: Sequence[str]) -> list[str]:
         else:
             resolved.append(argument)
     return resolved
+
+
+def configs_of(arguments: Sequence[str]) -> list[str]:
+    """Return the files that `--config` and `-c` name, in no order."""
+    named = [value for option, value in pairwise(arguments) if option in ("--config", "-c")]
+    joined = [argument.removeprefix("--config=") for argument in arguments if argument.startswith("--config=")]
+    return [*named, *joined]

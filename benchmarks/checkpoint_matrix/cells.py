@@ -254,8 +254,6 @@ def trained(end: End, subject: Subject, folder: Path, source: Path | None) -> Wa
     return watch
 
 
-
-
 RANK: dict[str, str] = {}
 """What the environment of this rank says, which Lightning takes away after a run."""
 

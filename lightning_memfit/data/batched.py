@@ -7,8 +7,8 @@ A loader's order is a pure function of seed, epoch and position, so that a resum
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import lightning.pytorch as pl
 import numpy as np
@@ -20,6 +20,31 @@ from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.memory.replicas import num_replicas, ranks_together
 
 # --- the resumable loader ---------------------------------------------------------------------------------------------
+
+
+class Position(TypedDict):
+    """Where in an epoch a loader is."""
+
+    epoch: int
+    batches: int
+    """Batches of one process, as Lightning counts them."""
+    samples: int
+    """Samples of the epoch's order, over all processes."""
+    per_batch: int
+    """Samples that all processes took with one batch each."""
+    per_step: int
+    """Samples of an optimizer step, over all processes."""
+    end: int
+    """Where in the order the last effective batch ends."""
+
+
+class Part(NamedTuple):
+    """A part of an epoch's order that is dealt out in whole effective batches."""
+
+    start: int
+    end: int
+    batches: int
+    """Batches of the present size that stand for what was done before."""
 
 
 class EffectiveBatchSampler(DistributedSampler[Any]):
@@ -53,51 +78,103 @@ class EffectiveBatchSampler(DistributedSampler[Any]):
                 "Give more text, a shorter sequence or a smaller batch."
             )
         self.batch_size = batch_size
+        self.samples_per_step = effective
         self.total_size = blocks // effective * effective
         self.num_samples = self.total_size // num_replicas
-        self.start_batch = 0
+        self.part = Part(0, self.total_size, 0)
+
+    @property
+    def samples_per_batch(self) -> int:
+        """Samples that all processes together take with one micro-batch each."""
+        return self.batch_size * self.num_replicas
+
+    def rest_after(self, position: Position) -> Part:
+        """Return what is left of an epoch, in effective batches of this sampler's size.
+
+        Samples that no longer fill one are left out, as at the end of every epoch.
+
+        Args:
+            position: Where the epoch was left, perhaps with another number of samples in a batch or a step.
+        """
+        done = position["samples"]
+        if (position["per_batch"], position["per_step"]) == (self.samples_per_batch, self.samples_per_step):
+            return Part(done, position["end"], position["batches"])  # perhaps in the middle of an effective batch
+        steps = max(0, len(self.dataset) - done) // self.samples_per_step  # type: ignore[arg-type]
+        before = self.total_size - steps * self.samples_per_step
+        return Part(done, done + steps * self.samples_per_step, before // self.samples_per_batch)
+
+    def position_at(self, part: Part) -> Position:
+        """Return the position at the start of a part of this epoch."""
+        return {
+            "epoch": self.epoch,
+            "batches": part.batches,
+            "samples": part.start,
+            "per_batch": self.samples_per_batch,
+            "per_step": self.samples_per_step,
+            "end": part.end,
+        }
 
     @override
     def __iter__(self) -> Iterator[int]:
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))  # type: ignore[arg-type]
-        mine = order[self.rank : self.total_size : self.num_replicas]
-        return iter(mine[self.start_batch * self.batch_size :].tolist())
+        return iter(order[self.part.start + self.rank : self.part.end : self.num_replicas].tolist())
 
 
 class ResumableLoader(DataLoader[Any]):
-    """`DataLoader` over an `EffectiveBatchSampler` that continues in the middle of an epoch.
+    """`DataLoader` over an `EffectiveBatchSampler` that continues in the middle of an epoch, at the sample.
 
     Lightning stores `state_dict` in checkpoints and calls `load_state_dict` before the first batch. The position is
-    applied when the first batch is requested; by then Lightning has set the epoch.
+    applied when the first batch is requested; by then Lightning has set the epoch. It counts samples over all
+    processes, so that the run may go on with another batch size, accumulation or number of processes.
+
+    Args:
+        dataset: The data set.
+        sampler: Its order.
+        on_resume: Called with a position, the number of batches of the present size that stand for it, and of an epoch.
+        arguments: Further arguments of `DataLoader`.
     """
 
     sampler: EffectiveBatchSampler
 
-    def __init__(self, dataset: Dataset[Any], sampler: EffectiveBatchSampler, **arguments: Any) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: EffectiveBatchSampler,
+        on_resume: Callable[[Position, int, int], None] | None = None,
+        **arguments: Any,
+    ) -> None:
         # Its own generator: starting workers draws a number, which must not come from the run's random state.
         arguments.setdefault("generator", torch.Generator().manual_seed(sampler.seed))
         super().__init__(dataset, sampler=sampler, batch_size=sampler.batch_size, **arguments)
-        self._position = {"epoch": 0, "batches": 0}
-        self._resume: dict[str, int] | None = None
+        self.on_resume = on_resume
+        self._position = sampler.position_at(sampler.part)
+        self._resume: Position | None = None
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        epoch, resume = self.sampler.epoch, self._resume
+        sampler, resume = self.sampler, self._resume
         self._resume = None
-        start = resume["batches"] if resume is not None and resume["epoch"] == epoch else 0
-        self._position = {"epoch": epoch, "batches": start}
-        self.sampler.start_batch = start
+        sampler.part = Part(0, sampler.total_size, 0)
+        if resume is not None and resume["epoch"] == sampler.epoch:
+            sampler.part = sampler.rest_after(resume)
+        self._position = sampler.position_at(sampler.part)
         for batch in super().__iter__():
             self._position["batches"] += 1
+            self._position["samples"] += sampler.samples_per_batch
             yield batch
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the epoch and the number of its batches that were handed out so far."""
-        return dict(self._position)
+    def state_dict(self) -> Position:
+        """Return the epoch, and the number of its batches and samples that were handed out so far."""
+        return {**self._position}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Position) -> None:
         """Continue from a position in the next iteration, if that is of the same epoch."""
-        self._resume = dict(state)
+        sampler = self.sampler
+        # Earlier checkpoints count batches only; they were of the present size, or else nothing can be known.
+        earlier = sampler.position_at(Part(state["batches"] * sampler.samples_per_batch, sampler.total_size, 0))
+        self._resume = {**earlier, **state}
+        if self.on_resume is not None:
+            self.on_resume(self._resume, sampler.rest_after(self._resume).batches, len(self))
 
 
 # --- the data module --------------------------------------------------------------------------------------------------
@@ -178,7 +255,30 @@ class BatchedText(pl.LightningDataModule):
         if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
             return self._in_order(samples)
         sampler = EffectiveBatchSampler(samples, self.batch_size, accumulation, processes, rank, self.seed)
-        return ResumableLoader(samples, sampler, **self._worker_arguments())
+        return ResumableLoader(samples, sampler, self._recount, **self._worker_arguments())
+
+    def _recount(self, position: Position, batches: int, whole: int) -> None:
+        """Let Lightning count an epoch that it resumes in batches of the present size.
+
+        It would compare the number of batches that were done with the epoch's length in batches of another size, and
+        end the epoch too early.
+
+        Args:
+            position: Where the epoch was left.
+            batches: The batches of the present size that stand for it.
+            whole: Those of a whole epoch.
+        """
+        if self.trainer is None:
+            return
+        loop = self.trainer.fit_loop
+        progress: Any = loop.epoch_loop.batch_progress
+        if position["epoch"] != loop.epoch_progress.current.processed:
+            return  # it is over
+        if progress.is_last_batch:
+            batches = whole
+        more = batches - position["batches"]
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(progress.current, name, getattr(progress.current, name) + more)
 
     @override
     def val_dataloader(self) -> DataLoader[Any]:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedText
-from lightning_memfit.data.sources import content_hash, load_documents, validation_mask
+from lightning_memfit.data.sources import check_texts, content_hash, load_documents, validation_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -204,10 +204,6 @@ class PairData(PairedText):
         columns = []
         for argument in ("source_column", "target_column"):
             name = getattr(self, argument)
-            if name not in rows.column_names:
-                there = ", ".join(rows.column_names)
-                raise ValueError(f"`{argument}={name!r}` is not in the data. Its columns: {there}.")
+            check_texts(rows, name, argument)
             columns.append(list(rows[name]))
-            if not all(isinstance(text, str) for text in columns[-1]):
-                raise ValueError(f"`{argument}={name!r}` has something else than text in `dataset={self.dataset!r}`.")
         return list(zip(*columns, strict=True))

@@ -62,7 +62,7 @@ def local_files(path: Path) -> list[Path]:
     """Return the files to read, sorted, all of one kind.
 
     Raises:
-        ValueError: If there are no files, they are of several kinds, or one is empty.
+        ValueError: If there are no files, they are of several kinds, or one is empty or can't be read.
     """
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _READERS)
     kinds = sorted({file.suffix for file in files})
@@ -71,9 +71,43 @@ def local_files(path: Path) -> list[Path]:
     if len(kinds) > 1:
         raise ValueError(f"`dataset={str(path)!r}` mixes {', '.join(kinds)} files. Keep one kind in a folder.")
     for file in files:
-        if file.stat().st_size == 0:
+        try:
+            is_empty = file.stat().st_size == 0
+        except OSError as error:  # a link whose target is gone
+            raise ValueError(
+                f"`dataset`: the file {str(file)!r} can't be read: {error.strerror}. Remove it or mend it."
+            ) from error
+        if is_empty:
             raise ValueError(f"`dataset`: the file {str(file)!r} is empty. Remove it or fill it.")
     return files
+
+
+def check_texts(documents: Dataset, column: str, argument: str) -> None:
+    """Refuse a column that has something else than text in any row, or nothing at all.
+
+    Files of lines may lose a column half-way; the rows after that must not be left out without a word.
+
+    Args:
+        documents: From `load_documents`.
+        column: Name of the column.
+        argument: The argument that names it, for messages.
+
+    Raises:
+        ValueError: If the column is missing, isn't text, or has rows without a value.
+    """
+    if column not in documents.column_names:
+        there = ", ".join(documents.column_names)
+        raise ValueError(f"`{argument}={column!r}` is not in the data. Its columns: {there}.")
+    kind = getattr(documents.features[column], "dtype", None)
+    values = documents.data.column(column)
+    if values.null_count:
+        first = values.is_null().to_numpy().argmax() + 1
+        raise ValueError(
+            f"`{argument}={column!r}` has something else than text: {values.null_count:,} of {len(values):,} documents "
+            f"have no value, number {first:,} the first of them. Fill them in or remove them."
+        )
+    if kind not in ("string", "large_string"):
+        raise ValueError(f"`{argument}={column!r}` has something else than text: {documents.features[column]}.")
 
 
 def _load_from_hub(dataset: str, dataset_config: str | None, split: str, cache_dir: str | None) -> Dataset:

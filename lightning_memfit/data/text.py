@@ -16,7 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_memfit.data.packed import PackedText
-from lightning_memfit.data.sources import content_hash, load_documents, validation_mask
+from lightning_memfit.data.sources import check_texts, content_hash, load_documents, validation_mask
 from lightning_memfit.data.tokenization import encode, token_dtype, tokenizer_fingerprint
 
 # --- token files ------------------------------------------------------------------------------------------------------
@@ -44,15 +44,12 @@ def tokenize_documents(
         A data set with the columns `tokens` (end of sequence included) and `hash`, without empty documents.
 
     Raises:
-        ValueError: If the column is missing, or no document has any text.
+        ValueError: If the column is missing or isn't text, or no document has any text.
     """
     from datasets import Features, Sequence, Value
     from datasets.fingerprint import Hasher
 
-    if column not in documents.column_names:
-        raise ValueError(
-            f"`text_column={column!r}` is not in the data. Its columns: {', '.join(documents.column_names)}."
-        )
+    check_texts(documents, column, "text_column")
     kind = str(token_dtype(len(tokenizer)))
     tokenized = documents.map(
         partial(_tokenize, column=column, tokenizer=tokenizer),

@@ -137,8 +137,8 @@ class MemoryLimit(Callback):
 
     Raises:
         ValueError: If the limit is not a size, or larger than the CUDA device.
-        MisconfigurationException: If the limit is smaller than the module's own weights, or the accelerator is neither
-            CUDA nor CPU.
+        MisconfigurationException: If the limit is smaller than the module's own weights, the accelerator is neither
+            CUDA nor CPU, or the Trainer has two limits.
     """
 
     def __init__(self, limit: int | str, caching: bool = False) -> None:
@@ -151,6 +151,10 @@ class MemoryLimit(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Limit CUDA before the weights are moved there."""
+        limits = [callback for callback in trainer.callbacks if isinstance(callback, MemoryLimit)]  # type: ignore[attr-defined]
+        if len(limits) > 1:
+            named = ", ".join(format_bytes(callback.limit_bytes) for callback in limits)
+            raise MisconfigurationException(f"There are {len(limits)} `MemoryLimit` callbacks ({named}). Keep one.")
         device = trainer.strategy.root_device
         kind = DeviceKind.of(device)
         if kind.has_caching_allocator:

@@ -1,7 +1,7 @@
 """Parse and format bytes as people write and read them. The package computes in integers, and prints GiB."""
 
 import re
-from decimal import Decimal
+from decimal import Decimal, DecimalException
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -28,19 +28,25 @@ def parse_bytes(value: int | float | str, argument: str = "size") -> int:
         ValueError: If the value is not a positive size.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        number, unit = Decimal(value), ""
+        text: int | float | str = value
+        unit = ""
     else:
         match = _PATTERN.fullmatch(str(value))
         if match is None:
             raise ValueError(f"`{argument}={value!r}` is not a size. Write for example 12GiB, 500MiB or 12e9.")
-        number, unit = Decimal(match[1]), match[2].lower()  # a float times 1000 is a byte short for 8.2 kB
+        text, unit = match[1], match[2].lower()  # a float times 1000 is a byte short for 8.2 kB
     scale = {"": 1, **_DECIMAL, **_BINARY}.get(unit)
     if scale is None:
         known = "B, kB, MB, GB, TB, KiB, MiB, GiB or TiB"
         raise ValueError(f"`{argument}={value!r}` has the unknown unit {unit!r}. Use {known}.")
-    if number.is_nan() or not 1 <= number * scale < _TOO_LARGE:
+    try:
+        size = Decimal(text) * scale
+        is_size = not size.is_nan() and 1 <= size < _TOO_LARGE
+    except DecimalException:  # more digits in the exponent than a Decimal has
+        is_size = False
+    if not is_size:
         raise ValueError(f"`{argument}={value!r}` must be a positive size, of less than 8 EiB.")
-    return int(number * scale)
+    return int(size)
 
 
 def format_percent(share: float) -> str:

@@ -62,12 +62,13 @@ def build(config: PretrainedConfig, pretrained: str | None, attn_implementation:
         attn_implementation: `sdpa`, `eager` or `flash_attention_2`.
 
     Raises:
-        ValueError: If the weights cannot be read.
+        ValueError: If the weights cannot be read, or transformers refuses the architecture.
     """
     options: dict[str, Any] = {"dtype": torch.get_default_dtype(), "attn_implementation": attn_implementation}
     network: PreTrainedModel
     if pretrained is None:
-        network = auto_class(config).from_config(config, **options)
+        with _buildable(config):
+            network = auto_class(config).from_config(config, **options)
     else:
         with _readable("pretrained", pretrained):
             folder = _local_or_hub("pretrained", pretrained)
@@ -76,6 +77,16 @@ def build(config: PretrainedConfig, pretrained: str | None, attn_implementation:
     if not is_encoder_decoder(config):
         network.loss_type = "ForCausalLM"  # GPT-2's class is named otherwise, and transformers would warn
     return network
+
+
+@contextmanager
+def _buildable(config: PretrainedConfig) -> Iterator[None]:
+    """Name the argument when entries of an architecture contradict each other, which transformers finds building it."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise ValueError(f"`config`: transformers can't build this {config.model_type!r} model: {reason}.") from error
 
 
 def is_encoder_decoder(config: PretrainedConfig) -> bool:

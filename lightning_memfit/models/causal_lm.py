@@ -6,6 +6,7 @@ dropout continues where it stopped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -302,5 +303,5 @@ class CausalLM(pl.LightningModule):
 
 
 def _check_range(argument: str, value: float, low: float, high: float = float("inf")) -> None:
-    if not low <= value <= high:
+    if not low <= value <= high or math.isinf(value):
         raise ValueError(f"`{argument}={value}` must be between {low} and {high}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,8 +33,9 @@ def continue_text(
         top_k: Number of likeliest tokens to sample from.
 
     Raises:
-        ValueError: If prompt and continuation exceed the model's positions.
+        ValueError: If a number is out of range, or prompt and continuation exceed the model's positions.
     """
+    check_sampling(max_new_tokens, temperature, top_k)
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     answers = is_encoder_decoder(network.config)
     if answers or not ids:
@@ -66,3 +68,16 @@ def continue_text(
     finally:
         network.train(was_training)
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+def check_sampling(max_new_tokens: int, temperature: float, top_k: int) -> None:
+    """Refuse numbers with which nothing can be sampled.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+    for name, value in (("max_new_tokens", max_new_tokens), ("top_k", top_k)):
+        if value < 1:
+            raise ValueError(f"`{name}={value}` must be at least 1.")
+    if not (temperature >= 0 and math.isfinite(temperature)):
+        raise ValueError(f"`temperature={temperature}` must be a number from 0 on; 0 takes the likeliest token.")

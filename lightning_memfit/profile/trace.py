@@ -102,12 +102,20 @@ class TraceError(RuntimeError):
         message: What stopped the trace.
         assumptions: Values that were assumed up to then.
         took_distinct: Whether unknown elements were taken to differ up to then.
+        in_build: Whether the module's `configure_model` raised it by itself, as it would in training.
     """
 
-    def __init__(self, message: str, assumptions: tuple[str, ...] = (), took_distinct: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        assumptions: tuple[str, ...] = (),
+        took_distinct: bool = False,
+        in_build: bool = False,
+    ) -> None:
         super().__init__(message)
         self.assumptions = assumptions
         self.took_distinct = took_distinct
+        self.in_build = in_build
 
 
 def not_known(module: torch.nn.Module, limit: LimitReached, way_out: str) -> TraceError:
@@ -402,7 +410,7 @@ def _trace(
         with contextlib.ExitStack() as stack:
             dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
             if builds_itself:
-                with _default_dtype(true_dtype):
+                with _default_dtype(true_dtype), _building(module):
                     clone.configure_model()  # type: ignore[operator]
             table = parameter_table(clone) if builds_itself else parameter_table(module, true_dtype)
             if find_groups is not None:
@@ -564,6 +572,20 @@ def _explained(module: torch.nn.Module, integers: RealIntegers) -> Iterator[None
             after = f" (after {'; '.join(assumptions)})" if assumptions else ""
             message = f"The training step of {name} can't be traced: {told}{after}. {_PERHAPS}"
         raise TraceError(message, assumptions, integers.took_distinct) from error
+
+
+@contextlib.contextmanager
+def _building(module: torch.nn.Module) -> Iterator[None]:
+    """Tell a mistake in what a module shall be from a step that can't be traced: training would end in the same."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, ImportError) as error:
+        culprit = Culprit.of(error)
+        # Our own modules refuse their arguments by a ValueError; what else torch and we raise may be of fake tensors.
+        if not (culprit.is_own or type(error) is ValueError) or "Fake" in str(error):
+            raise
+        told = f"{type(error).__name__}: {str(error).rstrip('.')}{_at(culprit)}"
+        raise TraceError(f"{type(module).__name__} can't be built: {told}.", in_build=True) from error
 
 
 def _at(culprit: Culprit) -> str:

@@ -364,11 +364,13 @@ class MemoryPrediction(Callback):
 
     def __init__(self) -> None:
         self.estimate: Estimate | None = None
+        self._no_build = ""
         hide_idle_hooks(self)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Predict with a fake clone of the module."""
+        self._no_build = ""
         if stage != "fit" or trainer.world_size > 1 or _others_predict(trainer):
             return
         self._predict_from(None)
@@ -405,7 +407,11 @@ class MemoryPrediction(Callback):
         try:
             profile = trace()
         except (TraceError, NoPrediction, ValueError) as error:
-            rank_zero_warn(f"MemoryPrediction: no prediction for this run. {error}")
+            words = f"MemoryPrediction: no prediction for this run. {error}"
+            if isinstance(error, TraceError) and error.in_build:
+                self._no_build = words  # Lightning is about to build the module, and to end in the same mistake
+            else:
+                rank_zero_warn(words)
             return
         if profile.growth is not None:
             profile = profile.after(batches_per_epoch(trainer) or 0)
@@ -417,6 +423,12 @@ class MemoryPrediction(Callback):
             f"MemoryPrediction: peak {format_bytes(self.estimate.allocated_bytes)} in {self.estimate.phase} at "
             f"micro-batch {self.estimate.micro_batch_size}, predicted in {profile.seconds:.1f} s"
         )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say why there is no prediction, if the module was built after all."""
+        if self._no_build:
+            rank_zero_warn(self._no_build)
 
 
 def _others_predict(trainer: Trainer) -> bool:

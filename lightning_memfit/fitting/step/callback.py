@@ -105,6 +105,11 @@ class MicroBatching(Callback):
             raise ValueError(f'`micro_batch_size={micro_batch_size!r}` must be "auto" or at least 1.')
         if global_batch_size is not None and not _is_count(global_batch_size):
             raise ValueError(f"`global_batch_size={global_batch_size}` must be at least 1.")
+        if isinstance(micro_batch_size, int) and micro_batch_size > (global_batch_size or micro_batch_size):
+            raise ValueError(
+                f"`micro_batch_size={micro_batch_size}` is more than `global_batch_size={global_batch_size}`, the "
+                "samples of a whole step. Lower it, or leave it at `auto`."
+            )
         if last_resort not in LAST_RESORTS:
             raise ValueError(f"`last_resort={last_resort!r}` is unknown. Choose from {', '.join(LAST_RESORTS)}.")
         self.global_batch_size = global_batch_size

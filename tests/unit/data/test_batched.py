@@ -44,7 +44,7 @@ def test_continues_in_the_middle_of_an_epoch(num_workers):
     iterator = iter(loader)
     before = [next(iterator) for _ in range(4)]
     state = loader.state_dict()
-    assert state == {"epoch": 3, "batches": 4}
+    assert state == {"epoch": 3, "batches": 4, "samples": 8, "per_batch": 2, "per_step": 4, "end": 20}
     rest = first_tokens(iterator)
 
     resumed = make_loader(num_workers=num_workers)
