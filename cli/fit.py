@@ -24,6 +24,7 @@ from lightning_memfit.planner.plan import is_technique
 
 from .errors import RunFailedError
 from .lightning_cli import MemFitCLI
+from .recipe_schema import MADE_FOR
 from .run_folder import RunFolder
 
 PLAN_VARIABLE = "MEMFIT_AUTO_PLAN"
@@ -63,8 +64,26 @@ class FitCLI(MemFitCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        """Watch whether the run begins."""
+        """Watch whether the run begins.
+
+        Raises:
+            ValueError: If the run is on another device than its plan was made for.
+        """
+        if self.planned_for is not None and getattr(self, "subcommand", None) == "fit":
+            self._check_device(self.planned_for)
         self._folder = RunFolder(self.trainer)
+
+    def _check_device(self, planned: str) -> None:
+        from lightning_memfit.planner.feedback import device_name
+
+        from .made_for import other_device
+
+        here = device_name(self.trainer.strategy.root_device)
+        if other_device(planned, here):
+            raise ValueError(
+                f"The plan was made for {planned}, this run is on {here}. Plan again (`memfit plan --device`). To "
+                f"train by it all the same, write `{MADE_FOR}: {{}}` in its file."
+            )
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -77,7 +96,7 @@ class FitCLI(MemFitCLI):
             return
         plan = plan_file(self._arguments[1:], trainer.num_nodes)
         seed = self.config.fit.seed_everything  # a random seed is already drawn
-        self.config = self.parser.parse_args([*self._arguments, "--config", str(plan), "--memfit=off"])
+        self.config = self.parse_plan(self.parser, [*self._arguments, "--config", str(plan), "--memfit=off"])
         self.config.fit.seed_everything = seed
 
 

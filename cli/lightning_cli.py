@@ -13,8 +13,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from .explain import explain, import_public_names, options_of
-from .recipe_files import configs_of, resolve_arguments
-from .recipe_schema import bounded, check_empty_keys, check_finite, check_numbers, check_recipe
+from .recipe_files import configs_of, resolve_arguments, without_config
+from .recipe_schema import MADE_FOR, bounded, check_empty_keys, check_finite, check_numbers, check_recipe
 
 # Lightning 2.6 makes these calls, which jsonargparse 4.5x (pinned below 5) and torch have deprecated.
 _DEPRECATED_CALLS = (
@@ -66,11 +66,12 @@ class MemFitCLI(LightningCLI):
         """Replace recipe names by their files, then parse."""
         arguments = sys.argv[1:] if args is None else args
         self._arguments: list[str] | None = None
+        self.planned_for: str | None = None
         if isinstance(arguments, Sequence):
             self._arguments = resolve_arguments(arguments)
             recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
             self.import_classes(self._arguments)
-            self.config = parser.parse_args(self._arguments)
+            self.config = self.parse_plan(parser, self._arguments)
             for recipe in recipes:
                 check_empty_keys(recipe, set(options_of(parser)))
         else:
@@ -80,10 +81,39 @@ class MemFitCLI(LightningCLI):
             check_numbers(section.get("trainer") or {})
             check_finite(section.as_dict())
 
+    def parse_plan(self, parser: LightningArgumentParser, arguments: list[str]) -> Namespace:
+        """Parse arguments; if a plan's file is among them, see that it was made for this recipe, and lay it over.
+
+        Raises:
+            ValueError: If it was made for another recipe or module.
+        """
+        config = parser.parse_args(arguments)
+        stamp = _section(config).get(MADE_FOR)
+        if stamp is None:
+            return config
+        from .made_for import differences, laid_over, written  # knows all techniques, which most commands don't need
+
+        plans = [path for path in configs_of(arguments) if MADE_FOR in check_recipe(Path(path))]
+        if len(plans) > 1:
+            raise ValueError(f"`--config {plans[0]}` and `--config {plans[1]}` are two plans. Leave one out.")
+        if plans:
+            recipe = parser.parse_args(without_config(arguments, plans[0]))
+            found = differences(stamp, written(_section(recipe)))
+            if found:
+                shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+                raise ValueError(
+                    f"`--config {plans[0]}` was made for another recipe: {shown}. Plan again (`memfit plan`). To train "
+                    f"by it all the same, write `{MADE_FOR}: {{}}` in it."
+                )
+            planned, before = (_as_list(_section(parsed).trainer.callbacks) for parsed in (config, recipe))
+            _section(config).trainer.callbacks = laid_over(planned, before, plans[0])
+        self.planned_for = stamp.get("device")
+        _section(config)[MADE_FOR] = None  # what is saved of a run is no plan
+        return config
+
     def _sections(self) -> Iterator[Namespace]:
         """Yield the parsed sections of the command that runs, if there is one."""
-        command = self.config.get("subcommand")
-        yield self.config if command is None else self.config[command]
+        yield _section(self.config)
 
     def import_classes(self, arguments: Sequence[str]) -> None:
         """Import the classes that bare names in these arguments, and in the files they name, may stand for."""
@@ -98,6 +128,7 @@ class MemFitCLI(LightningCLI):
             default="off",
             help="`auto` plans a fit for this device, tries the plan and trains by it, replacing techniques",
         )
+        parser.add_argument(f"--{MADE_FOR}", type=Any, default=None, help="in the file of a plan: what it was made for")
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -113,6 +144,17 @@ class MemFitCLI(LightningCLI):
         callback = self.trainer.checkpoint_callback
         path = getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", "")
         print(f"Checkpoint: {path}" if path else "No checkpoint was written.")
+
+
+def _section(config: Namespace) -> Namespace:
+    """Return what was parsed for the command that runs, if there is one, or everything."""
+    command = config.get("subcommand")
+    section: Namespace = config if command is None else config[command]
+    return section
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def _bound_yaml() -> None:
@@ -132,7 +174,7 @@ def silence_deprecated_calls() -> None:
 
 def _parser_arguments(run: bool) -> dict[str, Any]:
     """Return arguments for the parsers: usage lines that name what matters instead of every option."""
-    options = "[--config RECIPE ...] [--KEY VALUE ...]"
+    options = "[--config RECIPE ...] [--MADE_FOR VALUE ...]"
     if not run:
         return {"usage": f"memfit {options}"}
     return {name: {"usage": f"memfit {name} {options}"} for name in MemFitCLI.subcommands()}

@@ -44,7 +44,9 @@ from lightning_memfit.techniques.core.callback import TechniqueCallback
 
 from .errors import user_mistake
 from .estimate_recipe import quiet, target_of
+from .made_for import made_for
 from .recipe_run import RecipeRun, load_recipe
+from .recipe_schema import MADE_FOR
 
 _DISK_RESERVE = GIB
 """Disk space that ZeRO-Infinity leaves free on a drive."""
@@ -73,7 +75,10 @@ def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[di
     data = plan.to_dict()
     overlay = None
     if plan.fits:
-        overlay = overlay_of(plan, run.callback_specs, run.takes_batch_size, arguments.nvme_path)
+        overlay = {
+            MADE_FOR: made_for(run.parsed[1], workload.target.name),
+            **overlay_of(plan, run.takes_batch_size, arguments.nvme_path),
+        }
     data["overlay"] = overlay
     data["notes"] += _assumed(workload, plan, arguments)
     named_files = names_in([run.config.get("model"), run.config.get("data")])

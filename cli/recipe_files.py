@@ -58,3 +58,14 @@ def configs_of(arguments: Sequence[str]) -> list[str]:
     named = [value for option, value in pairwise(arguments) if option in ("--config", "-c")]
     joined = [argument.removeprefix("--config=") for argument in arguments if argument.startswith("--config=")]
     return [*named, *joined]
+
+
+def without_config(arguments: Sequence[str], path: str) -> list[str]:
+    """Return arguments without the `--config` or `-c` that names a file."""
+    kept: list[str] = []
+    for argument in arguments:
+        if kept and kept[-1] in ("--config", "-c") and argument == path:
+            kept.pop()
+        elif argument != f"--config={path}":
+            kept.append(argument)
+    return kept

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import yaml
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -57,20 +58,15 @@ class RecipeRun:
     devices: int | None
     """Number of devices on each machine; None if the recipe takes all that exist."""
     num_nodes: int
-    dump: Callable[[], str]
-    """Returns the recipe's whole configuration as YAML."""
+    parsed: tuple[ArgumentParser, Namespace]
+    """The recipe's parser, and its configuration before anything was made of it."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The recipe's whole configuration as plain values."""
-        plain: dict[str, Any] = yaml.safe_load(self.dump())
+        parser, config = self.parsed
+        plain: dict[str, Any] = yaml.safe_load(parser.dump(config, skip_link_targets=False))
         return plain
-
-    @property
-    def callback_specs(self) -> list[dict[str, Any]]:
-        """The recipe's callbacks as written in YAML."""
-        found = self.config.get("trainer", {}).get("callbacks") or []
-        return found if isinstance(found, list) else [found]
 
     @property
     def takes_batch_size(self) -> bool:
@@ -142,7 +138,6 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
         batch = _first_batch(cli, processes)
     cli.model.trainer = trainer  # the training step may use its data module
     callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
-    dump = partial(cli.parser.dump, cli.as_written, skip_link_targets=False)
     devices = None if str(recipe["devices"]) in ("auto", "-1") else num_processes(recipe["devices"])
     return RecipeRun(
         cli.model,
@@ -153,7 +148,7 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
         recipe["strategy"],
         devices,
         recipe["num_nodes"],
-        dump,
+        (cli.parser, cli.as_written),
     )
 
 

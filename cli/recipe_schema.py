@@ -161,6 +161,10 @@ def read_text(path: Path, argument: str) -> str:
 # --- the top level of a file ------------------------------------------------------------------------------------------
 
 
+MADE_FOR = "made_for"
+"""Section of a plan's file that says what it was made for (`made_for.py`)."""
+
+
 class Sections(BaseModel):
     """Sections of a recipe; what is in them is checked against the classes that they configure."""
 
@@ -168,6 +172,7 @@ class Sections(BaseModel):
 
     seed_everything: Any = None
     memfit: Any = None
+    made_for: Any = None
     model: Any = None
     data: Any = None
     trainer: Any = None

@@ -61,6 +61,11 @@ def _configs(*files: str) -> tuple[str, ...]:
     return tuple(part for file in files for part in ("--config", file))
 
 
+def _fit(name: str, *arguments: str) -> tuple[str, ...]:
+    """Train; what the run writes goes into a folder of its own, as the next refuses to write over it."""
+    return ("-m", "cli", "fit", *arguments, f"--trainer.default_root_dir={{folder}}/{name}")
+
+
 _HERE = "benchmarks/gpu"
 _GPT2XL = _configs("recipes/gpt2xl.yaml", f"{_HERE}/random_gpt2xl.yaml")
 _TINY = (*_GPT2XL, *_configs(f"{_HERE}/tiny.yaml"))
@@ -88,9 +93,10 @@ ANSWERS = (
     ),
     Step(
         "fit_12gib",
-        ("-m", "cli", "fit", *_GPT2XL, *_configs("{folder}/plan_12gib.yaml", f"{_HERE}/limit_12gib.yaml")),
+        _fit("fit_12gib", *_GPT2XL, *_configs("{folder}/plan_12gib.yaml", f"{_HERE}/limit_12gib.yaml")),
         90,
-        ("-m", "cli", "fit", *_TINY, *_configs("{folder}/plan_12gib.yaml"), "--trainer.accelerator=cpu"),
+        _fit("fit_12gib", *_TINY, *_configs("{folder}/plan_12gib.yaml"), "--trainer.accelerator=cpu"),
+        writes="{folder}/fit_12gib/config.yaml",
     ),
     Step(
         "fitter",
@@ -107,7 +113,7 @@ ANSWERS = (
             *("--only", "vanilla", "--folder", "{folder}"),
         ),
     ),
-    Step("zero3_offload", ("-m", "cli", "fit", *_OFFLOADED), 150),
+    Step("zero3_offload", _fit("zero3_offload", *_OFFLOADED), 150, writes="{folder}/zero3_offload/config.yaml"),
 )
 """What is asked first; their limits add up to 20 minutes. Offloading at a small scale is tested by its own tests."""
 
@@ -124,7 +130,12 @@ MORE = (
         120,
         writes="{folder}/plan.yaml",
     ),
-    Step("plan_fit", ("-m", "cli", "fit", *_GPT2XL, *_configs("{folder}/plan.yaml", f"{_HERE}/limit_24gib.yaml")), 240),
+    Step(
+        "plan_fit",
+        _fit("plan_fit", *_GPT2XL, *_configs("{folder}/plan.yaml", f"{_HERE}/limit_24gib.yaml")),
+        240,
+        writes="{folder}/plan_fit/config.yaml",
+    ),
     Step("zero_infinity", _INFINITY, 420),
     Step("gpt2xl_24gb", _bench("gpt2xl_24gb"), 300),
     Step("peers", _bench("peers"), 600),

@@ -18,6 +18,8 @@ from typing import Any
 
 _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "deepspeed", "peft", "torchao", "lightning-memfit")
 _OWN = Path(__file__).resolve().parents[1]
+_OWN_COMMANDS = _OWN.parent / "cli"
+"""The package's commands in a checkout; installed, they are in the package."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def imported_user_modules() -> dict[str, Path]:
         name = getattr(module, "__file__", None)
         if isinstance(name, str) and name.endswith(".py") and module_name != "__main__":
             path = Path(name).resolve()
-            if not any(path.is_relative_to(folder) for folder in (*installed, _OWN)):
+            if not any(path.is_relative_to(folder) for folder in (*installed, _OWN, _OWN_COMMANDS)):
                 found[module_name] = path
     return dict(sorted(found.items()))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -220,17 +220,14 @@ FEEDBACK = "lightning_memfit.PlanFeedback"
 BATCHING = "lightning_memfit.MicroBatching"
 
 
-def overlay_of(
-    plan: Plan, callbacks: Sequence[dict[str, Any]], batch_size_in_data: bool, nvme_path: str | None = None
-) -> dict[str, Any]:
+def overlay_of(plan: Plan, batch_size_in_data: bool, nvme_path: str | None = None) -> dict[str, Any]:
     """What the plan says, as recipe configuration.
 
-    Every callback of the recipe that isn't a technique stays; lists replace each other in YAML, so they are repeated.
+    Its callbacks are appended to the recipe's; the command line takes out those that `is_planned` names.
     The loader makes the micro-batches if the data module takes a `batch_size`; otherwise `MicroBatching` cuts them.
 
     Args:
         plan: A plan that fits.
-        callbacks: Callbacks of the recipe, each with `class_path` and optionally `init_args`.
         batch_size_in_data: Whether `data` has an argument `batch_size`.
         nvme_path: Folder for data offloaded to disk; by default the strategy reads it from the environment.
 
@@ -242,7 +239,6 @@ def overlay_of(
     setting = plan.setting
     laid = setting.without_sizes().overlay().get("trainer", {})
     chosen = laid.pop("callbacks+", [])
-    kept = [spec for spec in callbacks if not is_technique(spec["class_path"])]
     alone = {"strategy": "auto", "devices": 1, "num_nodes": 1}  # overrides the recipe
     trainer: dict[str, Any] = {"precision": setting.precision, **alone, **laid}
     if setting.sharding is not None and setting.sharding.on_disk:
@@ -253,9 +249,7 @@ def overlay_of(
         chosen = [*chosen, {"class_path": BATCHING, "init_args": {"micro_batch_size": setting.micro_batch_size}}]
         trainer["accumulate_grad_batches"] = 1
     told = {"seconds": dict(plan.uncorrected), "rates": plan.rates, "peak_bytes": plan.peak_bytes}
-    # An earlier plan's, whichever way it spelt the class.
-    kept = [spec for spec in kept if spec["class_path"].rpartition(".")[2] != FEEDBACK.rpartition(".")[2]]
-    trainer["callbacks"] = [*chosen, *kept, {"class_path": FEEDBACK, "init_args": told}]
+    trainer["callbacks+"] = [*chosen, {"class_path": FEEDBACK, "init_args": told}]
     data = {"data": {"init_args": {"batch_size": setting.micro_batch_size}}} if batch_size_in_data else {}
     return {**data, "trainer": trainer}
 
@@ -263,6 +257,11 @@ def overlay_of(
 def technique_classes() -> frozenset[str]:
     """Import paths of all callbacks that techniques put into a run."""
     return frozenset(spec.class_path for technique in techniques() for spec in technique.callbacks)
+
+
+def is_planned(class_path: str) -> bool:
+    """Whether a callback, by its full path or as `lightning_memfit.NAME`, is one that a plan replaces by its own."""
+    return is_technique(class_path) or class_path.rpartition(".")[2] == FEEDBACK.rpartition(".")[2]
 
 
 def is_technique(class_path: str) -> bool:

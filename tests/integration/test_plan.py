@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 import yaml
 
 from cli.main import main
+from cli.recipe_files import resolve_arguments
+from cli.recipe_run import _RecipeCLI
 from lightning_memfit.fitting.auto import MemFit
 
 RECIPE = """\
@@ -36,6 +40,8 @@ trainer:
     - class_path: lightning_memfit.techniques.optimizer_8bit.Optimizer8bit
     - class_path: lightning.pytorch.callbacks.ModelSummary
 """
+
+STOPPING = "lightning.pytorch.callbacks.EarlyStopping"
 
 DUMB = """\
 import lightning.pytorch as pl
@@ -74,11 +80,7 @@ def test_from_the_plan_to_the_run(
     assert made["fits"]
     assert made["needed_bytes"] <= made["usable_bytes"]
     assert made["setting"]["micro_batch_size"] * made["setting"]["accumulate_grad_batches"] == 4
-    written = yaml.safe_load(Path(out).read_text())
-    classes = [spec["class_path"] for spec in written["trainer"]["callbacks"]]
-    assert "lightning.pytorch.callbacks.ModelSummary" in classes
-    assert not any("Optimizer8bit" in name for name in classes) or "optimizer_8bit" in made["setting"]["techniques"]
-    assert classes.count("lightning_memfit.techniques.optimizer_8bit.Optimizer8bit") <= 1
+    assert_callbacks_are_the_plan_s(capsys, ["--config", recipe, "--config", out], made)
 
     def traced_again(*_: Any) -> None:
         raise AssertionError("the plan was made before")
@@ -88,6 +90,53 @@ def test_from_the_plan_to_the_run(
     assert main(["plan", "--config", recipe, "--device", "900MiB", "--out", out]) == 2
     assert "none is overwritten" in capsys.readouterr().err
     assert main(["fit", "--config", recipe, "--config", out]) == 0
+    saved = yaml.safe_load(Path("config.yaml").read_text())
+    assert saved["made_for"] is None  # a run's own configuration is no plan
+    assert_an_edited_recipe_is_refused(recipe, out, tmp_path, capsys)
+
+
+def assert_callbacks_are_the_plan_s(capsys: pytest.CaptureFixture[str], configs: list[str], made: Any) -> None:
+    """One by one those of the plan, and those of the recipe that are no techniques."""
+    cli = _RecipeCLI(resolve_arguments(configs), run=False, save_config_callback=None)
+    classes = [spec.class_path for spec in cli.as_written.trainer.callbacks]
+    assert classes.count("lightning.pytorch.callbacks.ModelSummary") == 1
+    named = classes.count("lightning_memfit.techniques.optimizer_8bit.Optimizer8bit")
+    assert named == ("optimizer_8bit" in made["setting"]["techniques"])
+    capsys.readouterr()
+
+
+def assert_an_edited_recipe_is_refused(recipe: str, out: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An old plan would halve the batch of an edited recipe and drop what it was given since, without a word."""
+    edited = folder / "edited.yaml"
+    values = yaml.safe_load(Path(recipe).read_text())
+    values["data"]["init_args"]["batch_size"] = 4
+    values["trainer"]["gradient_clip_val"] = 0.5
+    edited.write_text(yaml.safe_dump(values))
+    capsys.readouterr()
+    assert main(["fit", "--config", str(edited), "--config", out]) == 2
+    message = capsys.readouterr().err
+    assert "`data.batch_size` was 2 and is 4" in message
+    assert "`trainer.gradient_clip_val` was not set and is 0.5" in message
+    assert "made_for: {}" in message
+    # What a plan says nothing about may change: how long a run is, what watches it, how many workers load.
+    values = yaml.safe_load(Path(recipe).read_text())
+    values["trainer"]["max_steps"] = 3
+    values["trainer"]["callbacks"].append({"class_path": STOPPING, "init_args": {"monitor": "val_loss"}})
+    edited.write_text(yaml.safe_dump(values))
+    options = [
+        "--trainer.log_every_n_steps=1",
+        "--data.init_args.num_workers=1",
+        f"--trainer.default_root_dir={folder}/run",
+    ]
+    cli = _RecipeCLI(["--config", str(edited), "--config", out, *options], run=False, save_config_callback=None)
+    assert STOPPING in [spec.class_path for spec in cli.as_written.trainer.callbacks]
+    with pytest.raises(ValueError, match="are two plans"):
+        again = shutil.copy(out, folder / "again.yaml")
+        _RecipeCLI(["--config", recipe, "--config", out, "--config", str(again)], run=False, save_config_callback=None)
+    Path(again).write_text(re.sub(r"made_for:.*?\n(?=\w)", "made_for: {}\n", Path(out).read_text(), flags=re.S))
+    values["data"]["init_args"]["batch_size"] = 1
+    edited.write_text(yaml.safe_dump(values))
+    _RecipeCLI(["--config", str(edited), "--config", str(again)], run=False, save_config_callback=None)
 
 
 @pytest.mark.slow

@@ -3,14 +3,13 @@ import json
 import pytest
 import yaml
 
-from lightning_memfit.planner.plan import Plan, label, overlay_of
+from lightning_memfit.planner.plan import Plan, is_planned, overlay_of
 from lightning_memfit.planner.search import Search, smallest_device
 from lightning_memfit.planner.workload import check_allow, check_trainable
 
 from .made import MIB, MadeTraceStore, made_workload
 
 OWN = {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"}
-EIGHT_BIT = {"class_path": "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit", "init_args": {"paged": True}}
 
 
 @pytest.fixture(scope="module")
@@ -75,25 +74,27 @@ def test_refusal_says_what_would_help() -> None:
     assert any("would do" in line for line in plan.advice)
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     with pytest.raises(ValueError, match="Nothing fits"):
-        overlay_of(plan, [], True)
+        overlay_of(plan, True)
 
 
-def test_overlay_replaces_techniques_and_keeps_other_callbacks(plan: Plan) -> None:
-    laid = overlay_of(plan, [EIGHT_BIT, OWN], batch_size_in_data=True)
+def test_overlay_appends_its_callbacks(plan: Plan) -> None:
+    """Those of the recipe are sorted out where it is laid over one: `cli.made_for`."""
+    laid = overlay_of(plan, batch_size_in_data=True)
     assert yaml.safe_load(yaml.safe_dump(laid)) == laid
     setting = plan.setting
     assert laid["data"]["init_args"]["batch_size"] == setting.micro_batch_size
     assert laid["trainer"]["accumulate_grad_batches"] == setting.accumulate_grad_batches
     assert laid["trainer"]["precision"] == setting.precision
-    classes = [spec["class_path"] for spec in laid["trainer"]["callbacks"]]
-    assert OWN["class_path"] in classes
-    assert EIGHT_BIT not in laid["trainer"]["callbacks"] or "paged" in label(setting)
+    classes = [spec["class_path"] for spec in laid["trainer"]["callbacks+"]]
+    assert classes[-1] == "lightning_memfit.PlanFeedback"
+    assert all(map(is_planned, classes))
+    assert not is_planned(OWN["class_path"])
     assert not any("MicroBatching" in name for name in classes)
 
 
 def test_without_a_batch_size_in_data_micro_batches_are_cut(plan: Plan) -> None:
-    laid = overlay_of(plan, [OWN], batch_size_in_data=False)
-    cut = [spec for spec in laid["trainer"]["callbacks"] if "MicroBatching" in spec["class_path"]]
+    laid = overlay_of(plan, batch_size_in_data=False)
+    cut = [spec for spec in laid["trainer"]["callbacks+"] if "MicroBatching" in spec["class_path"]]
     if plan.setting.accumulate_grad_batches > 1:
         assert cut[0]["init_args"] == {"micro_batch_size": plan.setting.micro_batch_size}
     assert "data" not in laid

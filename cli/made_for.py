@@ -1,0 +1,152 @@
+"""What a plan was made for: written into its file by `memfit plan`, compared where that file is laid over a recipe.
+
+A plan's file changes batch size, precision, strategy and callbacks of a recipe. Over a recipe that was edited since, or
+another module, it would change training without a word, so that it names what it was made for, and is refused
+elsewhere. Its callbacks replace those of the recipe's techniques and leave all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from jsonargparse import Namespace
+
+from lightning_memfit.device.catalogue import find_device
+from lightning_memfit.planner.lock import Sources
+from lightning_memfit.planner.plan import is_planned
+
+_RELEVANT = (
+    "precision",
+    "strategy",
+    "devices",
+    "num_nodes",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "sync_batchnorm",
+    "plugins",
+    "callbacks",
+)
+"""Arguments of the Trainer that change what a step computes or needs; how long it trains, what it logs may differ."""
+
+_WATCHERS = frozenset(
+    {
+        *("EarlyStopping", "ModelCheckpoint", "OnExceptionCheckpoint", "LearningRateMonitor", "DeviceStatsMonitor"),
+        *("ModelSummary", "RichModelSummary", "RichProgressBar", "TQDMProgressBar", "Timer"),
+        *("MemoryMonitor", "MemoryPrediction", "MemoryLimit", "OutOfMemoryReport", "RunSummary", "RunTimeline"),
+        *("FlopsMonitor", "DataWaitMonitor", "NonFiniteGuard"),
+    }
+)
+"""Callbacks without a part in what a plan decides, so that they may come and go."""
+
+_LOADING = frozenset({"num_workers", "tokenize_workers", "pin_memory", "persistent_workers", "prefetch_factor"})
+"""Arguments of data modules that change how fast batches come, and nothing about them."""
+
+
+def made_for(config: Namespace, device: str) -> dict[str, Any]:
+    """Return what a plan names itself as made for.
+
+    Args:
+        config: The recipe as parsed, nothing instantiated.
+        device: Name of the device.
+    """
+    return {"device": device, "recipe": written(config), "modules": dict(Sources.now().modules)}
+
+
+def written(config: Namespace) -> dict[str, Any]:
+    """Return what a recipe says about model, data and a step, by keys such as `data.batch_size`."""
+    trainer = {name: value for name, value in vars(config.trainer).items() if name in _RELEVANT}
+    kept = {"model": config.get("model"), "data": config.get("data"), "trainer": trainer}
+    return {key: value for key, value in _flat(kept, "") if key.rpartition(".")[2] not in _LOADING}
+
+
+def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield every value below one that is set, classes by their names instead of their places in a list."""
+    value = vars(value) if isinstance(value, Namespace) else value
+    if isinstance(value, Mapping):
+        if isinstance(value.get("class_path"), str):
+            yield key, _class_name(value)
+        for name, item in value.items():
+            if name == "init_args":
+                yield from _flat(item, key)
+            elif name != "class_path":
+                yield from _flat(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)) and any(_class_name(item) for item in value):
+        for item in value:
+            if _class_name(item) not in _WATCHERS:
+                yield from _flat(item, f"{key}.{_class_name(item)}")
+    elif value is not None:
+        yield key, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as YAML has it."""
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
+
+
+def _class_name(spec: Any) -> str:
+    """Return the name of the class that a part of a configuration stands for; empty if it is none."""
+    path = spec.get("class_path") if isinstance(spec, (Namespace, Mapping)) else None
+    return str(path).rpartition(".")[2] if isinstance(path, str) else ""
+
+
+def differences(stamp: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what is not as it was when a plan was made, in words.
+
+    Args:
+        stamp: `made_for` of the plan's file.
+        now: `written` of the recipe under the plan.
+    """
+    then = stamp.get("recipe")
+    found = []
+    if isinstance(then, Mapping):
+        keys = (key for key in sorted({*then, *now}) if then.get(key) != now.get(key))
+        found += [f"`{key}` was {_shown(then, key)} and is {_shown(now, key)}" for key in keys]
+    modules = stamp.get("modules")
+    if isinstance(modules, Mapping):
+        changed = Sources(modules=modules).changed()
+        found += [f"the module `{name}` is another" for name in changed]
+    return found
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return "not set"
+    text = repr(values[key])
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def laid_over(planned: Sequence[Namespace], recipe: Sequence[Namespace], plan_file: str) -> list[Namespace]:
+    """Return the callbacks of a run by a plan: the plan's, and the recipe's without techniques.
+
+    Args:
+        planned: Callbacks of the recipe with the plan's appended somewhere.
+        recipe: Callbacks of the recipe without the plan.
+        plan_file: For messages.
+
+    Raises:
+        ValueError: If a file after the plan's has replaced its callbacks.
+    """
+    own = list(planned)
+    for spec in recipe:
+        if spec not in own:
+            raise ValueError(
+                f"a `--config` after `{plan_file}` replaces the list `callbacks`, and the plan's with it. Put the "
+                "plan's file last, or write `callbacks+`."
+            )
+        own.remove(spec)
+    return [*own, *(spec for spec in recipe if not is_planned(spec.class_path))]
+
+
+def other_device(planned: str, here: str) -> bool:
+    """Whether a plan names a device of the catalogue, and a run is on another; a size is no name."""
+    try:
+        return bool(find_device(planned).flops) and planned != here
+    except ValueError:
+        return False

@@ -1,0 +1,81 @@
+"""What a plan's file names itself as made for."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from jsonargparse import Namespace
+
+from cli.made_for import differences, laid_over, other_device
+from cli.recipe_files import without_config
+from lightning_memfit.planner.lock import file_digest
+
+EIGHT_BIT = "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"
+FEEDBACK = "lightning_memfit.PlanFeedback"
+
+
+def specs(*names: str) -> list[Namespace]:
+    return [Namespace(class_path=name, init_args=Namespace(number=number)) for number, name in enumerate(names)]
+
+
+def paths(found: list[Namespace]) -> list[str]:
+    return [spec.class_path for spec in found]
+
+
+def test_a_plans_callbacks_replace_techniques_and_nothing_else() -> None:
+    recipe = specs("mine.Averaging", EIGHT_BIT, "lightning.pytorch.callbacks.EarlyStopping")
+    own = [Namespace(class_path=EIGHT_BIT, init_args=Namespace(paged=True)), *specs(FEEDBACK)]
+    later = specs("lightning.pytorch.callbacks.Timer")
+    found = laid_over([*recipe, *own, *later], [*recipe, *later], "plan.yaml")
+    assert found[:2] == own
+    assert paths(found[2:]) == ["mine.Averaging", "lightning.pytorch.callbacks.EarlyStopping", *paths(later)]
+
+
+def test_an_equal_technique_in_the_recipe_is_taken_once() -> None:
+    technique = specs(EIGHT_BIT)
+    assert laid_over([*technique, *technique], technique, "plan.yaml") == technique
+
+
+def test_feedback_of_an_earlier_plan_goes() -> None:
+    older, newer = (Namespace(class_path=FEEDBACK, init_args=Namespace(rates=name)) for name in ("T4", "H100"))
+    assert laid_over([older, newer], [older], "plan.yaml") == [newer]
+
+
+def test_a_list_that_replaces_the_plans_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"after `plan.yaml` replaces the list `callbacks`.*callbacks\+"):
+        laid_over(specs("mine.Other"), specs("mine.Averaging", EIGHT_BIT), "plan.yaml")
+
+
+def test_differences_are_named() -> None:
+    stamp = {"recipe": {"data.batch_size": 64, "trainer.precision": "bf16-mixed", "gone": 1}}
+    now = {"data.batch_size": 32, "trainer.precision": "bf16-mixed", "model.text": "x" * 100}
+    assert differences(stamp, now) == [
+        "`data.batch_size` was 64 and is 32",
+        "`gone` was 1 and is not set",
+        f"`model.text` was not set and is '{'x' * 56}...",
+    ]
+    assert differences({}, now) == []
+
+
+def test_another_module_of_the_same_name_is_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "tagger_of_a_plan.py"
+    module.write_text("WIDTH = 1\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    stamp = {"modules": {"tagger_of_a_plan": file_digest(module)}}
+    assert differences(stamp, {}) == []
+    module.write_text("WIDTH = 2\n")
+    assert differences(stamp, {}) == ["the module `tagger_of_a_plan` is another"]
+
+
+def test_a_plan_for_another_device_is_told_from_one_for_a_size() -> None:
+    assert other_device("RTX 3060", "H100")
+    assert other_device("RTX 3060", "CPU, 2 threads")
+    assert not other_device("RTX 3060", "RTX 3060")
+    assert not other_device("24GiB", "H100")
+    assert not other_device("device of 900.00 MiB", "CPU, 2 threads")
+    assert not other_device("this CPU", "CPU, 2 threads")
+
+
+def test_a_file_is_left_out_of_arguments() -> None:
+    arguments = ["--config", "a.yaml", "-c", "plan.yaml", "--x=1", "--config=plan.yaml", "plan.yaml"]
+    assert without_config(arguments, "plan.yaml") == ["--config", "a.yaml", "--x=1", "plan.yaml"]
