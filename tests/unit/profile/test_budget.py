@@ -90,8 +90,18 @@ def wait_for_itself(module):
     lock.acquire()
 
 
+RELEASED = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    RELEASED.set()
+    globals()["RELEASED"] = threading.Event()
+
+
 def wait_for_a_thread(module):
-    thread = threading.Thread(target=threading.Event().wait, daemon=True)
+    thread = threading.Thread(target=RELEASED.wait, daemon=True)
     thread.start()
     thread.join()
 

@@ -16,6 +16,7 @@ import sqlite3
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import shared_memory
@@ -516,6 +517,25 @@ def test_a_thread_that_outlives_the_step_is_free_again(tmp_path):
         thread.start()
     go.set()
     assert done.wait(10)
+
+
+def test_threads_that_outlive_a_step_hide_none_that_wait_for_work():
+    leave, work = threading.Event(), queue.Queue()
+    with sealed():
+        left = threading.Thread(target=lambda: leave.wait(20), daemon=True)
+        left.start()
+    served = threading.Thread(target=work.get)
+    served.start()
+    try:
+        while not work.not_empty._waiters:
+            time.sleep(0.01)
+        with pytest.raises(RefusedError, match="gives work to a thread that was there before"), sealed():
+            work.put("x")
+    finally:
+        leave.set()
+        work.put("x")
+        served.join(10)
+        left.join(10)
 
 
 def test_a_forked_process_forgets_the_threads_of_its_parent(tmp_path):
