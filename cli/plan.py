@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -20,6 +20,9 @@ from lightning_memfit.memory import GIB, format_bytes
 
 from .arguments import split_arguments
 from .recipe_files import resolve
+
+if TYPE_CHECKING:
+    from lightning_memfit.planner.lock import PlanKey, PlanLock
 
 _EPILOG = """\
 examples:
@@ -43,13 +46,7 @@ def main(argv: list[str]) -> int:
         parser.error("give `--config RECIPE`")
     if arguments.out is not None:
         _check_out(Path(arguments.out))
-    try:
-        plan = _known_or_made(arguments, overrides)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        where = "`--lock` or the cache" if arguments.lock else "the cache (`$MEMFIT_CACHE`)"
-        raise ValueError(f"The disk of {where} is full. Free some, or pass `--no-cache`.") from error
+    plan = _known_or_made(arguments, overrides)
     if plan is None:
         return 2
     if arguments.out is not None and plan["fits"] and not arguments.dry_run:
@@ -148,8 +145,8 @@ def _check_out(path: Path) -> None:
 
 def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any] | None:
     """Return the plan of a lock file or the cache if nothing that it depends on has changed; else make one."""
+    from lightning_memfit.memory.cache_files import default_cache_folder
     from lightning_memfit.planner.lock import PlanLock, imported_user_files, plan_key
-    from lightning_memfit.profile.cache import default_cache_folder
 
     recipes = [Path(resolve(name)) for name in arguments.config]
     names = ("allow", "host_memory", "pinned_memory", "disk", "nvme_path", "disk_writes_per_day", "verify")
@@ -162,7 +159,7 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
         # The free memory and disk space of this machine change by the minute.
         lock = PlanLock(default_cache_folder() / "plans" / f"{key.digest}.json")
     if lock is not None:
-        known, changed = lock.load(key)
+        known, changed = _load(lock, key, arguments.lock is not None)
         if known is not None:
             return known
         if changed and arguments.lock is not None:
@@ -175,8 +172,39 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
         return None
     plan, paths = made
     if lock is not None and not (arguments.dry_run and arguments.lock is not None):
-        lock.save(key, plan, [*imported_user_files(), *paths])
+        _save(lock, key, plan, [*imported_user_files(), *paths], arguments.lock is not None)
     return plan
+
+
+def _load(lock: PlanLock, key: PlanKey, is_named: bool) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return what a lock file or the cache's knows; one of the cache that can't be used stops nothing."""
+    from lightning_memfit.memory.cache_files import is_own, tell_once
+
+    if is_named:
+        return lock.load(key)
+    try:
+        return lock.load(key) if lock.path.is_file() and is_own(lock.path.parent) else (None, [])
+    except (ValueError, OSError) as error:
+        tell_once(lock.path.parent, f"{lock.path.name} is not used: {error.__cause__ or error}")
+        return None, []
+
+
+def _save(lock: PlanLock, key: PlanKey, plan: dict[str, Any], files: list[Path], is_named: bool) -> None:
+    """Write a lock file, or the cache's.
+
+    Raises:
+        ValueError: If the file that the user named can't be written.
+    """
+    from lightning_memfit.memory.cache_files import tell_once
+
+    try:
+        lock.save(key, plan, files)
+    except OSError as error:
+        if not is_named:
+            tell_once(lock.path.parent, f"entries can't be written: {error}")
+            return
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
+        raise ValueError(f"`--lock {lock.path}` can't be written: {reason}. Name another file.") from error
 
 
 def _configs(arguments: argparse.Namespace) -> str:

@@ -9,10 +9,15 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lightning_memfit.memory.cache_files import opened, sealed
 
 _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "peft", "torchao", "lightning-memfit")
 _OWN = Path(__file__).resolve().parents[1]
@@ -55,6 +60,16 @@ def plan_key(recipes: Sequence[Path], overrides: Sequence[str], device: str, lim
     )
 
 
+class _Content(BaseModel):
+    """What a lock file says, beside its checksum."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    key: dict[str, str]
+    files: dict[str, str]
+    plan: dict[str, Any]
+
+
 class PlanLock:
     """A file with a plan, its key, and the user's code and data from which it was made.
 
@@ -69,22 +84,30 @@ class PlanLock:
         """The plan, if everything it depends on is unchanged; otherwise None and what changed.
 
         Raises:
-            ValueError: If the file is not a plan lock.
+            ValueError: If the file is not a plan lock, or was changed.
         """
-        if not self.path.is_file():
+        if not self.path.exists():
             return None, []
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-            known, files = content["key"], content["files"]
-            plan: dict[str, Any] = content["plan"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"`--lock {self.path}` is no lock file of a plan. Name another file.") from error
+            content = opened(json.loads(self.path.read_text(encoding="utf-8")))
+            lock = _Content.model_validate(content)
+        except (OSError, ValueError, RecursionError) as error:
+            reason = "it doesn't say what a lock says" if isinstance(error, ValidationError) else str(error)
+            raise ValueError(
+                f"`--lock {self.path}` is no lock file of a plan as it was written ({reason}). Name another file, or "
+                "delete it to plan anew."
+            ) from error
+        known, files, plan = lock.key, lock.files, lock.plan
         changed = key.differences(known)
         changed += [path for path, stamp in files.items() if _stamp(Path(path)) != stamp]
         return (None, changed) if changed else (plan, [])
 
     def save(self, key: PlanKey, plan: Mapping[str, Any], files: Iterable[Path]) -> None:
-        """Write a plan with the files from which it was made, replacing an older one."""
+        """Write a plan with the files from which it was made, replacing an older one.
+
+        Raises:
+            OSError: If it can't be written; then the older one stays.
+        """
         content = {
             "key": dict(key.parts),
             "files": {str(path): stamp for path in files if (stamp := _stamp(path)) is not None},
@@ -92,8 +115,13 @@ class PlanLock:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(self.path)
+        try:
+            partial.write_text(json.dumps(sealed(content), indent=1) + "\n", encoding="utf-8")
+            partial.replace(self.path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
 
 
 def imported_user_files() -> list[Path]:

@@ -1,10 +1,12 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from lightning_memfit.memory.cache_files import sealed
 from lightning_memfit.planner.lock import PlanLock, imported_user_files, paths_in, plan_key
 
 
@@ -48,6 +50,25 @@ def test_another_file_is_refused(tmp_path: Path, recipe: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=r"--lock.*no lock file"):
             PlanLock(path).load(plan_key([recipe], [], "T4", {}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace('"fits": true', '"fits": false'),
+        lambda text: text.replace('"plan"', '"plans"'),
+        lambda text: text.replace('"files": {}', '"files": []'),
+        lambda text: text[:-20],
+        lambda text: "[" * 100_000,
+        lambda text: json.dumps(sealed({"key": {}, "files": [], "plan": 3})),
+    ],
+)
+def test_a_lock_edited_by_hand_is_refused(tmp_path: Path, recipe: Path, change: Callable[[str], str]) -> None:
+    path, key = tmp_path / "plan.lock", plan_key([recipe], [], "T4", {})
+    PlanLock(path).save(key, {"fits": True}, [])
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match=r"--lock.*no lock file.*delete it to plan anew"):
+        PlanLock(path).load(key)
 
 
 def test_files_that_a_configuration_names(tmp_path: Path) -> None:
