@@ -11,7 +11,7 @@ import cli.plan_recipe  # noqa: F401  Lightning's log handler must not hold the 
 from cli.main import main
 from lightning_memfit.memory.cache_files import tell_once
 from tests.fuzz import RECIPE
-from tests.helpers.small_drive import small_drive
+from tests.helpers.small_drive import fill, small_drive
 
 
 @pytest.fixture
@@ -34,9 +34,7 @@ def test_a_cache_that_can_not_be_written(ask, tmp_path):
     with pytest.warns(UserWarning, match=r"can't be kept in .*taken"):
         assert ask(tmp_path / "taken") == true
     with small_drive(tmp_path, 4) as drive:
-        with pytest.raises(OSError, match="No space"), (drive / "filler").open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(1 << 16))
+        fill(drive)
         with pytest.warns(UserWarning, match="No space left on device"):
             assert ask(drive / "cache") == true
 

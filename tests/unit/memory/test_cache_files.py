@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_memfit.memory.cache_files import is_own, read_entry, tell_once, write_entry
-from tests.helpers.small_drive import small_drive
+from tests.helpers.small_drive import fill, small_drive
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +47,7 @@ def test_an_entry_that_was_changed_is_not_believed(tmp_path, change):
 
 def test_a_full_drive(tmp_path):
     with small_drive(tmp_path, 4) as drive:
-        filler = drive / "filler"
-        with pytest.raises(OSError, match="No space"), filler.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(1 << 16))
+        fill(drive)
         with pytest.warns(UserWarning, match="No space left on device"):
             assert not write_entry(drive / "entry.json", {"sizes": list(range(10_000))})
         assert sorted(file.name for file in drive.iterdir()) == ["filler", "lost+found"]
