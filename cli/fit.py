@@ -20,6 +20,7 @@ from lightning.pytorch.cli import ArgsType
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.preemption import Preemption
+from lightning_memfit.measure.guarded_loggers import guard_loggers
 from lightning_memfit.memory.kind import allows_cuda
 from lightning_memfit.planner.plan import is_technique
 
@@ -67,8 +68,9 @@ class FitCLI(MemFitCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        """Watch whether the run begins, and let signals end it at a step."""
+        """Watch whether the run begins, let signals end it at a step, and loggers end it never."""
         self._folder = RunFolder(self.trainer)
+        guard_loggers(self.trainer.loggers)
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         if self.subcommand == "fit" and not any(isinstance(callback, Preemption) for callback in callbacks):
             callbacks.append(Preemption())
