@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_memfit.device.limit import SimulatedDevice as SimulatedDevice
     from lightning_memfit.estimate.estimate import estimate_step as estimate_step
     from lightning_memfit.fitting.auto import MemFit as MemFit
+    from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard as NonFiniteGuard
     from lightning_memfit.fitting.recovery.oom_report import OutOfMemoryReport as OutOfMemoryReport
     from lightning_memfit.fitting.recovery.preemption import Preemption as Preemption
     from lightning_memfit.fitting.size.prediction import MemoryPrediction as MemoryPrediction
@@ -83,6 +84,7 @@ _PUBLIC = {
     "MemoryMonitor": "lightning_memfit.measure.monitor",
     "MemoryPrediction": "lightning_memfit.fitting.size.prediction",
     "MicroBatching": "lightning_memfit.fitting.step.callback",
+    "NonFiniteGuard": "lightning_memfit.fitting.recovery.non_finite",
     "Optimizer8bit": "lightning_memfit.techniques.optimizer_8bit",
     "OutOfMemoryReport": "lightning_memfit.fitting.recovery.oom_report",
     "PairData": "lightning_memfit.data",
