@@ -19,6 +19,8 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType
 from typing_extensions import override
 
+from lightning_memfit.fitting.recovery.preemption import Preemption
+from lightning_memfit.measure.guarded_loggers import guard_loggers
 from lightning_memfit.memory.kind import allows_cuda
 from lightning_memfit.planner.plan import is_technique
 
@@ -57,21 +59,28 @@ class FitCLI(MemFitCLI):
         except BaseException as error:
             if self._folder is None:
                 raise
+            ended = [c.error for c in self.trainer.callbacks if isinstance(c, Preemption) and c.error]
+            if isinstance(error, SystemExit) and ended:
+                error = SystemExit(ended[0].exit_code)
             self._folder.remove_if_unused()
             if self._folder.began and isinstance(error, Exception):
                 raise RunFailedError from error
-            raise
+            raise error
 
     @override
     def after_instantiate_classes(self) -> None:
-        """Watch whether the run begins.
+        """Watch whether the run begins, let signals end it at a step, and loggers end it never.
 
         Raises:
             ValueError: If the run is on another device than its plan was made for.
         """
-        if self.planned_for is not None and getattr(self, "subcommand", None) == "fit":
+        if self.planned_for is not None and self.subcommand == "fit":
             self._check_device(self.planned_for)
         self._folder = RunFolder(self.trainer)
+        guard_loggers(self.trainer.loggers)
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        if self.subcommand == "fit" and not any(isinstance(callback, Preemption) for callback in callbacks):
+            callbacks.append(Preemption())
 
     def _check_device(self, planned: str) -> None:
         from lightning_memfit.planner.feedback import device_name

@@ -7,9 +7,10 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -20,6 +21,9 @@ from lightning_memfit.memory import GIB, format_bytes
 
 from .arguments import split_arguments
 from .recipe_files import resolve
+
+if TYPE_CHECKING:
+    from lightning_memfit.planner.lock import PlanKey, PlanLock
 
 _EPILOG = """\
 examples:
@@ -43,13 +47,7 @@ def main(argv: list[str]) -> int:
         parser.error("give `--config RECIPE`")
     if arguments.out is not None:
         _check_out(Path(arguments.out))
-    try:
-        plan = _known_or_made(arguments, overrides)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        where = "`--lock` or the cache" if arguments.lock else "the cache (`$MEMFIT_CACHE`)"
-        raise ValueError(f"The disk of {where} is full. Free some, or pass `--no-cache`.") from error
+    plan = _known_or_made(arguments, overrides)
     if plan is None:
         return 2
     if arguments.out is not None and plan["fits"] and not arguments.dry_run:
@@ -149,8 +147,8 @@ def _check_out(path: Path) -> None:
 def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any] | None:
     """Return the plan of a lock file or the cache if nothing that it depends on has changed; else make one."""
     from lightning_memfit.device.host import probe_host
+    from lightning_memfit.memory.cache_files import default_cache_folder
     from lightning_memfit.planner.lock import PlanLock, Sources, plan_key
-    from lightning_memfit.profile.cache import default_cache_folder
 
     recipes = [Path(resolve(name)) for name in arguments.config]
     names = ("allow", "host_memory", "pinned_memory", "disk", "nvme_path", "disk_writes_per_day", "verify")
@@ -164,7 +162,7 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
         lock = PlanLock(default_cache_folder() / "plans" / f"{key.digest}.json")
     if lock is not None:
         free = probe_host().available_bytes if arguments.host_memory is None else None
-        known, changed = lock.load(key, free)
+        known, changed = _load(lock, key, free, arguments.lock is not None)
         if known is not None:
             return known
         if changed and arguments.lock is not None:
@@ -177,8 +175,39 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
         return None
     plan, files = made
     if lock is not None and not (arguments.dry_run and arguments.lock is not None):
-        lock.save(key, plan, Sources.now(files), free)
+        _save(lock, partial(lock.save, key, plan, Sources.now(files), free), arguments.lock is not None)
     return plan
+
+
+def _load(lock: PlanLock, key: PlanKey, free: int | None, is_named: bool) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return what a lock file or the cache's knows; one of the cache that can't be used stops nothing."""
+    from lightning_memfit.memory.cache_files import is_own, tell_once
+
+    if is_named:
+        return lock.load(key, free)
+    try:
+        return lock.load(key, free) if lock.path.is_file() and is_own(lock.path.parent) else (None, [])
+    except (ValueError, OSError) as error:
+        tell_once(lock.path.parent, f"{lock.path.name} is not used: {error.__cause__ or error}")
+        return None, []
+
+
+def _save(lock: PlanLock, save: Callable[[], None], is_named: bool) -> None:
+    """Write a lock file, or the cache's.
+
+    Raises:
+        ValueError: If the file that the user named can't be written.
+    """
+    from lightning_memfit.memory.cache_files import tell_once
+
+    try:
+        save()
+    except OSError as error:
+        if not is_named:
+            tell_once(lock.path.parent, f"entries can't be written: {error}")
+            return
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
+        raise ValueError(f"`--lock {lock.path}` can't be written: {reason}. Name another file.") from error
 
 
 def _configs(arguments: argparse.Namespace) -> str:

@@ -215,8 +215,10 @@ def check_recipe(path: Path, argument: str = "--config") -> dict[str, Any]:
         key = str(error.errors()[0]["loc"][0])
         from .explain import closest  # knows all classes, and is needed for mistakes only
 
+        value = sections[key]
+        inside = f".{next(iter(value))}" if isinstance(value, dict) and value else ""
         words = closest(key, Sections.model_fields)
-        raise ValueError(f"`{argument} {path}`: there is no section `{key}`. {words}") from None
+        raise ValueError(f"`{argument} {path}`: there is no option `{key}{inside}`. {words}") from None
     return content
 
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from lightning_memfit.device.limit import SimulatedDevice as SimulatedDevice
     from lightning_memfit.estimate.estimate import estimate_step as estimate_step
     from lightning_memfit.fitting.auto import MemFit as MemFit
+    from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard as NonFiniteGuard
     from lightning_memfit.fitting.recovery.oom_report import OutOfMemoryReport as OutOfMemoryReport
+    from lightning_memfit.fitting.recovery.preemption import Preemption as Preemption
     from lightning_memfit.fitting.size.prediction import MemoryPrediction as MemoryPrediction
     from lightning_memfit.fitting.step.callback import MicroBatching as MicroBatching
     from lightning_memfit.measure.data_wait import DataWaitMonitor as DataWaitMonitor
@@ -82,10 +84,12 @@ _PUBLIC = {
     "MemoryMonitor": "lightning_memfit.measure.monitor",
     "MemoryPrediction": "lightning_memfit.fitting.size.prediction",
     "MicroBatching": "lightning_memfit.fitting.step.callback",
+    "NonFiniteGuard": "lightning_memfit.fitting.recovery.non_finite",
     "Optimizer8bit": "lightning_memfit.techniques.optimizer_8bit",
     "OutOfMemoryReport": "lightning_memfit.fitting.recovery.oom_report",
     "PairData": "lightning_memfit.data",
     "PlanFeedback": "lightning_memfit.planner.feedback",
+    "Preemption": "lightning_memfit.fitting.recovery.preemption",
     "QuantizedWeights": "lightning_memfit.techniques.quantized_weights",
     "RandomTokens": "lightning_memfit.data",
     "ReplaceOptimizer": "lightning_memfit.techniques.optimizer",

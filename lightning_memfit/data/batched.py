@@ -270,8 +270,8 @@ class BatchedText(pl.LightningDataModule):
         """
         if self.trainer is None:
             return
-        loop = self.trainer.fit_loop
-        progress: Any = loop.epoch_loop.batch_progress
+        loop: Any = self.trainer.fit_loop
+        progress = loop.epoch_loop.batch_progress
         if position["epoch"] != loop.epoch_progress.current.processed:
             return  # it is over
         if progress.is_last_batch:

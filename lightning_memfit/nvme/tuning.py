@@ -21,6 +21,7 @@ from typing import Any
 
 from lightning_memfit.estimate.deepspeed_sizes import AioSettings
 from lightning_memfit.memory import MIB
+from lightning_memfit.memory.cache_files import default_cache_folder, is_own, opened, sealed, write_file
 
 POINTS = tuple(
     AioSettings(block_size, queue_depth, threads)
@@ -136,21 +137,19 @@ def _mount_source(device: int) -> str:
 
 
 def _default_cache() -> Path:
-    from lightning_memfit.profile.cache import default_cache_folder
-
     return default_cache_folder() / "aio.json"
 
 
 def _read(path: Path) -> dict[str, AioRate]:
+    """The rates in a cache file; empty if there is none that can be believed, so that drives are measured again."""
     try:
-        document = json.loads(path.read_text())
-        return {key: AioRate(AioSettings(**value.pop("settings")), **value) for key, value in document.items()}
+        document = json.loads(path.read_text()) if is_own(path.parent) else {}
+        entries = {key: opened(value) for key, value in document.items()}
+        return {key: AioRate(AioSettings(**value.pop("settings")), **value) for key, value in entries.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}  # absent or of another version, so that the drive is measured again
+        return {}
 
 
 def _write(path: Path, rates: dict[str, AioRate]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps({key: asdict(rate) for key, rate in rates.items()}, indent=2) + "\n")
-    partial.replace(path)
+    text = json.dumps({key: sealed(asdict(rate)) for key, rate in rates.items()}, indent=2) + "\n"
+    write_file(path, lambda file: file.write(text.encode()))

@@ -9,12 +9,17 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from lightning_memfit.memory.cache_files import opened, sealed
 
 _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "deepspeed", "peft", "torchao", "lightning-memfit")
 _OWN = Path(__file__).resolve().parents[1]
@@ -59,6 +64,17 @@ def plan_key(recipes: Sequence[Path], overrides: Sequence[str], device: str, lim
     )
 
 
+class _Content(BaseModel):
+    """What a lock file says, beside its checksum."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    key: dict[str, str]
+    made_from: dict[Literal["modules", "files"], dict[str, str | None]]
+    free_bytes: int | None
+    plan: dict[str, Any]
+
+
 class PlanLock:
     """A file with a plan, its key, and the user's code and data from which it was made.
 
@@ -80,23 +96,30 @@ class PlanLock:
             free_bytes: Host memory that is free now, if the user left its limit to that.
 
         Raises:
-            ValueError: If the file is not a plan lock.
+            ValueError: If the file is not a plan lock, or was changed.
         """
-        if not self.path.is_file():
+        if not self.path.exists():
             return None, []
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-            known, made_from = content["key"], content["made_from"]
-            plan: dict[str, Any] = content["plan"]
-            changed = key.differences(known) + Sources.read(made_from).changed()
-            if free_bytes is not None and not _host_memory_is_alike(plan, content["free_bytes"], free_bytes):
+            content = opened(json.loads(self.path.read_text(encoding="utf-8")))
+            lock = _Content.model_validate(content)
+            changed = key.differences(lock.key) + Sources(**lock.made_from).changed()
+            if free_bytes is not None and not _host_memory_is_alike(lock.plan, lock.free_bytes, free_bytes):
                 changed.append("free host memory")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"`--lock {self.path}` is no lock file of a plan. Name another file.") from error
-        return (None, changed) if changed else (plan, [])
+        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+            reason = "it doesn't say what a lock says" if not isinstance(error, OSError) else str(error)
+            raise ValueError(
+                f"`--lock {self.path}` is no lock file of a plan as it was written ({reason}). Name another file, or "
+                "delete it to plan anew."
+            ) from error
+        return (None, changed) if changed else (lock.plan, [])
 
     def save(self, key: PlanKey, plan: Mapping[str, Any], sources: Sources, free_bytes: int | None = None) -> None:
-        """Write a plan with what it was made from, replacing an older one."""
+        """Write a plan with what it was made from, replacing an older one.
+
+        Raises:
+            OSError: If it can't be written; then the older one stays.
+        """
         content = {
             "key": dict(key.parts),
             "made_from": asdict(sources),
@@ -105,19 +128,26 @@ class PlanLock:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(self.path)
+        try:
+            partial.write_text(json.dumps(sealed(content), indent=1) + "\n", encoding="utf-8")
+            partial.replace(self.path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
 
 
 _MORE_ROOM = 1.25
 """With this much more host memory than at planning a faster plan may exist, so that one is looked for."""
 
 
-def _host_memory_is_alike(plan: Mapping[str, Any], then: int, now: int) -> bool:
+def _host_memory_is_alike(plan: Mapping[str, Any], then: int | None, now: int) -> bool:
     """Whether a plan made with so much free host memory is still the one for what is free now.
 
     Within less memory the fastest plan stays the fastest while it fits.
     """
+    if then is None:
+        return False
     if not plan["fits"]:
         return now <= then
     tiers = (plan["breakdown"].get(tier, {}) for tier in ("host", "pinned_host"))
@@ -148,15 +178,6 @@ class Sources:
             else:  # loaded by its path, not by its name
                 files.add(str(path))
         return cls(modules, {name: _stamp(name) for name in sorted(files)})
-
-    @classmethod
-    def read(cls, data: Mapping[str, Mapping[str, str | None]]) -> Sources:
-        """Inverse of `dataclasses.asdict`.
-
-        Raises:
-            KeyError: If an entry is missing.
-        """
-        return cls(dict(data["modules"]), dict(data["files"]))
 
     def changed(self) -> list[str]:
         """Names of what is different here and now."""

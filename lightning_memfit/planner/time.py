@@ -19,7 +19,6 @@ come from a catalogue or a short measurement (`rates_of`) and are corrected by m
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -31,7 +30,7 @@ import numpy as np
 
 from lightning_memfit.device.catalogue import DeviceSpec, find_device
 from lightning_memfit.estimate.target import Target
-from lightning_memfit.profile.cache import default_cache_folder
+from lightning_memfit.memory.cache_files import default_cache_folder, read_entry, write_entry
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
 from lightning_memfit.techniques.core.setting import Setting
@@ -466,10 +465,10 @@ class CalibrationFile:
 
     def load(self) -> list[Observation]:
         """What was measured; empty if there is no readable file."""
+        entry = read_entry(self.path) or {}
         try:
-            rows = json.loads(self.path.read_text(encoding="utf-8"))
-            return [Observation(row["seconds"], row["measured"]) for row in rows]
-        except (OSError, ValueError, KeyError, TypeError):
+            return [Observation(dict(row["seconds"]), float(row["measured"])) for row in entry.get("steps", [])]
+        except (ValueError, KeyError, TypeError):
             return []
 
     def add(self, seconds: Mapping[str, float], measured: float) -> None:
@@ -485,11 +484,7 @@ class CalibrationFile:
         if measured <= 0:
             raise ValueError(f"`measured={measured}` seconds must be positive.")
         kept = [*self.load(), Observation(seconds, measured)][-_MAX_OBSERVATIONS:]
-        rows = [{"seconds": dict(o.seconds), "measured": o.measured} for o in kept]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        partial.replace(self.path)
+        write_entry(self.path, {"steps": [{"seconds": dict(o.seconds), "measured": o.measured} for o in kept]})
 
 
 def uncorrected(seconds: Mapping[str, float], rates: Rates) -> dict[str, float]:

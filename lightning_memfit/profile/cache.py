@@ -2,29 +2,18 @@
 
 import hashlib
 import logging
-import os
-import warnings
-import zlib
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
+from lightning_memfit.memory.cache_files import default_cache_folder, is_own, tell_once, write_file
 from lightning_memfit.profile.fingerprint import attached_datamodule, describe, describe_module, describe_settings
-from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.record import ModelProfile, OtherFormatError
 
 _log = logging.getLogger(__name__)
 
 _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "torchmetrics", "lightning-memfit")
-
-
-def default_cache_folder() -> Path:
-    """`$MEMFIT_CACHE`, else `$XDG_CACHE_HOME/lightning-memfit`, else `~/.cache/lightning-memfit`."""
-    named = os.environ.get("MEMFIT_CACHE")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-memfit"
 
 
 class ProfileCache:
@@ -38,28 +27,21 @@ class ProfileCache:
         self.folder = (folder or default_cache_folder()) / "profiles"
 
     def load(self, key: str) -> ModelProfile | None:
-        """The profile of a key; None where there is none that can be read."""
+        """The profile of a key; None where there is none that can be read and believed."""
         path = self.folder / f"{key}.npz"
         try:
-            return ModelProfile.load(path) if path.is_file() else None
-        except (ValueError, KeyError, OSError, TypeError, EOFError, BadZipFile, zlib.error):
-            return None  # written by another version or cut off: traced anew and replaced
+            return ModelProfile.load(path) if path.is_file() and is_own(self.folder) else None
+        except OtherFormatError:
+            return None  # written by another version: traced anew and replaced
+        except OSError as error:
+            tell_once(self.folder, f"{path.name} can't be read: {error}")
+        except Exception as error:  # cut off, damaged, or made by something else; a file may hold anything
+            tell_once(self.folder, f"{path.name} is not used: {error}")
+        return None
 
     def save(self, key: str, profile: ModelProfile) -> None:
         """Keep a profile; a folder that can't be written is said once, and changes nothing else."""
-        try:
-            profile.save(self.folder / f"{key}.npz")
-        except OSError as error:
-            _say_unwritten(str(self.folder), str(error))
-
-
-@cache
-def _say_unwritten(folder: str, why: str) -> None:
-    warnings.warn(
-        f"Profiles can't be kept in {folder} ({why}), so that steps are traced anew each time. Name another folder "
-        "with `MEMFIT_CACHE`.",
-        stacklevel=4,
-    )
+        write_file(self.folder / f"{key}.npz", profile.write)
 
 
 @cache

@@ -7,7 +7,6 @@ whole lines to it and reads those of others; a line that can't be read is left o
 import contextlib
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,12 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_memfit.profile.cache import default_cache_folder
+from lightning_memfit.memory.cache_files import checksum, default_cache_folder, is_own, tell_once
 from lightning_memfit.profile.fingerprint import describe_processor
 
-_log = logging.getLogger(__name__)
-
-_FORMAT = 2
+_FORMAT = 3
 """Number of the rules by which kernels are learned; with another one, everything is learned anew."""
 
 
@@ -88,7 +85,7 @@ class KernelRecords:
         self._known[key] = kernel
         if kernel is None or kernel.is_known:
             value = None if kernel is None else [kernel.peaks, kernel.extra, kernel.dtypes]
-            self._new.append(json.dumps([key, value], separators=(",", ":")))
+            self._new.append(json.dumps([key, value, _seal(key, value)], separators=(",", ":")))
 
     def path(self, folder: Path) -> Path:
         """The file of these settings in a cache folder."""
@@ -101,12 +98,16 @@ class KernelRecords:
             return
         self._folder = folder
         try:
+            if not is_own(self.path(folder).parent):
+                return
             lines = self.path(folder).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return
         for line in lines:
             with contextlib.suppress(ValueError, TypeError):  # cut off, or written by something else
-                key, value = json.loads(line)
+                key, value, seal = json.loads(line)
+                if seal != _seal(key, value):
+                    continue
                 kernel = None
                 if value is not None:
                     peaks, extra, dtypes = value
@@ -121,13 +122,15 @@ class KernelRecords:
         path = self.path(default_cache_folder())
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if not is_own(path.parent):
+                return
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 os.write(file, "\n".join(("", *lines, "")).encode())  # the last line there may be cut off
             finally:
                 os.close(file)
         except OSError as error:
-            _log.info("What kernels take is not kept between runs: %s", error)
+            tell_once(path.parent, f"entries can't be written: {error}")
 
 
 _open_traces = 0
@@ -164,6 +167,10 @@ def _switches() -> tuple[object, ...]:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _seal(key: str, value: Any) -> str:
+    return checksum([key, value])[:16]
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

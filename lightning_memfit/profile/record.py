@@ -4,15 +4,20 @@ import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.cache_files import checksum
 from lightning_memfit.memory.kind import CUDA, DeviceKind
 from lightning_memfit.profile.events import EventList, Floats, at_size, with_kept
 
-FORMAT = 3
+FORMAT = 4
+
+
+class OtherFormatError(ValueError):
+    """A file was written by another version of the package."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,14 @@ class ModelProfile:
 
     def save(self, path: Path) -> None:
         """Write to an `.npz` file, in place of an older profile of the same key."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{np.random.default_rng().integers(1 << 62)}.partial")
+        with partial.open("wb") as file:
+            self.write(file)
+        partial.replace(path)
+
+    def write(self, file: BinaryIO) -> None:
+        """Write in the format of an `.npz` file, with a checksum over all of it."""
         header = asdict(replace(self, slopes=None, larger=None))
         for name in ("events", "slopes", "larger"):
             del header[name]
@@ -200,23 +213,27 @@ class ModelProfile:
             header["larger_size"] = self.larger.micro_batch_size
             header["larger_described"], more = _packed("larger_", self.larger.events, self.larger.slopes)
             arrays |= more
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{np.random.default_rng().integers(1 << 62)}.partial")
-        with partial.open("wb") as file:
-            np.savez_compressed(file, header=np.array(json.dumps(header)), **arrays)
-        partial.replace(path)
+        text = json.dumps(header)
+        seal = np.array(_checksum(text, arrays))
+        np.savez_compressed(file, header=np.array(text), checksum=seal, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> "ModelProfile":
         """Read what `save` wrote.
 
         Raises:
-            ValueError: If the file was written by another format version.
+            ValueError: If the file was written by another format version, or isn't what was written.
         """
         with np.load(path, allow_pickle=False) as data:
-            header: dict[str, Any] = json.loads(str(data["header"]))
+            text = str(data["header"])
+            header: dict[str, Any] = json.loads(text)
+            if not isinstance(header, dict) or "format" not in header:
+                raise ValueError(f"{path} is no profile. Delete it.")
             if header.pop("format") != FORMAT:
-                raise ValueError(f"{path} has another format than {FORMAT}. Delete it.")
+                raise OtherFormatError(f"{path} has another format than {FORMAT}. Delete it.")
+            arrays = {name: data[name] for name in data.files if name not in ("header", "checksum")}
+            if str(data["checksum"]) != _checksum(text, arrays):
+                raise ValueError(f"{path} was changed after it was written, or is damaged. Delete it.")
             events, slopes = _unpacked("", header.pop("described"), data)
             larger = None
             if "larger_size" in header:
@@ -227,7 +244,15 @@ class ModelProfile:
         header["parameters"] = tuple(ParameterInfo(**{**p, "shape": tuple(p["shape"])}) for p in header["parameters"])
         header["assumptions"], header["remarks"] = tuple(header["assumptions"]), tuple(header["remarks"])
         header["growth"] = None if header["growth"] is None else Growth(**header["growth"])
-        return cls(events=events, slopes=slopes, larger=larger, **header)
+        found = cls(events=events, slopes=slopes, larger=larger, **header)
+        for each in (events, *(() if larger is None else (larger.events,))):
+            each.check()
+        return found
+
+
+def _checksum(header: str, arrays: dict[str, Any]) -> str:
+    described = [(name, str(array.dtype), array.shape, checksum(array.tobytes())) for name, array in arrays.items()]
+    return checksum([header, sorted(described)])
 
 
 _ARRAYS = ("events", "event_blocks", "sizes", "categories", "sites")

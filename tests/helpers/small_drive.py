@@ -3,7 +3,7 @@
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,15 @@ def small_drive(folder: Path, size_mib: int, *options: str) -> Iterator[Path]:
     finally:
         subprocess.run(["umount", mount], check=True)
         image.unlink()
+
+
+def fill(folder: Path) -> None:
+    """Leave no room on the drive of a folder."""
+    with (folder / "filler").open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            with suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
 
 
 @contextmanager

@@ -260,11 +260,13 @@ def test_module_without_training_step(
     assert "NoTrainingStep has no `training_step`" in capsys.readouterr().err
 
 
-def test_full_disk(recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("cli.plan_recipe.plan_recipe", lambda *_: ({"fits": True}, []))
     monkeypatch.setattr("lightning_memfit.planner.lock.PlanLock.save", full)
-    assert main(["plan", "--config", recipe, "--device", "900MiB"]) == 2
+    assert main(["plan", "--config", recipe, "--device", "900MiB", "--lock", str(tmp_path / "plan.lock")]) == 2
     assert "is full" in capsys.readouterr().err

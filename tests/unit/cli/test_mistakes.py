@@ -72,7 +72,7 @@ HEADS = {"model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "
         ({"trainer": {"callbacks": [callback(LIMIT, limit="1e400GiB")]}}, "`limit='1e400GiB'` must be a positive size"),
         ({"trainer": {"callbacks": [callback(LIMIT, limit=f"1e{10**20}GiB")]}}, "must be a positive size"),
         # Once accepted in silence:
-        ({"trainr": {}}, "there is no section `trainr`. Closest: trainer."),
+        ({"trainr": {}}, "there is no option `trainr`. Closest: trainer."),
         ({"trainer": {"optimiser": {}}}, "there is no option `trainer.optimiser`."),
         (
             {"init_args": {"model": {"learning_rat": {}}}},

@@ -3,11 +3,12 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from lightning_memfit.memory.cache_files import sealed
 from lightning_memfit.planner.lock import PlanLock, Sources, imported_user_modules, names_in, plan_key, source_of
 
 
@@ -133,6 +134,25 @@ def test_sources_of_modules() -> None:
     assert source_of("tests.absent.module") is None
     assert source_of("tests.conftest.more") is None
     assert source_of("sys") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace('"fits": true', '"fits": false'),
+        lambda text: text.replace('"plan"', '"plans"'),
+        lambda text: text.replace('"files": {}', '"files": []'),
+        lambda text: text[:-20],
+        lambda text: "[" * 100_000,
+        lambda text: json.dumps(sealed({"key": {}, "made_from": {}, "free_bytes": None, "plan": 3})),
+    ],
+)
+def test_a_lock_edited_by_hand_is_refused(tmp_path: Path, recipe: Path, change: Callable[[str], str]) -> None:
+    path, key = tmp_path / "plan.lock", plan_key([recipe], [], "T4", {})
+    PlanLock(path).save(key, {"fits": True}, Sources())
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match=r"--lock.*no lock file.*delete it to plan anew"):
+        PlanLock(path).load(key)
 
 
 def test_files_that_a_configuration_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

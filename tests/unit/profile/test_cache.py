@@ -1,6 +1,10 @@
+import json
+
+import numpy as np
 import pytest
 
-from lightning_memfit.profile import fingerprint
+from lightning_memfit.memory.cache_files import tell_once
+from lightning_memfit.profile import fingerprint, record
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache, default_cache_folder
 from lightning_memfit.profile.trace import Emulation
@@ -42,6 +46,63 @@ def test_a_file_that_can_not_be_read_is_traced_anew(tmp_path, monkeypatch, damag
     assert second.events.events.tolist() == third.events.events.tolist() == first.events.events.tolist()
     assert third.seconds == second.seconds
     assert list((tmp_path / "profiles").iterdir()) == [path]
+
+
+def rewrite(path, change):
+    """Write an entry anew as somebody would who doesn't know the checksum, or does."""
+    with np.load(path) as data:
+        arrays = {name: data[name] for name in data.files}
+    change(arrays)
+    np.savez_compressed(path, **arrays)
+
+
+def poison(arrays):
+    arrays["sizes"] = arrays["sizes"] * 1000
+
+
+def other_header(arrays):
+    arrays["header"] = np.array(json.dumps(["a", "list"]))
+
+
+def out_of_range(arrays):
+    """As a defect of ours could write it: the checksum is right."""
+    arrays["events"] = arrays["events"] * 1_000_000
+    inside = {name: array for name, array in arrays.items() if name not in ("header", "checksum")}
+    arrays["checksum"] = np.array(record._checksum(str(arrays["header"]), inside))
+
+
+class Payload:
+    """Runs when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return (exec, (f"open({str(self.marker)!r}, 'w')",))
+
+
+def test_entries_that_were_changed_are_not_believed(tmp_path, monkeypatch):
+    calls = count_traces(monkeypatch)
+    marker = tmp_path / "ran"
+
+    def hidden(arrays):
+        arrays["sizes"] = np.array([Payload(marker)], dtype=object)
+
+    def peak():
+        profile = profile_module(Classifier(), batch(), any_micro_batch=False, cache=ProfileCache(tmp_path))
+        return int(profile.events.live_bytes().max())
+
+    true = peak()
+    (path,) = (tmp_path / "profiles").iterdir()
+    for number, change in enumerate((poison, other_header, out_of_range, hidden), 2):
+        rewrite(path, change)
+        tell_once.cache_clear()
+        with pytest.warns(UserWarning, match=r"npz is not used"):
+            assert peak() == true
+        assert len(calls) == number
+    assert peak() == true
+    assert len(calls) == 5  # the last one was replaced
+    assert not marker.exists()
 
 
 def test_refused_steps_are_not_kept(tmp_path):

@@ -474,9 +474,13 @@ def test_lines_that_say_nothing_are_left_out(forgotten, tmp_path):
     records = KernelRecords.of_settings()
     path = records.path(tmp_path)
     path.parent.mkdir(parents=True)
-    good = ["a" * 32, [[3, 4], [], []]]
-    lines = ["[1", "null", "5", '["b", 3]', '["c", [[-1], [], []]]', '["d", [["x"], [], []]]', '["e", [[1]', "\0"]
-    path.write_text("\n".join([*lines, json.dumps(good)]))
+
+    def line(key, value, written=None):
+        return json.dumps([key, value, kernel_records._seal(key, value if written is None else written)])
+
+    lines = ["[1", "null", "5", line("b", 3), line("c", [[-1], [], []]), line("d", [["x"], [], []]), '["e", [[1]', "\0"]
+    changed = [line("f", [[3000], [], []], written=[[3], [], []]), '["g", [[3], [], []]]']
+    path.write_text("\n".join([*lines, *changed, line("a" * 32, [[3, 4], [], []])]))
     KernelRecords.forget()
     assert KernelRecords.of_settings()._known == {"a" * 32: kernel_records.Kernel((3, 4))}
 

@@ -1,0 +1,207 @@
+"""`Preemption`: a run that a signal ends leaves a checkpoint of its last step, and its exit code names the signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_memfit.memory.attach import hide_idle_hooks
+
+
+class PreemptedError(KeyboardInterrupt):
+    """A signal ended the run. As Ctrl-C does, it passes handlers of errors, those of traces and trial steps included.
+
+    Args:
+        number: The signal.
+        words: What was saved, or why nothing was.
+    """
+
+    def __init__(self, number: int, words: str) -> None:
+        super().__init__(f"{signal.Signals(number).name}: {words}")
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """The code by which shells know a program that a signal ended: 143 for SIGTERM, 130 for SIGINT."""
+        return 128 + self.number
+
+
+class Preemption(Callback):
+    """End a run that gets a signal at its next step boundary, with a checkpoint from which it goes on exactly.
+
+    A step boundary is the end of an optimizer step, or of a batch of validation. What the signal meets (forward,
+    backward, the optimizer, a save) is finished first. Before the first step there is nothing to save, and the run ends
+    at once. A second signal, and the end of the grace time, end it without a checkpoint. With several ranks, one that
+    gets a signal ends all of them together.
+
+    Lightning then ends as after Ctrl-C, with `SystemExit`; `memfit` exits with 128 plus the signal's number. Under
+    SLURM with automatic requeueing, SIGTERM and SIGUSR1 are left to Lightning, which saves and requeues.
+
+    Put it last among the callbacks: those after it don't see the last batch.
+
+    Args:
+        grace_seconds: How long a signal may wait for a step boundary.
+        dirpath: Folder of the checkpoint. Null: that of the first `ModelCheckpoint`, else `checkpoints` in the run's.
+        signals: Names of the signals.
+
+    Attributes:
+        error: What ended the last run; None if no signal did.
+
+    Raises:
+        ValueError: If the time is not positive, or a signal is unknown.
+    """
+
+    def __init__(
+        self,
+        grace_seconds: float = 30.0,
+        dirpath: str | None = None,
+        signals: Iterable[str] = ("SIGTERM", "SIGINT", "SIGUSR1"),
+    ) -> None:
+        if not grace_seconds > 0:
+            raise ValueError(f"`grace_seconds={grace_seconds}` must be positive.")
+        for name in signals:
+            if name not in signal.Signals.__members__:
+                raise ValueError(f"`signals`: {name!r} is unknown here. Write for example SIGTERM.")
+        self.grace_seconds = grace_seconds
+        self.dirpath = dirpath
+        self.signals = [signal.Signals[name] for name in signals]
+        self.error: PreemptedError | None = None
+        self._received: int | None = None
+        self._is_over = False
+        self._is_active = False
+        self._has_stepped = False
+        self._saved_step = -1
+        self._before: dict[int, Any] = {}
+        self._timer: threading.Timer | None = None
+        hide_idle_hooks(self)
+
+    # --- signals ----------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the signals."""
+        self._restore()
+        self._before = {}
+        self.error, self._received, self._is_over, self._has_stepped = None, None, False, False
+        self._install(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signals again: Lightning 2.6 takes SIGTERM after `setup`, and waits for other ranks inside it."""
+        self._install(trainer)
+
+    def _install(self, trainer: Trainer) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python gives signals to the main thread alone
+        for number in self.signals:
+            handler = signal.getsignal(number)
+            if handler != self._handle and (number == signal.SIGINT or not _is_requeued(trainer)):
+                self._before.setdefault(number, handler)
+                signal.signal(number, self._handle)
+        self._is_active = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_active:  # Lightning has put back what it found when it started
+            signal.signal(number, self._before.get(number) or signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if self._is_over or self._received is not None or not self._has_stepped:
+            why = "no step was done yet" if not self._has_stepped else "no step boundary came in time"
+            if self._received is not None and not self._is_over and self._has_stepped:
+                why = "it came twice"
+            raise self._ends(self._received or number, f"the run ends without a new checkpoint, as {why}.")
+        self._received = number
+        name = signal.Signals(number).name
+        rank_zero_info(f"{name}: a checkpoint is saved at the end of this step, and the run ends; again to end it now.")
+        self._timer = threading.Timer(self.grace_seconds, self._end_grace, (number,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _end_grace(self, number: int) -> None:
+        self._is_over = True
+        os.kill(os.getpid(), number)
+
+    def _ends(self, number: int, words: str) -> PreemptedError:
+        self._restore()
+        self.error = PreemptedError(number, words)
+        rank_zero_warn(str(self.error))
+        return self.error
+
+    def _restore(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for number, handler in self._before.items():
+            if handler is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(number, handler)
+        self._is_active = False
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the signals back."""
+        self._restore()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the signals back; Lightning calls no `teardown` after an exception."""
+        self._restore()
+
+    # --- step boundaries --------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End the run after an optimizer step, if a rank has got a signal."""
+        self._has_stepped = True
+        if not trainer.fit_loop._should_accumulate():
+            self._end_if_told(trainer)
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """End the run in the middle of a validation, which is after a step, if a rank has got a signal."""
+        if self._has_stepped and not trainer.fit_loop._should_accumulate():
+            self._end_if_told(trainer)
+
+    def _end_if_told(self, trainer: Trainer) -> None:
+        told = self._received is not None
+        if trainer.world_size > 1:
+            told = trainer.strategy.reduce_boolean_decision(told, all=False)
+        if not told:
+            return
+        path = self._folder(trainer) / f"preempted-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        raise self._ends(self._received or signal.SIGTERM, f"saved {path}. Go on with `--ckpt_path {path}`.")
+
+    def _folder(self, trainer: Trainer) -> Path:
+        if self.dirpath is not None:
+            return Path(self.dirpath)
+        named = (c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
+        return Path(next(named, None) or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints")
+
+
+def _is_requeued(trainer: Trainer) -> bool:
+    """Whether Lightning saves and requeues a job of SLURM by itself."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)  # a strategy for one device has none
+    if isinstance(environment, SLURMEnvironment):
+        return environment.auto_requeue
+    return environment is None and SLURMEnvironment.detect()
