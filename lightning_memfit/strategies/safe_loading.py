@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from typing_extensions import override
 
 _DEEPSPEED = {
     "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
@@ -68,7 +69,7 @@ def load(file: str | Path | IO[bytes], weights_only: bool | None = None, mmap: b
 
 
 def _known() -> list[Any]:
-    classes = dict(_LIGHTNING)
+    classes: dict[str, tuple[str, ...]] = dict(_LIGHTNING)
     if find_spec("deepspeed") is not None:
         classes |= _DEEPSPEED
     return [getattr(import_module(module), name) for module, names in classes.items() for name in names]
@@ -84,8 +85,8 @@ def _found(message: str) -> str:
 
 def _refused(file: Any, what: str) -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
-        f"{str(file)!r} holds {what}, which is neither a tensor nor a plain value: loading it could run any code. If you "
-        "trust whoever wrote it, load it with `weights_only=False`."
+        f"{str(file)!r} holds {what}, which is neither a tensor nor a plain value: loading it could run any code. If "
+        "you trust whoever wrote it, load it with `weights_only=False`."
     )
 
 
@@ -96,6 +97,7 @@ class _Index(pickle.Unpickler):
         super().__init__(stream)
         self.path = path
 
+    @override
     def find_class(self, module: str, name: str) -> Any:
         """The classes of an index, or an error."""
         found = getattr(import_module(module), name, None) if module == "torch" and "." not in name else None

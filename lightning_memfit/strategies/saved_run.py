@@ -1,7 +1,7 @@
 """What a checkpoint holds, by the names of parameters, whatever strategy and however many ranks wrote it.
 
-Every kind of checkpoint is read into a `SavedRun`, and every strategy goes on from one. Tensors stay on disk until a part
-of them is asked for, so that a rank reads no more than its share.
+Every kind of checkpoint is read into a `SavedRun`, and every strategy goes on from one. Tensors stay on disk until a
+part of them is asked for, so that a rank reads no more than its share.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,12 +46,15 @@ class Pieces:
         return found[0] if len(found) == 1 else torch.cat(found) if found else self.parts[0][1][:0]
 
     def whole(self) -> Tensor:
-        """The tensor."""
-        return self.between(0, self.shape.numel()).view(self.shape)
+        """The tensor, in memory of its own."""
+        found = self.between(0, self.shape.numel())
+        return (found.clone() if len(self.parts) == 1 else found).view(self.shape)
 
 
 def whole(value: Any) -> Any:
-    """A tensor put together of its pieces; anything else as it is."""
+    """A tensor in memory of its own, put together of its pieces; anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.clone()
     return value.whole() if isinstance(value, Pieces) else value
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memfit.strategies.integrity import stored_bytes
 from lightning_memfit.strategies.safe_loading import load
 from lightning_memfit.strategies.saved_run import PARAMETERS, Pieces, SavedOptimizer, SavedRun
 
@@ -206,6 +207,24 @@ class ZeroLayout:
     """Counters of the engine and the state of the loss scale."""
 
 
+def checkpoint_bytes(engine: Any) -> int:
+    """Bytes that this rank is going to write for an engine, without what Lightning adds."""
+    zero = engine.optimizer
+    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or getattr(
+        zero, "single_partition_of_fp32_groups", []
+    )
+    states = getattr(getattr(zero, "optimizer", None), "state", {})
+    flat = stored_bytes([[*masters], [*states.values()]])
+    swapper = getattr(zero, "optimizer_swapper", None)
+    if swapper is not None:
+        flat += sum(path.stat().st_size for path in Path(swapper.swap_folder).glob(f"*{_ENDING}"))
+    if engine.zero_optimization_partition_weights():
+        own = [parameter.ds_tensor for parameter in engine.module.parameters() if not parameter.requires_grad]
+    else:
+        own = list(engine.module.parameters()) if torch.distributed.get_rank() == 0 else []
+    return flat + stored_bytes([tensor.data for tensor in own])
+
+
 def read_zero(folder: Path, weights_only: bool | None = None) -> SavedRun:
     """Read a folder that DeepSpeed wrote, of any stage, from memory or disk. Tensors stay on disk until they are used.
 
@@ -316,7 +335,9 @@ def _add_swapped(inside: Path, sub_groups: Sequence[_SubGroup], models: Sequence
     """Put in what lay in files of its own: DeepSpeed saves empty tensors in its place."""
     for rank, model in enumerate(models):
         swapped = model.get(SUB_GROUPS)
-        for number, sub_group in enumerate(sub_groups if swapped else ()):
+        if swapped is None:
+            continue
+        for number, sub_group in enumerate(sub_groups):
             name, numel = swapped["names"][number], swapped["numels"][number]
             files = _swapped_files(inside, rank)
             if not sub_group.masters[rank].numel() and numel:
@@ -405,8 +426,8 @@ def _named_groups(
 def take_run(engine: Any, saved: SavedRun, optimizers: Sequence[SavedOptimizer]) -> None:
     """Give an engine that trains the weights, states and groups of a checkpoint, whatever wrote it.
 
-    `DeepSpeedEngine.load_checkpoint` does so for checkpoints of its own stage and number of ranks only, and runs what is
-    hidden in them. Each rank reads its own parts.
+    `DeepSpeedEngine.load_checkpoint` does so for checkpoints of its own stage and number of ranks only, and runs what
+    is hidden in them. Each rank reads its own parts.
 
     Args:
         engine: A new engine.
@@ -417,7 +438,7 @@ def take_run(engine: Any, saved: SavedRun, optimizers: Sequence[SavedOptimizer])
         ValueError: If the optimizer's states can't be divided as this engine divides them.
     """
     zero = engine.optimizer
-    names = {parameter: name for parameter, name in engine.param_names.items()}
+    names: dict[Any, str] = engine.param_names
     is_partitioned = engine.zero_optimization_partition_weights()
     if is_partitioned:
         zero.checkpoint_event_prologue()
