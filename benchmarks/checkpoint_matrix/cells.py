@@ -45,10 +45,8 @@ KINDS = (
     "zero_offload",
     "zero_infinity",
 )
-WORLD_SIZES: dict[str, tuple[int, ...]] = dict.fromkeys(KINDS, (1, 2, 3, 4)) | {
-    "single": (1,),
-    "tensor_parallel": (2, 3, 4),
-}
+WORLD_SIZES: dict[str, tuple[int, ...]] = dict.fromkeys(KINDS, (1, 2, 3, 4))
+WORLD_SIZES |= {"single": (1,), "tensor_parallel": (2, 3, 4)}
 SCALARS_REFUSED = ("fsdp2", "fsdp2_file", "tensor_parallel")
 """torch's FSDP2 refuses parameters without dimensions."""
 

@@ -1,8 +1,8 @@
 """Whether training goes on exactly from every strategy and world size to every other, on the CPU over gloo.
 
 `python -m benchmarks.checkpoint_matrix.run` takes about half an hour on two cores and writes
-`benchmarks/results/checkpoint_matrix.json`; `make aio` first, for ZeRO-Infinity. One process per rank runs all cells of a
-world size, in one process group.
+`benchmarks/results/checkpoint_matrix.json`; `make aio` first, for ZeRO-Infinity. One process per rank runs many cells
+of a world size, in one process group.
 """
 
 import json
@@ -25,6 +25,10 @@ AT_ONCE = 60
 
 def main(world_sizes: tuple[int, ...] = (1, 2, 3, 4)) -> None:
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    import deepspeed  # noqa: F401  once, before processes are forked
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+
+    import lightning_memfit.strategies.zero_infinity  # noqa: F401
     from benchmarks.checkpoint_matrix.cells import KINDS, SCALARS_REFUSED, WORLD_SIZES, End, Subject
 
     ends = [End(kind, size) for kind in KINDS for size in WORLD_SIZES[kind] if size in world_sizes]

@@ -47,25 +47,25 @@ class UnsafeCheckpointError(ValueError):
     """A file of a checkpoint asks for a function or class that no checkpoint needs."""
 
 
-def load(file: str | Path | IO[bytes], weights_only: bool | None = None, mmap: bool = True) -> Any:
+def load(file: str | Path | IO[bytes], weights_only: bool | None = None, name: str | Path | None = None) -> Any:
     """Load a file of `torch.save`: tensors, plain values, and the classes that upstream's own files have.
 
     Args:
-        file: Path of the file, or a stream.
+        file: Path of the file, whose tensors stay on disk until they are used, or a stream.
         weights_only: False asks for everything that is in it, and runs what is hidden there.
-        mmap: Leave tensors on disk until they are used.
+        name: What to call a stream in messages.
 
     Raises:
         UnsafeCheckpointError: If there is something else in it. It was not made, and nothing of the file ran.
     """
-    options: dict[str, Any] = {"map_location": "cpu", "mmap": mmap and isinstance(file, (str, Path))}
+    options: dict[str, Any] = {"map_location": "cpu", "mmap": isinstance(file, (str, Path))}
     if weights_only is False:
         return torch.load(file, weights_only=False, **options)
     try:
         with torch.serialization.safe_globals(_known()):
             return torch.load(file, weights_only=True, **options)
     except pickle.UnpicklingError as error:
-        raise _refused(file, _found(str(error))) from error
+        raise _refused(name or file, _found(str(error))) from error
 
 
 def _known() -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint import CheckpointException, state_dict_loader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
@@ -87,12 +87,13 @@ class _Reader(FileSystemReader):
 class _Planner(DefaultLoadPlanner):
     """Reads values that are no tensors with `load` instead of `pickle`, into a flat dict."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.path = path
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = load(value)
+        self.state_dict[read_item.dest_index.fqn] = load(value, name=self.path)
 
 
 class _Folder:
@@ -145,8 +146,12 @@ class _Folder:
 
     def read(self, into: Mapping[Place, Any]) -> dict[Place, Any]:
         flat = {self._keys[path]: value for path, value in into.items()}
-        if flat:
-            state_dict_loader.load(flat, storage_reader=_Reader(self.folder), planner=_Planner(), no_dist=True)
+        try:
+            if flat:
+                reader, planner = _Reader(self.folder), _Planner(self.folder)
+                state_dict_loader.load(flat, storage_reader=reader, planner=planner, no_dist=True)
+        except CheckpointException as error:  # which says no more than the ranks' numbers
+            raise next(iter(error.failures.values()))[0] from error
         return {path: flat[self._keys[path]] for path in into}
 
 
@@ -255,7 +260,9 @@ class _Whole:
             saved = whole(self._at(path))
             if isinstance(value, Tensor) and isinstance(saved, Tensor) and value.dim() and value.shape == saved.shape:
                 flat = {"one": value}
-                state_dict_loader.load(flat, storage_reader=_Memory({"one": saved}), planner=_Planner(), no_dist=True)
+                state_dict_loader.load(
+                    flat, storage_reader=_Memory({"one": saved}), planner=_Planner(self.saved.path), no_dist=True
+                )
                 read[path] = flat["one"]
             else:
                 read[path] = saved
