@@ -100,7 +100,7 @@ class MemFitCLI(LightningCLI):
         if self.subcommand is not None:
             from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 
-            use_atomic_checkpoints(trainer)
+            use_atomic_checkpoints(trainer.strategy)
         return trainer
 
     @rank_zero_only

@@ -6,7 +6,7 @@ from typing import IO, Any, cast
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_memfit.strategies.checkpoints import read_run
@@ -103,7 +103,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self._remote.remove_checkpoint(path)
 
 
-def use_atomic_checkpoints(trainer: Trainer) -> None:
-    """Let a Trainer write and read checkpoints by this plugin, unless it was given another."""
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+def use_atomic_checkpoints(strategy: Strategy) -> None:
+    """Let a strategy write and read checkpoints by this plugin, unless the Trainer was given another."""
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = AtomicCheckpointIO()

@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_memfit.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import read_run
 from lightning_memfit.strategies.integrity import verify
 from lightning_memfit.strategies.launched import check_num_nodes
@@ -47,13 +47,17 @@ class DataParallelStrategy(DDPStrategy):
             **options,
         )
         self._loaded: SavedRun | None = None
-        if self._checkpoint_io is None:
-            self.checkpoint_io = AtomicCheckpointIO()
 
     @override
     def _configure_launcher(self) -> None:
         check_num_nodes(self.cluster_environment, self.num_processes, self.num_nodes)
         super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        """Start the processes' communication."""
+        use_atomic_checkpoints(self)
+        super().setup_environment()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:

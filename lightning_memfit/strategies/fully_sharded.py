@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
-from lightning_memfit.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import FSDP2_MARK, read_run, rewritten
 from lightning_memfit.strategies.integrity import stored_bytes, verify
 from lightning_memfit.strategies.launched import check_num_nodes
@@ -95,7 +95,6 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.blocks = blocks
         self.save_distributed_checkpoint = save_distributed_checkpoint
-        self.checkpoint_io = AtomicCheckpointIO()
         self._compared: set[str] = set()
         self._gathering: set[str] = set()
 
@@ -122,6 +121,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 "that compute together belong to one copy of the model."
             )
         self._data_parallel_size = ranks // together
+        use_atomic_checkpoints(self)
         super().setup_environment()
 
     @override
