@@ -7,7 +7,7 @@ part of them is asked for, so that a rank reads no more than its share.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,34 @@ class Pieces:
         return (found.clone() if len(self.parts) == 1 else found).view(self.shape)
 
 
+@dataclass(frozen=True)
+class Undivided:
+    """A state that several parameters share, and that can't be divided among them, such as scales of 8-bit blocks."""
+
+    name: str
+    path: str | Path
+
+    def refuse(self) -> NoReturn:
+        """Say so.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"`ckpt_path={str(self.path)!r}` has optimizer states {self.name!r} of several parameters in one. They can't "
+            "be divided: resume with the strategy and the number of ranks that wrote it, or load the weights alone "
+            "(`memfit export`)."
+        )
+
+
 def whole(value: Any) -> Any:
-    """A tensor in memory of its own, put together of its pieces; anything else as it is."""
+    """A tensor in memory of its own, put together of its pieces; anything else as it is.
+
+    Raises:
+        ValueError: If the value is `Undivided`.
+    """
+    if isinstance(value, Undivided):
+        value.refuse()
     if isinstance(value, Tensor):
         return value.clone()
     return value.whole() if isinstance(value, Pieces) else value

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_memfit.strategies.integrity import stored_bytes
 from lightning_memfit.strategies.safe_loading import load
-from lightning_memfit.strategies.saved_run import PARAMETERS, Pieces, SavedOptimizer, SavedRun
+from lightning_memfit.strategies.saved_run import PARAMETERS, Pieces, SavedOptimizer, SavedRun, Undivided
 
 
 def disable_shared_memory_collectives() -> None:
@@ -249,7 +249,10 @@ def read_zero(folder: Path, weights_only: bool | None = None) -> SavedRun:
         _add_swapped(inside, sub_groups, models)
     weights = _weights(models, sub_groups, {name: shape for group in shapes for name, shape in group.items()})
     groups = saved[0]["base_optimizer_state" if stage < 3 else "optimizer_state_dict"]["param_groups"]
-    optimizer = {"state": _states(sub_groups, shapes), "param_groups": _named_groups(groups, sub_groups, models[0])}
+    optimizer = {
+        "state": _states(sub_groups, shapes, folder),
+        "param_groups": _named_groups(groups, sub_groups, models[0]),
+    }
     counters = {key: models[0][key] for key in ("global_steps", "global_samples", "skipped_steps") if key in models[0]}
     scale = {key: saved[0][key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow") if key in saved[0]}
     extras = {key: value for key, value in models[0].items() if key not in _OWN_KEYS}
@@ -391,8 +394,10 @@ def _is_flat(value: Any, master: Tensor) -> bool:
     return torch.is_tensor(value) and value.dim() == 1 and value.numel() >= master.numel() > 0
 
 
-def _states(sub_groups: Sequence[_SubGroup], shapes: Sequence[Mapping[str, torch.Size]]) -> dict[str, dict[str, Any]]:
-    """States by names of parameters. What a flat tensor has one of, all its parameters get."""
+def _states(
+    sub_groups: Sequence[_SubGroup], shapes: Sequence[Mapping[str, torch.Size]], path: Path
+) -> dict[str, dict[str, Any]]:
+    """States by names of parameters. What a flat tensor has one number of, all its parameters get."""
     flat_shapes = {name: shape for group in shapes for name, shape in group.items()}
     states: dict[str, dict[str, Any]] = {}
     for sub_group in sub_groups:
@@ -403,7 +408,8 @@ def _states(sub_groups: Sequence[_SubGroup], shapes: Sequence[Mapping[str, torch
                     states.setdefault(name, {})[key] = pieces
                 continue
             for name in {span[0] for spans in sub_group.spans for span in spans}:
-                states.setdefault(name, {})[key] = value.clone() if torch.is_tensor(value) else value
+                shared = Undivided(key, path) if torch.is_tensor(value) and value.numel() > 1 else value
+                states.setdefault(name, {})[key] = shared.clone() if torch.is_tensor(shared) else shared
     return {name.replace("_orig_mod.", ""): state for name, state in states.items()}
 
 
@@ -588,6 +594,9 @@ def _divided(one: _Live, saved: SavedOptimizer) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for key in sorted(keys):
         values = {name: state.get(key) for name, state in zip(names, states, strict=True)}
+        for value in values.values():
+            if isinstance(value, Undivided):
+                value.refuse()
         tensors = {
             name: value if isinstance(value, Pieces) else Pieces.of(value)
             for (name, numel), value in zip(one.all, values.values(), strict=True)
