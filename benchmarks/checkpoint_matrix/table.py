@@ -31,9 +31,10 @@ def render(document: dict[str, Any]) -> str:
         cells[row["source"]["kind"], row["target"]["kind"]].append(row)
     lines = [
         f"{len(document['rows'])} runs on the CPU (`benchmarks/results/{RESULTS.name}`, by `{document['command']}`): a",
-        "run on 1 to 4 ranks saves, another on 1 to 4 ranks goes on. AdamW, and SGD with momentum, three groups out of",
-        "the module's order, tied embeddings, and with SGD a parameter without dimensions, which FSDP2 refuses. A number",
-        "says how many runs of a pair were exact: weights and states equal bit for bit, next losses equal to 2e-5.",
+        "run on 1 to 4 ranks saves, another on 1 to 4 ranks goes on. AdamW, and SGD with momentum, three groups out",
+        "of the module's order, tied embeddings, and with SGD a parameter without dimensions, which FSDP2 refuses. A",
+        "number says how many runs of a pair were exact: weights and states equal bit for bit, next losses equal to",
+        "2e-5.",
         "",
         "| from, down; to, across | " + " | ".join(TITLES[kind] for kind in KINDS) + " |",
         "|---" * (len(KINDS) + 1) + "|",

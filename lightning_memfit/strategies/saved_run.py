@@ -66,8 +66,8 @@ class Undivided:
         """
         raise ValueError(
             f"`ckpt_path={str(self.path)!r}` has optimizer states {self.name!r} of several parameters in one. They "
-            "can't be divided: resume with the strategy and the number of ranks that wrote it, or load the weights alone "
-            "(`memfit export`)."
+            "can't be divided: resume with the strategy and the number of ranks that wrote it, or load the weights "
+            "alone (`memfit export`)."
         )
 
 
