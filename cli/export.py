@@ -15,13 +15,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--adapters_only", action="store_true", help="write a peft folder of the adapters alone")
     arguments = parser.parse_args(argv)
 
-    from lightning_memfit.models.trained import export_adapters, export_folder, load_checkpoint
+    from lightning_memfit.models.trained import export_adapters, export_folder
+
+    from .trained import load_trained, load_verified
 
     if arguments.adapters_only:
-        print(export_adapters(load_checkpoint(arguments.ckpt_path), arguments.folder))
+        print(export_adapters(load_verified(arguments.ckpt_path), arguments.folder))
         return 0
-
-    from .trained import load_trained
 
     network, tokenizer = load_trained(arguments.ckpt_path, arguments.tokenizer)
     print(export_folder(network, arguments.folder, tokenizer))

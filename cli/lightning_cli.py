@@ -8,6 +8,7 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
@@ -137,6 +138,16 @@ class MemFitCLI(LightningCLI):
         Lightning 2.6 overwrites it with the checkpoint's hyper-parameters here, so that an option given together with
         `--ckpt_path` would be silently ignored.
         """
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make the Trainer, with checkpoints that are written whole and checked before they are read."""
+        trainer = super().instantiate_trainer(**kwargs)
+        if self.subcommand is not None:
+            from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
+
+            use_atomic_checkpoints(trainer.strategy)
+        return trainer
 
     @rank_zero_only
     def after_fit(self) -> None:

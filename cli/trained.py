@@ -25,19 +25,25 @@ def load_trained(ckpt_path: str, tokenizer: str | None) -> tuple[PreTrainedModel
     Raises:
         ValueError: If either cannot be read, or the tokenizer is unknown.
     """
-    checkpoint = _load(ckpt_path)
+    checkpoint = load_verified(ckpt_path)
     name = tokenizer or checkpoint.get(_DATA, {}).get("tokenizer")
     if name is None:
         raise ValueError(f"`ckpt_path={ckpt_path!r}` does not say which tokenizer its data had. Give `--tokenizer`.")
     return network_from_checkpoint(checkpoint), load_tokenizer(name)
 
 
-def _load(ckpt_path: str) -> dict[str, Any]:
-    if not Path(ckpt_path).is_dir():
-        return load_checkpoint(ckpt_path)
-    from lightning_memfit.strategies.checkpoints import consolidated
+def load_verified(ckpt_path: str) -> dict[str, Any]:
+    """Check a checkpoint and load it; a sharded one is consolidated in memory.
 
-    return consolidated(ckpt_path)
+    Raises:
+        ValueError: If it is missing, damaged or no checkpoint.
+    """
+    from lightning_memfit.strategies.checkpoints import consolidated
+    from lightning_memfit.strategies.integrity import verify
+
+    path = Path(ckpt_path).expanduser()
+    verify(path)
+    return consolidated(path) if path.is_dir() else load_checkpoint(path)
 
 
 def load_exported(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_memfit.planner.feedback import PlanFeedback as PlanFeedback
     from lightning_memfit.profile.build import measure_step as measure_step
     from lightning_memfit.profile.build import profile_module as profile_module
+    from lightning_memfit.strategies import AtomicCheckpointIO as AtomicCheckpointIO
     from lightning_memfit.strategies import DataParallelStrategy as DataParallelStrategy
     from lightning_memfit.strategies import FullyShardedStrategy as FullyShardedStrategy
     from lightning_memfit.strategies import ZeroInfinityStrategy as ZeroInfinityStrategy
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 # Name and the module it is imported from: what the imports above say, which a test compares.
 _PUBLIC = {
     "ActivationCheckpointing": "lightning_memfit.techniques.activation_checkpointing",
+    "AtomicCheckpointIO": "lightning_memfit.strategies",
     "AttentionKernel": "lightning_memfit.techniques.attention",
     "CausalLM": "lightning_memfit.models",
     "ChunkedLoss": "lightning_memfit.techniques.chunked_loss",

@@ -3,6 +3,7 @@
 All runs see the same global batches, whatever their number of ranks, so that losses can be compared as well.
 """
 
+import gc
 import os
 import traceback
 from collections.abc import Iterator
@@ -44,7 +45,8 @@ KINDS = (
     "zero_offload",
     "zero_infinity",
 )
-WORLD_SIZES = dict.fromkeys(KINDS, (1, 2, 3, 4)) | {"single": (1,), "tensor_parallel": (2, 3, 4)}
+WORLD_SIZES: dict[str, tuple[int, ...]] = dict.fromkeys(KINDS, (1, 2, 3, 4))
+WORLD_SIZES |= {"single": (1,), "tensor_parallel": (2, 3, 4)}
 SCALARS_REFUSED = ("fsdp2", "fsdp2_file", "tensor_parallel")
 """torch's FSDP2 refuses parameters without dimensions."""
 
@@ -237,6 +239,8 @@ def trained(end: End, subject: Subject, folder: Path, source: Path | None) -> Wa
     """Train under one strategy: to the end with a save in between, or from a checkpoint to the end."""
     for name, value in RANK.items():
         os.environ[name] = value
+    from lightning_memfit.strategies import AtomicCheckpointIO
+
     watch = Watch(folder / "half.ckpt" if source is None else None)
     torch.manual_seed(11)
     drive = folder / "drive"
@@ -248,6 +252,7 @@ def trained(end: End, subject: Subject, folder: Path, source: Path | None) -> Wa
         max_steps=LAST_STEP,
         callbacks=[watch],
         logger=False,
+        plugins=[AtomicCheckpointIO()] if end.kind == "single" else [],
         **SILENT_TRAINER,
     )
     trainer.fit(Module(subject), Data(), ckpt_path=None if source is None else str(source))
@@ -282,6 +287,7 @@ def save_all(ends: list[End], subject: Subject, folder: Path) -> dict[str, str]:
 
 def resume_all(cells: list[tuple[End, End]], subject: Subject, folder: Path) -> Iterator[dict[str, Any]]:
     """Go on from each source under each target; returns a row for each."""
+    gc.freeze()  # DeepSpeed collects garbage in every run
     rank, rows = _remember(), []
     for number, (source, target) in enumerate(cells):
         place = folder / subject.name / source.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,13 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"`ckpt_path={str(path)!r}` is a sharded checkpoint folder. Consolidate it first.")
     if not file.is_file():
         raise ValueError(f"`ckpt_path={str(path)!r}`: there is no such file.")
-    checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except UnpicklingError as error:
+        raise ValueError(
+            f"`ckpt_path={str(path)!r}` holds more than tensors and plain values: loading it could run any code, and "
+            "nothing of it was loaded."
+        ) from error
     if ARCHITECTURE_KEY not in checkpoint:
         raise ValueError(f"`ckpt_path={str(path)!r}` is not a checkpoint of a CausalLM.")
     return checkpoint

@@ -1,5 +1,6 @@
 """Strategies for more than one device, and for models beyond one: importing this registers them by name."""
 
+from lightning_memfit.strategies.checkpoint_io import AtomicCheckpointIO
 from lightning_memfit.strategies.data_parallel import DataParallelStrategy
 from lightning_memfit.strategies.fully_sharded import FullyShardedStrategy
 from lightning_memfit.strategies.registry import register
@@ -8,4 +9,10 @@ from lightning_memfit.strategies.zero_infinity import ZeroInfinityStrategy
 
 register()
 
-__all__ = ["DataParallelStrategy", "FullyShardedStrategy", "ZeroInfinityStrategy", "ZeroStrategy"]
+__all__ = [
+    "AtomicCheckpointIO",
+    "DataParallelStrategy",
+    "FullyShardedStrategy",
+    "ZeroInfinityStrategy",
+    "ZeroStrategy",
+]

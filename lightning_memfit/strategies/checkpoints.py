@@ -12,18 +12,38 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_memfit.strategies.integrity import (
+    CheckpointError,
+    finish_seal,
+    gathered,
+    is_full,
+    require_room,
+    seal,
+    sync_folder,
+)
 from lightning_memfit.strategies.safe_loading import load
 from lightning_memfit.strategies.saved_run import Pieces, SavedRun
 from lightning_memfit.strategies.shards import META, read_shards
-from lightning_memfit.strategies.upstream.deepspeed import ZERO_MARK, read_zero
+from lightning_memfit.strategies.upstream.deepspeed import ZERO_MARK as ZERO_MARK
+from lightning_memfit.strategies.upstream.deepspeed import read_zero
 
 FSDP2_MARK = META
 """A file by which a folder is known to be such a checkpoint, as `ZERO_MARK` is; each is written last."""
 
 
 @contextmanager
-def rewritten(path: str | Path, is_writer: bool, barrier: Callable[[], None], mark: str = ZERO_MARK) -> Iterator[Path]:
-    """Give a folder next to `path` to write to, which replaces `path` once everything is written.
+def rewritten(
+    path: str | Path,
+    is_writer: bool,
+    barrier: Callable[[], None],
+    mark: str = ZERO_MARK,
+    needed_bytes: int = 0,
+    share: tuple[int, int] = (0, 1),
+) -> Iterator[Path]:
+    """Give a folder next to `path` to write to, which replaces `path` once the disk has everything, digests included.
 
     All ranks enter and leave together. An earlier checkpoint at `path` stays until then: the two change places in one
     call where the system has it (Linux), elsewhere in two. A run that dies in between leaves it untouched, together
@@ -34,9 +54,12 @@ def rewritten(path: str | Path, is_writer: bool, barrier: Callable[[], None], ma
         is_writer: Whether this rank moves folders: one per machine.
         barrier: Waits for all ranks.
         mark: A file that every checkpoint of this kind has, `ZERO_MARK` or `FSDP2_MARK`.
+        needed_bytes: What this rank is going to write.
+        share: Number of this rank, and how many there are, among those that see the folder: each digests some files.
 
     Raises:
         FileExistsError: If something other than such a checkpoint is at `path`.
+        CheckpointError: If there is no room for it, or the disk gets full meanwhile.
     """
     target = Path(path)
     partial, former = (target.with_name(f"{target.name}.{suffix}") for suffix in ("partial", "former"))
@@ -49,19 +72,51 @@ def rewritten(path: str | Path, is_writer: bool, barrier: Callable[[], None], ma
     if is_writer:
         _remove(partial)
     barrier()
-    yield partial
+    if needed_bytes:
+        _require_room_for_all(target.parent, needed_bytes)
+    try:
+        yield partial
+    except BaseException as error:
+        if is_writer:
+            _remove(partial)
+        if is_full(error):
+            raise CheckpointError(
+                f"The disk got full while {str(path)!r} was written. What was there before is untouched. Free some "
+                "space and go on from it."
+            ) from error
+        raise
+    barrier()
+    if partial.exists():
+        seal(partial, *share)
     barrier()
     if is_writer and partial.exists():  # another machine may share the folder and have been faster
+        finish_seal(partial, share[1])
         _remove(former)
         if not target.exists():
             partial.rename(target)
         elif _exchanged(partial, target):
+            sync_folder(target.parent)
             _remove(partial)
         else:
             target.rename(former)
             partial.rename(target)
+            sync_folder(target.parent)
             _remove(former)
+        sync_folder(target.parent)
     barrier()
+
+
+def _require_room_for_all(folder: Path, needed_bytes: int) -> None:
+    """Check on every rank for what all of them are going to write; an error on one is an error on all."""
+    place = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    total, errors = sum(gathered(needed_bytes)), []
+    try:
+        require_room(place, total)
+    except CheckpointError as error:
+        errors.append(str(error))
+    found = [message for messages in gathered(errors) for message in messages]
+    if found:
+        raise CheckpointError(found[0])
 
 
 def _exchanged(one: Path, other: Path) -> bool:
@@ -92,17 +147,28 @@ def read_run(path: str | Path, weights_only: bool | None = None) -> SavedRun:
     """
     root = Path(path)
     if (root / ZERO_MARK).is_file():
-        return read_zero(root, weights_only)
+        saved = read_zero(root, weights_only)
+        saved.extras = _owned(saved.extras)
+        return saved
     if (root / FSDP2_MARK).is_file():
         return read_shards(root, weights_only)
     if root.is_file():
-        saved = load(root, weights_only)
-        weights = {name: Pieces.of(value) for name, value in saved.pop("state_dict").items()}
-        return SavedRun(root, weights, saved, saved.pop("optimizer_states", None) or None)
-    raise ValueError(
+        read = load(root, weights_only)
+        if not isinstance(read, dict) or not isinstance(read.get("state_dict"), dict):
+            raise CheckpointError(f"`ckpt_path={str(path)!r}` is no checkpoint of Lightning: it has no `state_dict`.")
+        weights = {name: Pieces.of(value) for name, value in read.pop("state_dict").items()}
+        states = read.pop("optimizer_states", None)
+        return SavedRun(root, weights, _owned(read), states or None)
+    raise CheckpointError(
         f"`ckpt_path={str(path)!r}` is no checkpoint: neither a file, nor a folder with `latest` (ZeRO) or `meta.pt` "
         "(FSDP2)."
     )
+
+
+def _owned(extras: dict[str, Any]) -> dict[str, Any]:
+    """The same with tensors in memory of their own: those that lie in the file must not outlive it."""
+    owned: dict[str, Any] = apply_to_collection(extras, torch.Tensor, torch.clone)
+    return owned
 
 
 def consolidated(folder: str | Path) -> dict[str, Any]:

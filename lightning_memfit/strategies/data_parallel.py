@@ -8,7 +8,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import read_run
+from lightning_memfit.strategies.integrity import verify
 from lightning_memfit.strategies.launched import check_num_nodes
 from lightning_memfit.strategies.saved_run import PARAMETERS, SavedRun, group_names, parameter_names
 
@@ -52,6 +54,12 @@ class DataParallelStrategy(DDPStrategy):
         super()._configure_launcher()
 
     @override
+    def setup_environment(self) -> None:
+        """Start the processes' communication."""
+        use_atomic_checkpoints(self)
+        super().setup_environment()
+
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save a file that says to which parameters its numbered states belong, for other strategies and orders."""
         assert self.lightning_module is not None
@@ -63,6 +71,7 @@ class DataParallelStrategy(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a file, or the folder of a sharded strategy, which is put together in host memory."""
+        verify(checkpoint_path)
         saved = read_run(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
@@ -72,7 +81,8 @@ class DataParallelStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Give each parameter the states that it had, by name, whatever the order of groups or parameters."""
-        assert self._loaded is not None and self.lightning_module is not None
+        assert self._loaded is not None
+        assert self.lightning_module is not None
         saved, self._loaded = self._loaded, None
         saved.optimizers = checkpoint["optimizer_states"]
         names = parameter_names(self.lightning_module)

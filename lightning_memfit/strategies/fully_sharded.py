@@ -22,10 +22,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
+from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import FSDP2_MARK, read_run, rewritten
+from lightning_memfit.strategies.integrity import stored_bytes, verify
 from lightning_memfit.strategies.launched import check_num_nodes
 from lightning_memfit.strategies.saved_run import PARAMETERS, group_names, numbered_optimizer, parameter_names
-from lightning_memfit.strategies.shards import load_shards, load_whole
+from lightning_memfit.strategies.shards import load_divided
 from lightning_memfit.strategies.tensor_parallel import check_same_batch, divide_blocks, share_random_state
 from lightning_memfit.strategies.upstream.torch import save_states_plainly
 
@@ -119,6 +121,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 "that compute together belong to one copy of the model."
             )
         self._data_parallel_size = ranks // together
+        use_atomic_checkpoints(self)
         super().setup_environment()
 
     @override
@@ -185,7 +188,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 checkpoint = checkpoint | {PARAMETERS: group_names(self.optimizers, parameter_names(self.model))}
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        with rewritten(self.broadcast(filepath), self.is_global_zero, self.barrier, FSDP2_MARK) as folder:
+        needed, share = stored_bytes(checkpoint), (self.global_rank, self.world_size)
+        path = self.broadcast(filepath)
+        with rewritten(path, self.is_global_zero, self.barrier, FSDP2_MARK, needed, share) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
 
     @override
@@ -195,11 +200,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
         Raises:
             ValueError: If the optimizer's groups are not those of the run that wrote the checkpoint.
         """
-        assert self.model is not None and self.lightning_module is not None
+        assert self.model is not None
+        assert self.lightning_module is not None
         path, strict = Path(self.broadcast(checkpoint_path)), self.lightning_module.strict_loading
-        if (path / FSDP2_MARK).is_file():
-            return load_shards(path, self.model, self.optimizers, strict, weights_only)
-        return load_whole(read_run(path, weights_only), self.model, self.optimizers, strict)
+        verify(path)
+        saved = path if (path / FSDP2_MARK).is_file() else read_run(path, weights_only)
+        return load_divided(saved, self.model, self.optimizers, strict, weights_only)
 
     def _start_alike(self, module: nn.Module) -> None:
         """Give every rank the first one's weights, as DDP does: a shard is cut from what its own rank has."""

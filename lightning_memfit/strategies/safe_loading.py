@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from typing_extensions import override
 
 _DEEPSPEED = {
     "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
@@ -46,29 +47,29 @@ class UnsafeCheckpointError(ValueError):
     """A file of a checkpoint asks for a function or class that no checkpoint needs."""
 
 
-def load(file: str | Path | IO[bytes], weights_only: bool | None = None, mmap: bool = True) -> Any:
+def load(file: str | Path | IO[bytes], weights_only: bool | None = None, name: str | Path | None = None) -> Any:
     """Load a file of `torch.save`: tensors, plain values, and the classes that upstream's own files have.
 
     Args:
-        file: Path of the file, or a stream.
+        file: Path of the file, whose tensors stay on disk until they are used, or a stream.
         weights_only: False asks for everything that is in it, and runs what is hidden there.
-        mmap: Leave tensors on disk until they are used.
+        name: What to call a stream in messages.
 
     Raises:
         UnsafeCheckpointError: If there is something else in it. It was not made, and nothing of the file ran.
     """
-    options: dict[str, Any] = {"map_location": "cpu", "mmap": mmap and isinstance(file, (str, Path))}
+    options: dict[str, Any] = {"map_location": "cpu", "mmap": isinstance(file, (str, Path))}
     if weights_only is False:
         return torch.load(file, weights_only=False, **options)
     try:
         with torch.serialization.safe_globals(_known()):
             return torch.load(file, weights_only=True, **options)
     except pickle.UnpicklingError as error:
-        raise _refused(file, _found(str(error))) from error
+        raise _refused(name or file, _found(str(error))) from error
 
 
 def _known() -> list[Any]:
-    classes = dict(_LIGHTNING)
+    classes: dict[str, tuple[str, ...]] = dict(_LIGHTNING)
     if find_spec("deepspeed") is not None:
         classes |= _DEEPSPEED
     return [getattr(import_module(module), name) for module, names in classes.items() for name in names]
@@ -84,8 +85,8 @@ def _found(message: str) -> str:
 
 def _refused(file: Any, what: str) -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
-        f"{str(file)!r} holds {what}, which is neither a tensor nor a plain value: loading it could run any code. If you "
-        "trust whoever wrote it, load it with `weights_only=False`."
+        f"{str(file)!r} holds {what}, which is neither a tensor nor a plain value: loading it could run any code. If "
+        "you trust whoever wrote it, load it with `weights_only=False`."
     )
 
 
@@ -96,6 +97,7 @@ class _Index(pickle.Unpickler):
         super().__init__(stream)
         self.path = path
 
+    @override
     def find_class(self, module: str, name: str) -> Any:
         """The classes of an index, or an error."""
         found = getattr(import_module(module), name, None) if module == "torch" and "." not in name else None

@@ -1,13 +1,13 @@
 """What a checkpoint holds, by the names of parameters, whatever strategy and however many ranks wrote it.
 
-Every kind of checkpoint is read into a `SavedRun`, and every strategy goes on from one. Tensors stay on disk until a part
-of them is asked for, so that a rank reads no more than its share.
+Every kind of checkpoint is read into a `SavedRun`, and every strategy goes on from one. Tensors stay on disk until a
+part of them is asked for, so that a rank reads no more than its share.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +46,41 @@ class Pieces:
         return found[0] if len(found) == 1 else torch.cat(found) if found else self.parts[0][1][:0]
 
     def whole(self) -> Tensor:
-        """The tensor."""
-        return self.between(0, self.shape.numel()).view(self.shape)
+        """The tensor, in memory of its own."""
+        found = self.between(0, self.shape.numel())
+        return (found.clone() if len(self.parts) == 1 else found).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Undivided:
+    """A state that several parameters share, and that can't be divided among them, such as scales of 8-bit blocks."""
+
+    name: str
+    path: str | Path
+
+    def refuse(self) -> NoReturn:
+        """Say so.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"`ckpt_path={str(self.path)!r}` has optimizer states {self.name!r} of several parameters in one. They "
+            "can't be divided: resume with the strategy and the number of ranks that wrote it, or load the weights "
+            "alone (`memfit export`)."
+        )
 
 
 def whole(value: Any) -> Any:
-    """A tensor put together of its pieces; anything else as it is."""
+    """A tensor in memory of its own, put together of its pieces; anything else as it is.
+
+    Raises:
+        ValueError: If the value is `Undivided`.
+    """
+    if isinstance(value, Undivided):
+        value.refuse()
+    if isinstance(value, Tensor):
+        return value.clone()
     return value.whole() if isinstance(value, Pieces) else value
 
 

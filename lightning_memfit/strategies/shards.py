@@ -1,27 +1,38 @@
-"""Folders that FSDP2 writes: a distributed checkpoint of torch, and one file with what Lightning saves besides.
+"""Parameters that are divided among ranks: read folders that FSDP2 writes, and load any checkpoint into them.
 
-torch itself reads them by unpickling whatever they hold. Here only tensors and plain values are read, and optimizer states
-go to parameters by name, whatever groups they were in.
+A folder is a distributed checkpoint of torch and one file with what Lightning saves besides. torch itself reads both by
+unpickling whatever they hold; here only tensors and plain values are read. Optimizer states go to parameters by name,
+whatever groups they were in.
 """
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,15 +44,35 @@ from lightning_memfit.strategies.saved_run import (
     check_names,
     group_names,
     parameter_names,
+    whole,
 )
 
 META = "meta.pt"
 """The file with everything but weights and optimizer states; it is written last."""
 
+Place = tuple[Any, ...]
+"""Where a value is in a checkpoint: `("optimizer_0", "state", "net.weight", "exp_avg")`."""
+
 _WEIGHTS = "state_dict"
 
 
-class _Reader(dcp.FileSystemReader):
+class Source(Protocol):
+    """A checkpoint that values are read from into divided tensors."""
+
+    def weights(self) -> set[str]:
+        """Names of parameters and buffers."""
+
+    def optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[SavedOptimizer]:
+        """Groups and states of the optimizers; values of states are `...` where `read` gives them."""
+
+    def read(self, into: Mapping[Place, Any]) -> dict[Place, Any]:
+        """Read values into tensors, of which this rank may have a part; others are returned in their places."""
+
+
+# --- folders --------------------------------------------------------------------------------------------------------
+
+
+class _Reader(FileSystemReader):
     """Reads the index with `load_index` instead of `pickle`."""
 
     @override
@@ -57,76 +88,85 @@ class _Reader(dcp.FileSystemReader):
 class _Planner(DefaultLoadPlanner):
     """Reads values that are no tensors with `load` instead of `pickle`, into a flat dict."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.path = path
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = load(value)
+        self.state_dict[read_item.dest_index.fqn] = load(value, name=self.path)
 
 
-class _Index:
-    """What a folder holds, by paths: `("optimizer_0", "state", "net.weight", "exp_avg")`."""
+class _Folder:
+    """What FSDP2 has written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._metadata = _Reader(folder).read_metadata()
-        self._keys: dict[tuple[Any, ...], str] = {
-            tuple(path): key for key, path in (self._metadata.planner_data or {}).items()
-        }
+        self._keys: dict[Place, str] = {tuple(path): key for key, path in (self._metadata.planner_data or {}).items()}
 
-    def below(self, *begin: Any) -> list[tuple[Any, ...]]:
-        """Paths of what lies below one."""
+    def below(self, *begin: Any) -> list[Place]:
+        """Places of what lies below one."""
         return [path for path in self._keys if path[: len(begin)] == begin]
 
-    def empty(self, path: tuple[Any, ...]) -> Tensor | None:
+    def empty(self, path: Place) -> Tensor | None:
         """Memory for a tensor as it was saved, whole; None for other values."""
         entry = self._metadata.state_dict_metadata[self._keys[path]]
-        return (
-            torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
-        )
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
 
-    def read(self, into: Mapping[tuple[Any, ...], Any], together: bool) -> dict[tuple[Any, ...], Any]:
-        """Read entries into tensors, of which this rank may have a part; others are returned in their places.
+    def read_whole(self, *begin: Any) -> dict[Place, Any]:
+        """Everything below a place, in this process's memory."""
+        return self.read({path: self.empty(path) for path in self.below(*begin)})
 
-        Args:
-            into: Tensors to read to, and None for other values.
-            together: All ranks read the same entries; otherwise this one reads on its own.
-        """
-        flat = {self._keys[path]: value for path, value in into.items()}
-        if flat:
-            dcp.load(flat, storage_reader=_Reader(self.folder), planner=_Planner(), no_dist=not together)
-        return {path: flat[self._keys[path]] for path in into}
+    def weights(self) -> set[str]:
+        return {path[1] for path in self.below(_WEIGHTS)}
+
+    def names(self) -> list[str]:
+        """Keys of the optimizers."""
+        count = len({path[0] for path in self._keys if str(path[0]).startswith("optimizer_")})
+        return [f"optimizer_{number}" for number in range(count)]
+
+    def optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[SavedOptimizer]:
+        found = []
+        for name in self.names():
+            states: dict[str, dict[str, Any]] = {}
+            for path in self.below(name, "state"):
+                if len(path) > 3:
+                    states.setdefault(path[2], {})[path[3]] = ...
+            found.append(SavedOptimizer(self.groups(name), states, self.folder))
+        return found
 
     def groups(self, optimizer: str) -> list[dict[str, Any]]:
         """Groups of an optimizer, with their parameters' names."""
-        paths = self.below(optimizer, "param_groups")
-        read = self.read({path: self.empty(path) for path in paths}, together=False)
-        groups: list[dict[str, Any]] = [
-            {} for _ in range(1 + max((path[2] for path in paths if len(path) > 2), default=-1))
-        ]
-        for path, value in read.items():
-            if len(path) == 2:
-                return list(value)
-            at: Any = groups[path[2]]
-            _put(at, path[3:], value)
-        return groups
+        made: dict[str, Any] = {}
+        for path, value in self.read_whole(optimizer, "param_groups").items():
+            _put(made, path[1:], value)
+        return list(made.get("param_groups", []))
 
-    def num_optimizers(self) -> int:
-        """How many optimizers were saved."""
-        return len({path[0] for path in self._keys if str(path[0]).startswith("optimizer_")})
+    def read(self, into: Mapping[Place, Any]) -> dict[Place, Any]:
+        flat = {self._keys[path]: value for path, value in into.items()}
+        try:
+            if flat:
+                reader, planner = _Reader(self.folder), _Planner(self.folder)
+                state_dict_loader.load(flat, storage_reader=reader, planner=planner, no_dist=True)
+        except CheckpointException as error:  # which says no more than the ranks' numbers
+            raise next(iter(error.failures.values()))[0] from error
+        return {path: flat[self._keys[path]] for path in into}
 
 
-def _put(at: Any, path: tuple[Any, ...], value: Any) -> None:
+def _put(at: Any, path: Place, value: Any) -> None:
     """Put a value at its place in nested dicts and lists."""
-    for here, after in zip(path[:-1], path[1:], strict=True):
-        missing: Any = [] if isinstance(after, int) else {}
+    for here, after in pairwise(path):
         if isinstance(at, list):
             at.extend(None for _ in range(here + 1 - len(at)))
-            at[here] = missing if at[here] is None else at[here]
-            at = at[here]
+            known = at[here]
         else:
-            at = at.setdefault(here, missing)
+            known = at.get(here)
+        if known is None:
+            known = at[here] = [] if isinstance(after, int) else {}
+        at = known
     if isinstance(at, list):
         at.extend(None for _ in range(path[-1] + 1 - len(at)))
     at[path[-1]] = value
@@ -134,80 +174,125 @@ def _put(at: Any, path: tuple[Any, ...], value: Any) -> None:
 
 def read_shards(folder: Path, weights_only: bool | None = None) -> SavedRun:
     """Read a whole folder into this process's memory."""
-    index = _Index(folder)
-    paths = [*index.below(_WEIGHTS)]
-    names = [f"optimizer_{number}" for number in range(index.num_optimizers())]
-    paths += [path for name in names for path in index.below(name, "state")]
-    read = index.read({path: index.empty(path) for path in paths}, together=False)
+    source = _Folder(folder)
     optimizers = []
-    for name in names:
-        state: dict[str, Any] = {}
-        for path in index.below(name, "state"):
+    for name in source.names():
+        made: dict[str, Any] = {"state": {}}
+        for path, value in source.read_whole(name, "state").items():
             if len(path) > 3:
-                _put(state, path[2:], read[path])
-        optimizers.append({"state": state, "param_groups": index.groups(name)})
-    weights = {path[1]: Pieces.of(read[path]) for path in index.below(_WEIGHTS) if isinstance(read[path], Tensor)}
+                _put(made, path[1:], value)
+        optimizers.append(made | {"param_groups": source.groups(name)})
+    weights = {path[1]: Pieces.of(value) for path, value in source.read_whole(_WEIGHTS).items()}
     return SavedRun(folder, weights, load(folder / META, weights_only), optimizers or None)
 
 
-def load_shards(
-    folder: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None = None
+# --- other checkpoints ----------------------------------------------------------------------------------------------
+
+
+class _Memory(StorageReader):
+    """Whole tensors, as torch reads them from a distributed checkpoint: each rank takes its part."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=tensor.dtype),
+                    tensor.size(),
+                    [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())],
+                )
+                for name, tensor in self.tensors.items()
+            }
+        )
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            part = self.tensors[item.storage_index.fqn]
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                part = part.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @override
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    @override
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    @override
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    @override
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    @override
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class _Whole:
+    """A checkpoint of another strategy, or of a run on one device."""
+
+    def __init__(self, saved: SavedRun) -> None:
+        self.saved = saved
+        self._optimizers: list[SavedOptimizer] = []
+
+    def weights(self) -> set[str]:
+        return set(self.saved.weights)
+
+    def optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[SavedOptimizer]:
+        self._optimizers = self.saved.named_optimizers(group_names(optimizers, parameter_names(module)))
+        return self._optimizers
+
+    def read(self, into: Mapping[Place, Any]) -> dict[Place, Any]:
+        read: dict[Place, Any] = {}
+        for path, value in into.items():  # one after the other: a tensor may have to be put together first
+            saved = whole(self._at(path))
+            if isinstance(value, Tensor) and isinstance(saved, Tensor) and value.dim() and value.shape == saved.shape:
+                flat = {"one": value}
+                state_dict_loader.load(
+                    flat, storage_reader=_Memory({"one": saved}), planner=_Planner(self.saved.path), no_dist=True
+                )
+                read[path] = flat["one"]
+            else:
+                read[path] = saved
+        return read
+
+    def _at(self, path: Place) -> Any:
+        if path[0] == _WEIGHTS:
+            return self.saved.weights[path[1]]
+        return self._optimizers[path[0]].states[path[2]][path[3]]
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+def load_divided(
+    saved: SavedRun | Path,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    strict: bool,
+    weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Load a folder into sharded parameters and their optimizers; each rank reads its own part, on any number of ranks.
+    """Load a checkpoint into divided parameters and their optimizers; each rank reads its own part.
 
     Args:
-        folder: The checkpoint.
+        saved: A folder that FSDP2 wrote on any number of ranks, or what else was read.
         module: With parameters that are DTensors.
         optimizers: Those to go on with; none to load weights alone.
         strict: Refuse missing and unexpected weights.
-        weights_only: See `load`, for the file of what Lightning saved.
-
-    Returns:
-        What Lightning, callbacks and the module saved besides.
-
-    Raises:
-        ValueError: If the optimizers' groups can't be those of the run that wrote the folder.
-    """
-    index = _Index(folder)
-    weights = get_model_state_dict(module)
-    saved = {path[1] for path in index.below(_WEIGHTS)}
-    index.read({(_WEIGHTS, name): weights[name] for name in weights.keys() & saved}, together=True)
-    if strict:
-        check_names(folder, saved, weights)
-    module.load_state_dict({name: weights[name] for name in weights if name in saved}, strict=False)
-    if optimizers and index.num_optimizers() != len(optimizers):
-        raise ValueError(
-            f"`ckpt_path={str(folder)!r}` has {index.num_optimizers()} optimizers, this run {len(optimizers)}. Make them "
-            "as the saved run did, or load the weights alone."
-        )
-    for number, optimizer in enumerate(optimizers):
-        name = f"optimizer_{number}"
-        own = get_optimizer_state_dict(module, optimizer)
-        into = {
-            (name, "state", parameter, key): value
-            for parameter, state in own["state"].items()
-            for key, value in state.items()  # type: ignore[union-attr]
-        }
-        present = set(index.below(name, "state"))
-        read = index.read({path: value for path, value in into.items() if path in present}, together=True)
-        states: dict[str, dict[str, Any]] = {}
-        for (_, _, parameter, key), value in read.items():
-            states.setdefault(parameter, {})[key] = value
-        _set_states(
-            module, optimizer, SavedOptimizer(index.groups(name), states, folder), StateDictOptions(strict=False)
-        )
-    extras: dict[str, Any] = load(folder / META, weights_only)
-    return extras
-
-
-def load_whole(saved: SavedRun, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool) -> dict[str, Any]:
-    """Load whole weights and states into sharded parameters and their optimizers; rank 0's are distributed.
-
-    Args:
-        saved: The checkpoint.
-        module: With parameters that are DTensors.
-        optimizers: Those to go on with; none to load weights alone.
-        strict: Refuse missing and unexpected weights.
+        weights_only: See `load`, for the file of a folder that holds what Lightning saved.
 
     Returns:
         What Lightning, callbacks and the module saved besides.
@@ -215,31 +300,44 @@ def load_whole(saved: SavedRun, module: nn.Module, optimizers: Sequence[Optimize
     Raises:
         ValueError: If the optimizers' groups can't be those of the run that wrote the checkpoint.
     """
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    source: Source = _Folder(saved) if isinstance(saved, Path) else _Whole(saved)
+    path = saved if isinstance(saved, Path) else saved.path
+    weights, known = get_model_state_dict(module), source.weights()
     if strict:
-        check_names(saved.path, saved.weights, get_model_state_dict(module))
-    set_model_state_dict(module, saved.state_dict(), options=options)
+        check_names(path, known, weights)
+    read = source.read({(_WEIGHTS, name): value for name, value in weights.items() if name in known})
+    module.load_state_dict({name: value for (_, name), value in read.items()}, strict=False)
     if optimizers:
-        groups = group_names(optimizers, parameter_names(module))
-        for optimizer, states in zip(optimizers, saved.named_optimizers(groups), strict=True):
-            _set_states(module, optimizer, states, options)
-    return saved.extras
+        found = source.optimizers(module, optimizers)
+        if len(found) != len(optimizers):
+            raise ValueError(
+                f"`ckpt_path={str(path)!r}` has {len(found)} optimizers, this run {len(optimizers)}. Make them as the "
+                "saved run did, or load the weights alone."
+            )
+        for number, (optimizer, one) in enumerate(zip(optimizers, found, strict=True)):
+            key = f"optimizer_{number}" if isinstance(saved, Path) else number
+            own: Any = get_optimizer_state_dict(module, optimizer)["state"]
+            for name in one.states.keys() & own.keys():
+                if one.states[name].keys() - own[name].keys():
+                    raise ValueError(
+                        f"`ckpt_path={str(path)!r}` has states {sorted(one.states[name])} of {name!r}, and this run's "
+                        f"{type(optimizer).__name__} keeps {sorted(own[name])}. Make the optimizer as the saved run "
+                        "did, or load the weights alone."
+                    )
+            one.states = {name: state for name, state in one.states.items() if name in own}
+            states = source.read(
+                {(key, "state", name, what): own[name][what] for name, state in one.states.items() for what in state}
+            )
+            for (_, _, name, what), value in states.items():
+                one.states[name] = one.states[name] | {what: value}
+            _set_states(module, optimizer, one)
+    if isinstance(saved, SavedRun):
+        return saved.extras
+    extras: dict[str, Any] = load(saved / META, weights_only)
+    return extras
 
 
-def _set_states(module: nn.Module, optimizer: Optimizer, saved: SavedOptimizer, options: StateDictOptions) -> None:
-    """Give an optimizer of sharded parameters saved states and the options of its groups."""
-    names = parameter_names(module)
-    state_dict = saved.state_dict(optimizer.param_groups, names, numbered=False)
-    if any(_is_divided(value) for state in state_dict["state"].values() for value in state.values()):
-        set_optimizer_state_dict(module, optimizer, optim_state_dict=state_dict, options=options)
-        return
-    # torch 2.13 fails ("Expected device to be set") for optimizers that keep no tensors of their parameters' shape.
-    for group, options_of_group in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        group.update({key: value for key, value in options_of_group.items() if key != "params"})
-    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    for name, state in state_dict["state"].items():
-        optimizer.state[parameters[name]] = dict(state)
-
-
-def _is_divided(value: Any) -> bool:
-    return isinstance(value, Tensor) and bool(value.dim())
+def _set_states(module: nn.Module, optimizer: Optimizer, saved: SavedOptimizer) -> None:
+    """Give an optimizer of divided parameters saved states and the options of its groups."""
+    state_dict = saved.state_dict(optimizer.param_groups, parameter_names(module), numbered=False)
+    set_optimizer_state_dict(module, optimizer, optim_state_dict=state_dict, options=StateDictOptions(strict=False))

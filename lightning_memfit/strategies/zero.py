@@ -23,12 +23,14 @@ from typing_extensions import override
 
 from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
 from lightning_memfit.memory.process import return_freed_memory
-from lightning_memfit.strategies.checkpoints import read_run, rewritten
+from lightning_memfit.strategies.checkpoints import ZERO_MARK, read_run, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
+from lightning_memfit.strategies.integrity import stored_bytes, verify
 from lightning_memfit.strategies.launched import check_num_nodes
 from lightning_memfit.strategies.saved_run import PARAMETERS, check_names, group_names, parameter_names
 from lightning_memfit.strategies.upstream.deepspeed import (
     broadcast_scalars,
+    checkpoint_bytes,
     disable_shared_memory_collectives,
     keep_adagrad,
     take_run,
@@ -295,14 +297,18 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Write a checkpoint folder; an existing one is replaced when the new one is complete."""
         if self._group_names is not None:
             checkpoint = checkpoint | {PARAMETERS: self._group_names}
-        with rewritten(self.broadcast(filepath), self.local_rank == 0, self.barrier) as folder:
+        needed = stored_bytes(checkpoint) + checkpoint_bytes(self.deepspeed_engine)
+        path, share = self.broadcast(filepath), (self.local_rank, self.num_processes)
+        with rewritten(path, self.local_rank == 0, self.barrier, ZERO_MARK, needed, share) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what any strategy wrote: weights and, to go on training, states by names; a rank reads its own parts."""
         assert self.lightning_module is not None
-        saved = read_run(self.broadcast(checkpoint_path), weights_only)
+        path = self.broadcast(checkpoint_path)
+        verify(path)
+        saved = read_run(path, weights_only)
         strict = self.lightning_module.strict_loading
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             whole = {"state_dict": saved.state_dict()}

@@ -5,10 +5,15 @@ import pytest
 from lightning_memfit.device.health import build_tools
 from lightning_memfit.nvme.extensions import extensions_folder
 
-needs_aio = pytest.mark.skipif(
-    not (extensions_folder() / "async_io" / "async_io.so").is_file(),
-    reason="async_io is not compiled: `make aio`, which takes minutes",
-)
+AIO_REASON = "async_io is not compiled: `make aio`, which takes minutes"
+
+
+def aio_is_compiled() -> bool:
+    """Whether it is there."""
+    return (extensions_folder() / "async_io" / "async_io.so").is_file()
+
+
+needs_aio = pytest.mark.skipif(not aio_is_compiled(), reason=AIO_REASON)
 
 _MISSING = [f"{finding.name} ({finding.fix})" for finding in build_tools() if finding.level != "ok"]
 

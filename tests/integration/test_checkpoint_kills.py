@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.helpers import ranks
+from tests.helpers.aio import AIO_REASON, aio_is_compiled
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import quiet_trainer
 
@@ -27,6 +28,7 @@ KILLS = int(os.environ.get("MEMFIT_KILLS", "3"))
 """Of each strategy. `MEMFIT_KILLS=20` takes some four minutes."""
 
 WIDTH, BLOCKS = 256, 4
+WIDE = 768  # a rank's share has to be larger than 1 MiB to be put on disk
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("DataParallelStrategy", {"process_group_backend": "gloo"}),
     "fsdp2": ("FullyShardedStrategy", {"process_group_backend": "gloo"}),
@@ -35,14 +37,18 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"process_group_backend": "gloo", "save_distributed_checkpoint": False},
     ),
     "zero_1": ("ZeroStrategy", {"stage": 1}),
+    "tensor parallel": ("FullyShardedStrategy", {"process_group_backend": "gloo", "tensor_parallel_size": 2}),
+    "zero_2": ("ZeroStrategy", {"stage": 2}),
     "zero_3": ("ZeroStrategy", {"stage": 3}),
+    "zero_offload": ("ZeroStrategy", {"stage": 2, "offload_optimizer": True}),
+    "zero_infinity": ("ZeroInfinityStrategy", {"disk_reserve": "16MiB"}),
 }
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+        self.weight = nn.Parameter(torch.zeros(width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x - self.weight.sum()
@@ -51,9 +57,9 @@ class Block(nn.Module):
 class Counts(pl.LightningModule):
     """Adds one to every weight in every step, as far as SGD is told so by the gradient of a sum."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.net = nn.Sequential(*(Block(width) for _ in range(BLOCKS)))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.net(batch).mean()
@@ -66,6 +72,23 @@ class Counts(pl.LightningModule):
         return DataLoader(data, 2, sampler=DistributedSampler(data))  # type: ignore[arg-type]
 
 
+class Sums(Counts):
+    """Blocks that tensor parallelism divides; their weights are told by sums that the checkpoint holds, too."""
+
+    def __init__(self) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        pl.LightningModule.__init__(self)
+        self.net = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=64, n_positions=8))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        ids = torch.arange(8).expand(len(batch), 8) + self.trainer.global_step % 50
+        return self.net(input_ids=ids, labels=ids).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class SavesAndChecks(pl.Callback):
     """Writes one checkpoint anew after every step, and notes the last that was complete."""
 
@@ -73,16 +96,28 @@ class SavesAndChecks(pl.Callback):
         self.checkpoint, self.is_killed, self.seconds = checkpoint, is_killed, seconds
         self.noted = checkpoint.parent / "complete.json"
         self.num_saved = 0
+        self.sums: list[float] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self.sums}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.sums = state_dict["sums"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = trainer.global_step
         complete = json.loads(self.noted.read_text()) if self.noted.exists() else 0
         assert step >= complete, f"the checkpoint of step {complete} was complete, but this is {step}"
+        if isinstance(pl_module, Sums):
+            assert (self.sums is None) == (step == 0)
+            assert self.sums in (None, _sums(pl_module)), f"weights of step {step} are another's"
+            return
         for parameter in pl_module.parameters():
             whole = _whole(parameter)
             assert whole.unique().tolist() == [float(step)], f"{whole.unique().tolist()} in the weights of step {step}"
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.sums = _sums(pl_module) if isinstance(pl_module, Sums) else None
         trainer.save_checkpoint(self.checkpoint)
         trainer.strategy.barrier()
         if trainer.is_global_zero:
@@ -92,6 +127,10 @@ class SavesAndChecks(pl.Callback):
         self.num_saved += 1
         if self.num_saved == 1 and self.is_killed:
             threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def _sums(module: pl.LightningModule) -> list[float]:
+    return [float(_whole(parameter).double().sum()) for parameter in module.parameters()]
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -109,6 +148,9 @@ def train(strategy: str, checkpoint: Path, killed: tuple[bool, ...], seconds: fl
 
     name, options = STRATEGIES[strategy]
     rank = int(os.environ["RANK"])
+    is_on_disk = name == "ZeroInfinityStrategy"
+    if is_on_disk:
+        options = options | {"nvme_path": str(checkpoint.parent)}
     saves = SavesAndChecks(checkpoint, killed[rank], seconds)
     trainer = quiet_trainer(
         saves,
@@ -119,7 +161,8 @@ def train(strategy: str, checkpoint: Path, killed: tuple[bool, ...], seconds: fl
         max_time=None if any(killed) else {"seconds": 1},
         limit_val_batches=0,
     )
-    trainer.fit(Counts(), ckpt_path=checkpoint if checkpoint.exists() else None)
+    module = Sums() if strategy == "tensor parallel" else Counts(WIDE if is_on_disk else WIDTH)
+    trainer.fit(module, ckpt_path=checkpoint if checkpoint.exists() else None)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -129,6 +172,8 @@ def test_the_last_complete_checkpoint_always_loads(
     if strategy.startswith("zero"):
         pytest.importorskip("deepspeed")
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    if strategy == "zero_infinity" and not aio_is_compiled():
+        pytest.skip(AIO_REASON)
     chance = random.Random(strategy)
     checkpoint = tmp_path / "run" / "last.ckpt"
     checkpoint.parent.mkdir()

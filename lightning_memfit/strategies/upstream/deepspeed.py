@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memfit.strategies.integrity import stored_bytes
 from lightning_memfit.strategies.safe_loading import load
-from lightning_memfit.strategies.saved_run import PARAMETERS, Pieces, SavedOptimizer, SavedRun
+from lightning_memfit.strategies.saved_run import PARAMETERS, Pieces, SavedOptimizer, SavedRun, Undivided
 
 
 def disable_shared_memory_collectives() -> None:
@@ -206,6 +207,24 @@ class ZeroLayout:
     """Counters of the engine and the state of the loss scale."""
 
 
+def checkpoint_bytes(engine: Any) -> int:
+    """Bytes that this rank is going to write for an engine, without what Lightning adds."""
+    zero = engine.optimizer
+    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or getattr(
+        zero, "single_partition_of_fp32_groups", []
+    )
+    states = getattr(getattr(zero, "optimizer", None), "state", {})
+    flat = stored_bytes([[*masters], [*states.values()]])
+    swapper = getattr(zero, "optimizer_swapper", None)
+    if swapper is not None:
+        flat += sum(path.stat().st_size for path in Path(swapper.swap_folder).glob(f"*{_ENDING}"))
+    if engine.zero_optimization_partition_weights():
+        own = [parameter.ds_tensor for parameter in engine.module.parameters() if not parameter.requires_grad]
+    else:
+        own = list(engine.module.parameters()) if torch.distributed.get_rank() == 0 else []
+    return flat + stored_bytes([tensor.data for tensor in own])
+
+
 def read_zero(folder: Path, weights_only: bool | None = None) -> SavedRun:
     """Read a folder that DeepSpeed wrote, of any stage, from memory or disk. Tensors stay on disk until they are used.
 
@@ -230,7 +249,10 @@ def read_zero(folder: Path, weights_only: bool | None = None) -> SavedRun:
         _add_swapped(inside, sub_groups, models)
     weights = _weights(models, sub_groups, {name: shape for group in shapes for name, shape in group.items()})
     groups = saved[0]["base_optimizer_state" if stage < 3 else "optimizer_state_dict"]["param_groups"]
-    optimizer = {"state": _states(sub_groups, shapes), "param_groups": _named_groups(groups, sub_groups, models[0])}
+    optimizer = {
+        "state": _states(sub_groups, shapes, folder),
+        "param_groups": _named_groups(groups, sub_groups, models[0]),
+    }
     counters = {key: models[0][key] for key in ("global_steps", "global_samples", "skipped_steps") if key in models[0]}
     scale = {key: saved[0][key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow") if key in saved[0]}
     extras = {key: value for key, value in models[0].items() if key not in _OWN_KEYS}
@@ -316,7 +338,9 @@ def _add_swapped(inside: Path, sub_groups: Sequence[_SubGroup], models: Sequence
     """Put in what lay in files of its own: DeepSpeed saves empty tensors in its place."""
     for rank, model in enumerate(models):
         swapped = model.get(SUB_GROUPS)
-        for number, sub_group in enumerate(sub_groups if swapped else ()):
+        if swapped is None:
+            continue
+        for number, sub_group in enumerate(sub_groups):
             name, numel = swapped["names"][number], swapped["numels"][number]
             files = _swapped_files(inside, rank)
             if not sub_group.masters[rank].numel() and numel:
@@ -370,8 +394,10 @@ def _is_flat(value: Any, master: Tensor) -> bool:
     return torch.is_tensor(value) and value.dim() == 1 and value.numel() >= master.numel() > 0
 
 
-def _states(sub_groups: Sequence[_SubGroup], shapes: Sequence[Mapping[str, torch.Size]]) -> dict[str, dict[str, Any]]:
-    """States by names of parameters. What a flat tensor has one of, all its parameters get."""
+def _states(
+    sub_groups: Sequence[_SubGroup], shapes: Sequence[Mapping[str, torch.Size]], path: Path
+) -> dict[str, dict[str, Any]]:
+    """States by names of parameters. What a flat tensor has one number of, all its parameters get."""
     flat_shapes = {name: shape for group in shapes for name, shape in group.items()}
     states: dict[str, dict[str, Any]] = {}
     for sub_group in sub_groups:
@@ -382,7 +408,8 @@ def _states(sub_groups: Sequence[_SubGroup], shapes: Sequence[Mapping[str, torch
                     states.setdefault(name, {})[key] = pieces
                 continue
             for name in {span[0] for spans in sub_group.spans for span in spans}:
-                states.setdefault(name, {})[key] = value.clone() if torch.is_tensor(value) else value
+                shared = Undivided(key, path) if torch.is_tensor(value) and value.numel() > 1 else value
+                states.setdefault(name, {})[key] = shared.clone() if torch.is_tensor(shared) else shared
     return {name.replace("_orig_mod.", ""): state for name, state in states.items()}
 
 
@@ -405,8 +432,8 @@ def _named_groups(
 def take_run(engine: Any, saved: SavedRun, optimizers: Sequence[SavedOptimizer]) -> None:
     """Give an engine that trains the weights, states and groups of a checkpoint, whatever wrote it.
 
-    `DeepSpeedEngine.load_checkpoint` does so for checkpoints of its own stage and number of ranks only, and runs what is
-    hidden in them. Each rank reads its own parts.
+    `DeepSpeedEngine.load_checkpoint` does so for checkpoints of its own stage and number of ranks only, and runs what
+    is hidden in them. Each rank reads its own parts.
 
     Args:
         engine: A new engine.
@@ -417,7 +444,7 @@ def take_run(engine: Any, saved: SavedRun, optimizers: Sequence[SavedOptimizer])
         ValueError: If the optimizer's states can't be divided as this engine divides them.
     """
     zero = engine.optimizer
-    names = {parameter: name for parameter, name in engine.param_names.items()}
+    names: dict[Any, str] = engine.param_names
     is_partitioned = engine.zero_optimization_partition_weights()
     if is_partitioned:
         zero.checkpoint_event_prologue()
@@ -567,6 +594,9 @@ def _divided(one: _Live, saved: SavedOptimizer) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for key in sorted(keys):
         values = {name: state.get(key) for name, state in zip(names, states, strict=True)}
+        for value in values.values():
+            if isinstance(value, Undivided):
+                value.refuse()
         tensors = {
             name: value if isinstance(value, Pieces) else Pieces.of(value)
             for (name, numel), value in zip(one.all, values.values(), strict=True)

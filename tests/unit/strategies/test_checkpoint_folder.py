@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from lightning_memfit.strategies import checkpoints
-from lightning_memfit.strategies.checkpoints import SavedRun, rewritten
+from lightning_memfit.strategies.checkpoints import rewritten
 
 
 def save(path, content):
@@ -91,10 +91,3 @@ def test_without_a_call_that_exchanges_the_former_one_is_beside(tmp_path, monkey
         save(tmp_path / "last.ckpt", content)
     assert (tmp_path / "last.ckpt" / "weights").read_text() == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
-
-
-@pytest.mark.parametrize(("saved", "here", "words"), [(True, False, "memfit_zero_infinity"), (False, True, "zero_3")])
-def test_states_on_disk_and_in_memory_do_not_go_on_from_each_other(saved, here, words):
-    with pytest.raises(ValueError, match=words):
-        SavedRun(3, 2, saved).needs_conversion(3, 2, here)
-    assert not SavedRun(3, 2, saved).needs_conversion(3, 2, saved)

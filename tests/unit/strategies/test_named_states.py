@@ -1,16 +1,17 @@
-"""Optimizer states of one device belong to parameters by their places in the optimizer's groups."""
+"""Optimizer states belong to parameters by name; those of one device by their places in the optimizer's groups."""
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.strategies.checkpoints import named_states
+from lightning_memfit.strategies.saved_run import group_names, numbered_optimizer, parameter_names
 
 
 def made(order=((2, 0), (3, 1)), kind=torch.optim.AdamW):
     """Two layers of one shape and an optimizer whose groups are not in the module's order, after a step."""
+    torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    names, parameters = zip(*module.named_parameters(), strict=True)
+    parameters = list(module.parameters())
     groups = [
         {"params": [parameters[place] for place in places], "lr": 0.1 * (index + 1)}
         for index, places in enumerate(order)
@@ -18,28 +19,50 @@ def made(order=((2, 0), (3, 1)), kind=torch.optim.AdamW):
     optimizer = kind(groups, lr=0.1)
     module(torch.randn(3, 4)).square().mean().backward()
     optimizer.step()
-    return module, optimizer, {id(parameter): name for name, parameter in zip(names, parameters, strict=True)}
+    return module, optimizer
+
+
+def named(module, optimizer):
+    (names,) = group_names([optimizer], parameter_names(module))
+    return numbered_optimizer(optimizer.state_dict(), names, "last.ckpt")
 
 
 def test_each_parameter_keeps_its_moments_and_group():
-    _, optimizer, names = made()
-    found = named_states(optimizer.state_dict(), optimizer.param_groups, names, "last.ckpt")
-    assert [group["params"] for group in found["param_groups"]] == [["1.weight", "0.weight"], ["1.bias", "0.bias"]]
-    assert [group["lr"] for group in found["param_groups"]] == [0.1, 0.2]
+    module, optimizer = made()
+    found = named(module, optimizer)
+    names = parameter_names(module)
+    assert [group["params"] for group in found.groups] == [["1.weight", "0.weight"], ["1.bias", "0.bias"]]
+    assert [group["lr"] for group in found.groups] == [0.1, 0.2]
     for parameter, state in optimizer.state.items():
-        assert torch.equal(found["state"][names[id(parameter)]]["exp_avg"], state["exp_avg"])
+        assert torch.equal(found.states[names[id(parameter)]]["exp_avg"], state["exp_avg"])
 
 
 def test_an_optimizer_without_states():
-    _, optimizer, names = made(kind=torch.optim.SGD)
-    found = named_states(optimizer.state_dict(), optimizer.param_groups, names, "last.ckpt")
-    assert found["param_groups"][0]["params"] == ["1.weight", "0.weight"]
+    found = named(*made(kind=torch.optim.SGD))
+    assert found.groups[0]["params"] == ["1.weight", "0.weight"]
+    assert found.states == {}
 
 
 def test_names_stay():
-    _, optimizer, names = made()
-    named = named_states(optimizer.state_dict(), optimizer.param_groups, names, "last.ckpt")
-    assert named_states(named, optimizer.param_groups, names, "last.ckpt") is named
+    module, optimizer = made()
+    found = named(module, optimizer)
+    again = numbered_optimizer({"state": found.states, "param_groups": found.groups}, None, "last.ckpt")
+    assert again.groups == found.groups
+    assert again.states.keys() == found.states.keys()
+
+
+@pytest.mark.parametrize("order", [((0, 2), (1, 3)), ((1, 3), (2, 0)), ((3,), (2, 0), (1,))])
+def test_groups_in_another_order_get_their_own_states_and_options(order):
+    module, optimizer = made()
+    saved = named(module, optimizer)
+    other, its_optimizer = made(order)
+    names = parameter_names(other)
+    its_optimizer.load_state_dict(saved.state_dict(its_optimizer.param_groups, names, numbered=True))
+    by_name = dict(other.named_parameters())
+    for name, state in saved.states.items():
+        assert torch.equal(its_optimizer.state[by_name[name]]["exp_avg"], state["exp_avg"])
+    for group in its_optimizer.param_groups:
+        assert {0.1 if names[id(p)].endswith("weight") else 0.2 for p in group["params"]} == {group["lr"]}
 
 
 @pytest.mark.parametrize(
@@ -49,8 +72,26 @@ def test_names_stay():
         (((2, 3), (0, 1)), r"shape \(4, 4\) where this run's '1.bias' has \(4,\)"),
     ],
 )
-def test_other_groups_are_refused(order, words):
+@pytest.mark.parametrize("numbered", [True, False])
+def test_other_groups_are_refused_where_names_are_not_known(order, words, numbered):
     saved = made()[1].state_dict()
-    _, optimizer, names = made(order)
+    module, optimizer = made(order)
+    names = parameter_names(module)
     with pytest.raises(ValueError, match=words):
-        named_states(saved, optimizer.param_groups, names, "last.ckpt")
+        numbered_optimizer(saved, group_names([optimizer], names)[0], "last.ckpt").state_dict(
+            optimizer.param_groups, names, numbered
+        )
+
+
+def test_a_group_of_parameters_with_different_options_is_refused():
+    saved = named(*made())
+    module, optimizer = made(((0, 1, 2, 3),))
+    with pytest.raises(ValueError, match=r"'.*' in a group whose lr differ"):
+        saved.state_dict(optimizer.param_groups, parameter_names(module), numbered=True)
+
+
+def test_a_parameter_of_no_group_is_refused():
+    saved = named(*made(((2, 0), (3,))))
+    module, optimizer = made()
+    with pytest.raises(ValueError, match="has no optimizer group with '0.bias'"):
+        saved.state_dict(optimizer.param_groups, parameter_names(module), numbered=True)

@@ -1,0 +1,109 @@
+"""`AtomicCheckpointIO`: checkpoints in one file that are whole or absent, checked before they are read."""
+
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
+from typing_extensions import override
+
+from lightning_memfit.strategies.checkpoints import read_run
+from lightning_memfit.strategies.integrity import (
+    CheckpointError,
+    SignedFile,
+    is_full,
+    require_room,
+    stored_bytes,
+    sync_folder,
+    verify,
+)
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Write a checkpoint beside its place and rename it when the disk has all of it; check it before it is read.
+
+    A run that is killed or finds the disk full leaves the checkpoint that was there. A disk that is too small is
+    noticed before anything is written. The file carries its SHA-256, so that one flipped bit is found when it is
+    loaded, and only tensors and plain values are loaded. Folders of sharded strategies load as well, put together in
+    memory.
+
+    The strategies of this package and `memfit fit` use it by themselves. With any other:
+    `Trainer(plugins=[AtomicCheckpointIO()])`. Paths that are not local (`s3://...`) are left to Lightning's own plugin.
+
+    Args:
+        verify: Check digests before loading, which reads the file once more.
+    """
+
+    def __init__(self, verify: bool = True) -> None:
+        self.verify = verify
+        self._remote = TorchCheckpointIO()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write a file; an existing one stays until the new one is whole.
+
+        Raises:
+            CheckpointError: If the disk is too small, or gets full meanwhile.
+        """
+        if "://" in str(path):
+            self._remote.save_checkpoint(checkpoint, path, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError("`storage_options` is for paths that are not local: leave it out.")
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            raise CheckpointError(f"{str(path)!r} is a folder, and is not overwritten by a file. Name another.")
+        partial = target.with_name(f"{target.name}.partial")
+        partial.unlink(missing_ok=True)
+        require_room(target.parent, stored_bytes(checkpoint))
+        signed: SignedFile | None = None
+        try:
+            with partial.open("wb") as file:
+                signed = SignedFile(file)
+                torch.save(checkpoint, cast(IO[bytes], signed))
+                signed.sign()
+        except BaseException as error:
+            partial.unlink(missing_ok=True)
+            if is_full(error) or (signed is not None and is_full(signed.error)):
+                raise CheckpointError(
+                    f"The disk got full while {str(path)!r} was written. What was there before is untouched. Free some "
+                    "space and go on from it."
+                ) from error
+            raise
+        partial.replace(target)
+        sync_folder(target.parent)
+
+    @override
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a file, or the folder of a sharded strategy, onto the CPU.
+
+        Args:
+            path: The checkpoint.
+            map_location: For paths that are not local.
+            weights_only: False makes whatever is in it, and runs what is hidden there.
+
+        Raises:
+            CheckpointError: If it is missing, damaged or something else.
+            UnsafeCheckpointError: If it holds more than tensors and plain values.
+        """
+        if "://" in str(path):
+            return self._remote.load_checkpoint(path, map_location, weights_only)
+        if self.verify:
+            verify(path)
+        return read_run(path, weights_only).checkpoint()
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a file or folder."""
+        self._remote.remove_checkpoint(path)
+
+
+def use_atomic_checkpoints(strategy: Strategy) -> None:
+    """Let a strategy write and read checkpoints by this plugin, unless the Trainer was given another."""
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = AtomicCheckpointIO()

@@ -1,0 +1,312 @@
+"""Whether a checkpoint is whole: room to write one, digests of what was written, and a check before one is read.
+
+A file carries its SHA-256 in itself, as the comment of its zip archive, so that copies and renamed ones can be checked;
+other programs read it as before. A folder has `memfit_manifest.json`, with size and SHA-256 of every file in it.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from lightning_memfit.memory import format_bytes
+
+MANIFEST = "memfit_manifest.json"
+"""The file of a folder with the digests of the others."""
+
+MARKS = ("latest", "meta.pt")
+"""Files by which a folder is known to be a checkpoint, of DeepSpeed and of FSDP2."""
+
+_SIGN, _HEX, _CHUNK = b"memfit-sha256:", 64, 1 << 22
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged or something else, or there is no room for a new one."""
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def require_room(folder: Path, needed_bytes: int) -> None:
+    """Refuse to begin a checkpoint that the file system can't take.
+
+    Raises:
+        CheckpointError: With what is needed and what is free.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        raise CheckpointError(
+            f"There is no room for a checkpoint of {format_bytes(needed_bytes)} in {str(folder)!r}: "
+            f"{format_bytes(free)} are free. Nothing was written, and earlier checkpoints stay. Free some space (a new "
+            "checkpoint is written beside the one that it replaces), or save elsewhere (`dirpath` of "
+            "`ModelCheckpoint`)."
+        )
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, says that the disk is full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def stored_bytes(value: Any) -> int:
+    """Bytes that tensors in nested containers take in a file: those of each storage once, and of this rank's parts."""
+    storages = {}
+    for tensor in _tensors(value):
+        own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if own.device.type != "meta":
+            storages[own.untyped_storage().data_ptr(), own.device] = own.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, (list, tuple, set)):
+        for entry in value:
+            yield from _tensors(entry)
+
+
+class SignedFile:
+    """A file for `torch.save` that ends with the digest of what was written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._digest, self._end = file, hashlib.sha256(), b""
+        self.error: OSError | None = None
+        """What writing failed with, which torch reports as something else."""
+
+    def write(self, data: Any) -> int:
+        """Write all but the last two bytes, which may turn out to be the length of the archive's comment."""
+        given = memoryview(data).cast("B")
+        if len(given) < 2:
+            joined = self._end + bytes(given)
+            self._put(joined[:-2])
+            self._end = joined[-2:]
+        else:
+            self._put(self._end)
+            self._put(given[:-2])
+            self._end = bytes(given[-2:])
+        return len(given)
+
+    def _put(self, data: Any) -> None:
+        self._digest.update(data)
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        """Nothing: `sign` does it."""
+
+    def sign(self) -> None:
+        """Write the digest and wait until the disk has all."""
+        if self._end != b"\0\0":
+            raise CheckpointError("`torch.save` wrote no zip archive: the digest has no place in it.")
+        self._digest.update(self._end)
+        comment = _SIGN + self._digest.hexdigest().encode()
+        self._file.write(len(comment).to_bytes(2, "little") + comment)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def seal(folder: Path, share: int, shares: int) -> None:
+    """Note digests of a share of a folder's files, and wait until the disk has them; `finish_seal` joins the shares."""
+    found = {}
+    for number, path in enumerate(_files(folder)):
+        if number % shares == share:
+            found[path.relative_to(folder).as_posix()] = [path.stat().st_size, _digest(path)]
+            _sync(path)
+    _write_json(folder / f"{MANIFEST}.{share}", found)
+
+
+def finish_seal(folder: Path, shares: int) -> None:
+    """Write the manifest of a folder whose shares are noted, and wait until the disk has it."""
+    parts = [folder / f"{MANIFEST}.{share}" for share in range(shares)]
+    files = {name: entry for part in parts if part.exists() for name, entry in json.loads(part.read_bytes()).items()}
+    _write_json(folder / MANIFEST, {"sha256": files, "digest": _of_entries(files)})
+    for part in parts:
+        part.unlink(missing_ok=True)
+    for directory in {path.parent for path in _files(folder)} | {folder}:
+        sync_folder(directory)
+
+
+def _of_entries(files: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    with beside.open("wb") as file:
+        file.write(json.dumps(value, indent=1, sort_keys=True).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(MANIFEST))
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk knows the names in a folder."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- checking -------------------------------------------------------------------------------------------------------
+
+
+def verify(path: str | Path) -> None:
+    """Check a checkpoint before it is read; all ranks of a run together, each a share of its files.
+
+    Raises:
+        CheckpointError: On all ranks, if it is missing, damaged or something else: what is wrong with which file, and
+            the last good checkpoint beside it.
+    """
+    rank, world_size = _place()
+    found = next((problem for problem in gathered(_problem(Path(path), rank, world_size)) if problem), None)
+    if found is None:
+        return
+    beside = gathered(last_good(Path(path)) if rank == 0 else None)[0]
+    hint = f"The last good checkpoint there is {str(beside)!r}." if beside else "There is no good checkpoint beside it."
+    raise CheckpointError(f"`ckpt_path={str(path)!r}` {found} {hint}")
+
+
+def gathered(value: Any) -> list[Any]:
+    """The value of every rank; of this process alone where there are no others."""
+    _, world_size = _place()
+    if world_size == 1:
+        return [value]
+    values: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def _place() -> tuple[int, int]:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def last_good(path: Path) -> Path | None:
+    """The newest checkpoint in the folder of another one that is whole."""
+    if not path.parent.is_dir():
+        return None
+    others = [other for other in path.parent.iterdir() if other != path and _looks_like_one(other)]
+    for other in sorted(others, key=lambda one: one.stat().st_mtime, reverse=True):
+        if _problem(other, 0, 1) is None:
+            return other
+    return None
+
+
+def _looks_like_one(path: Path) -> bool:
+    if path.suffix in (".partial", ".former"):
+        return False
+    return any((path / mark).is_file() for mark in MARKS) if path.is_dir() else path.suffix == ".ckpt"
+
+
+def _problem(path: Path, rank: int, world_size: int) -> str | None:
+    """What is wrong with a checkpoint, as the end of a sentence; None if nothing is, in this rank's share of it."""
+    try:
+        if path.is_dir():
+            return _problem_of_folder(path, rank, world_size)
+        if not path.exists():
+            return "doesn't exist."
+        return _problem_of_file(path) if rank == 0 else None
+    except OSError as error:
+        return f"can't be read: {error.strerror or error}."
+
+
+def _problem_of_file(path: Path) -> str | None:
+    if not path.stat().st_size:
+        return "is empty: the run that wrote it ended too early."
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            return "is no checkpoint: `torch.save` did not write it."
+        file.seek(0, os.SEEK_END)
+        size = file.tell()
+        signed = size > len(_SIGN) + _HEX + 2
+        if signed:
+            file.seek(size - len(_SIGN) - _HEX)
+            signed = file.read(len(_SIGN)) == _SIGN
+            expected = file.read()
+    if signed:
+        digest = _digest(path, size - len(_SIGN) - _HEX - 2, b"\0\0")
+        return None if digest.encode() == expected else "is damaged: its contents have changed since it was written."
+    if not zipfile.is_zipfile(path):
+        return f"is cut off after {size} bytes: the end of its archive is missing."
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        return f"is damaged: {error}."
+    return None if damaged is None else f"is damaged: the checksum of {damaged!r} in it is another."
+
+
+def _problem_of_folder(folder: Path, rank: int, world_size: int) -> str | None:
+    if not _looks_like_one(folder):
+        return "is no checkpoint: the folder has neither `latest` (ZeRO) nor `meta.pt` (FSDP2)."
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        return None  # of Lightning's own strategy, or of an earlier version
+    try:
+        written = json.loads(manifest.read_bytes())
+        files, digest = written["sha256"], written["digest"]
+    except (ValueError, KeyError, TypeError):
+        return f"is damaged: {MANIFEST!r} can't be read."
+    if digest != _of_entries(files):
+        return f"is damaged: {MANIFEST!r} has changed since it was written."
+    for number, (name, (size, expected)) in enumerate(sorted(files.items())):
+        path = folder / name
+        if not path.is_file():
+            return f"is not whole: {name!r} is missing."
+        if path.stat().st_size != size:
+            return f"is damaged: {name!r} has {path.stat().st_size} bytes instead of {size}."
+        if number % world_size == rank and _digest(path) != expected:
+            return f"is damaged: {name!r} has changed since it was written."
+    return None
+
+
+def _digest(path: Path, size: int | None = None, end: bytes = b"") -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for chunk in _chunks(file, path.stat().st_size if size is None else size):
+            digest.update(chunk)
+    digest.update(end)
+    return digest.hexdigest()
+
+
+def _chunks(file: IO[bytes], size: int) -> Iterable[bytes]:
+    while size > 0:
+        chunk = file.read(min(size, _CHUNK))
+        if not chunk:
+            return
+        size -= len(chunk)
+        yield chunk
