@@ -485,7 +485,10 @@ def _reduced(run: DeepSpeedRun) -> int:
 
 
 def _accumulated(run: DeepSpeedRun, reduced: int) -> int:
-    """Bytes of gradients of earlier micro-batches. Stage 1 reduces those of the last one only, and keeps them whole."""
+    """Bytes of gradients of earlier micro-batches, beside a new buffer for those of the last one.
+
+    Stage 1 reduces in the last micro-batch only, and keeps whole gradients until then.
+    """
     if not run.accumulates or run.stage == 3 or run.offload_optimizer != "none":
         return 0
     return sum(run.trained) * run.itemsize if run.stage == 1 else reduced
@@ -519,8 +522,7 @@ def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:
     if run.stage < 3:
         norm = min(run.largest, run.share) * _FP64 * offloaded
         earlier = _accumulated(run, reduced)
-        once_reduced = max(earlier, reduced) if run.stage == 2 else earlier + reduced
-        widest = max(earlier + levels.highest_bytes, once_reduced + levels.reduced_bytes, reduced + norm)
+        widest = max(earlier + levels.highest_bytes, earlier + reduced + levels.reduced_bytes, reduced + norm)
         return MemoryBreakdown.device({Category.TEMPORARY: buckets + widest})
     norm = min(run.largest // run.world_size, _NORM_CHUNK) * _FP64 * offloaded
     copied = gradient if run.world_size > 1 or run.offload_parameters == "nvme" else 0  # `reduce_scatter_coalesced`

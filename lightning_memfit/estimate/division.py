@@ -281,18 +281,24 @@ def _backward_levels(
 ) -> BackwardLevels:
     """Read off a trace what gradients add on their way to a bucket, and when DeepSpeed reduces a bucket.
 
-    A gradient for which a bucket has no room lets it be reduced first.
+    A gradient for which a bucket has no room lets it be reduced first. Of gradients that are made together, as those of
+    a weight and its bias, the smaller ones are taken to come first.
     """
     events, rounding = profile.events, profile.device_kind.rounding_bytes
     kept, on_their_way = released_levels(events, rounding, HELD)
     levels = moving + on_their_way - kept
+    coming = on_their_way - kept
     is_gradient = (events.categories == CATEGORIES.index(Category.GRADIENT))[events.storages] & (events.events > 0)
     highest, reduced, scattered = 0, 0, 0
     for first, stop in spans:
         highest = max(highest, int(levels[first:stop].max()))
-        waiting, is_reduced = 0, False
+        waiting, is_reduced, last, group = 0, False, first, 0
+        made = []
         for at in (first + np.flatnonzero(is_gradient[first:stop])).tolist():
-            size = int(events.sizes[events.storages[at]])
+            group += not coming[last:at].all()
+            last = at
+            made.append((group, int(events.sizes[events.storages[at]]), at))
+        for _, size, at in sorted(made):
             if waiting and waiting + size > run.bucket_size * run.itemsize:
                 scattered = max(scattered, int(levels[at]) + run.scatter_copies * waiting)
                 if not is_reduced:

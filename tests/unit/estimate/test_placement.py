@@ -157,7 +157,10 @@ def test_gpt2_xl_with_an_offloaded_optimizer() -> None:
 
 
 def test_stages_divide_more_and_more() -> None:
-    kept = [deepspeed_placement(run_of(simple(), f"zero_{s}", 4, "bf16-mixed")).standing for s in (1, 2, 3)]
+    kept = [
+        deepspeed_placement(run_of(simple(), f"zero_{s}", 4, "bf16-mixed", accumulates=True)).standing
+        for s in (1, 2, 3)
+    ]
     assert [s.parameter_bytes // GIB for s in kept] == [2, 2, 0]
     assert [s.gradient_bytes * 2 // GIB for s in kept] == [4, 1, 1]
     assert {s.state_bytes // GIB for s in kept} == {3}  # 12 bytes per parameter among four
