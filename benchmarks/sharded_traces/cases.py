@@ -19,8 +19,6 @@ ZERO: dict[str, dict[str, Any]] = {
     "zero 2 offload": {"stage": 2, "offload_optimizer": True},
     "zero 3 offload optimizer": {"stage": 3, "offload_optimizer": True},
     "zero 3 offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
-    "zero infinity optimizer": {"offload_parameters": False},
-    "zero infinity": {},
 }
 """Arguments of DeepSpeed's strategies."""
 
@@ -201,10 +199,8 @@ CASES = (
     Case("GPT-2", "ddp", 2, 1, accumulate=2),
     Case("GPT-2", "zero 1", 2, 1, width=512),
     Case("Llama", "zero 1", 3, 2, _CHECKPOINTED, width=512),
-    Case("ViT", "zero 1", 4, 3, width=384),
     Case("Llama", "zero 2", 2, 1, accumulate=2, width=512),
     Case("T5", "zero 2", 2, 1, width=512),
-    Case("GPT-2", "zero 2", 3, 2, precision="bf16-mixed", width=512),
     Case("GPT-2", "zero 3", 2, 0, width=512),
     Case("T5", "zero 3", 2, 0, _CHECKPOINTED, width=512),
     Case("ViT", "zero 3", 3, 1, width=384),
@@ -213,7 +209,12 @@ CASES = (
     Case("ViT", "zero 2 offload", 2, 1, accumulate=2, width=384),
     Case("Llama", "zero 3 offload optimizer", 2, 0, _CHECKPOINTED, width=512),
     Case("T5", "zero 3 offload", 3, 0, width=512),
-    Case("GPT-2", "zero infinity", 2, 0, width=512),
-    Case("Llama", "zero infinity", 2, 1, precision="bf16-mixed", width=512),
-    Case("ViT", "zero infinity optimizer", 2, 0, width=512),
 )
+
+UNDER = (
+    "T5, zero 3, 2 ranks, rank 0, width 512, checkpointing",
+    "Llama, zero 3 offload optimizer, 2 ranks, rank 0, width 512, checkpointing",
+    "ViT, zero 3, 3 ranks, rank 1, width 384",
+)
+"""Runs that need up to 5 % more than predicted: what stage 3 has gathered while a checkpointed block is recomputed is
+not modelled, nor all that gloo takes among three ranks."""

@@ -320,6 +320,7 @@ def _in_memory(run: DeepSpeedRun) -> MemoryBreakdown:
       gradient of every sub-group; both are locked with `pin_memory`.
     """
     share, offloaded = run.share, run.offload_optimizer == "cpu"
+    persistent = sum(p.numel for p in run.parameters if p.numel <= PERSISTENT_NUMEL and not p.shared_with)
     weights = -(-run.whole // run.world_size) * run.itemsize
     if run.offload_parameters == "none":
         kept = MemoryBreakdown.device({Category.PARAMETER: weights})
@@ -328,6 +329,8 @@ def _in_memory(run: DeepSpeedRun) -> MemoryBreakdown:
         if run.pin_memory and not run.on_cpu:
             partitions = [-(-p.numel // run.world_size) * run.itemsize for p in run.parameters if not p.shared_with]
             kept += _on_host(run, Category.PARAMETER, partitions, locked=True)
+    if run.world_size > 1:  # whole ones beside the shares
+        kept += MemoryBreakdown.device({Category.PARAMETER: persistent * run.itemsize})
     states = {Category.OPTIMIZER_STATE: round((_FP32 + run.state_bytes) * share)}
     kept += MemoryBreakdown.on(Tier.HOST if offloaded else Tier.DEVICE, states)
     if not offloaded:
