@@ -372,24 +372,14 @@ def _named_division(name: str | None, devices: int | None) -> Division | None:
         if devices is not None and devices > 1:
             raise ValueError(f"`--devices {devices}` needs `--strategy`, for example ddp or zero_2.")
         return None
-    from lightning_memfit.estimate.division import Division
     from lightning_memfit.techniques.core.registry import all_strategies
 
     records = {record.name: record for record in all_strategies()}
     record = records.get(name.removeprefix("memfit_"))
     if record is None or record.sharding is None:
         raise ValueError(f"`--strategy {name}` is unknown. Choose from: {', '.join(records)}.")
-    sharding, ranks = record.sharding, devices or 1
-    return Division(
-        f"memfit_{record.name}",
-        sharding.stage,
-        ranks,
-        ranks,
-        sharding.deepspeed,
-        sharding.optimizer,
-        sharding.parameters,
-        traced=bool(sharding.stage) and not sharding.deepspeed,
-    )
+    ranks = devices or 1
+    return record.sharding.division(f"memfit_{record.name}", ranks, ranks)
 
 
 def _named_ranks(division: Division) -> Ranks:

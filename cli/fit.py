@@ -1,7 +1,8 @@
 """`memfit fit|validate|test|predict`, and the planning that `memfit: auto` in a recipe asks for.
 
 On one device `MemFit` replaces the techniques that a recipe names. With several devices, the run is planned as by
-`memfit plan`, and the plan's settings replace the recipe's.
+`memfit plan`, and the plan's settings replace the recipe's, its strategy included. Where something else has started the
+processes (torchrun, SLURM) the strategy is settled: `MemFit` plans on the first rank and tells the others.
 """
 
 from __future__ import annotations
@@ -96,14 +97,14 @@ class FitCLI(MemFitCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Replace the recipe's techniques if it says `memfit: auto`: by `MemFit`, or with several devices by a plan."""
+        """Replace the recipe's techniques if it says `memfit: auto`: by `MemFit`, or before ranks start by a plan."""
         if getattr(self, "subcommand", None) != "fit" or self.config.fit.memfit != "auto":
             return
         trainer = self.config.fit.trainer
-        if self._arguments is None or num_devices(trainer) == 1:
+        if self._arguments is None or num_devices(trainer) == 1 or is_started_by_others(trainer.num_nodes):
             plan_automatically(trainer)
             return
-        plan = plan_file(self._arguments[1:], trainer.num_nodes)
+        plan = plan_file(self._arguments[1:])
         seed = self.config.fit.seed_everything  # a random seed is already drawn
         self.config = self.parse_plan(self.parser, [*self._arguments, "--config", str(plan), "--memfit=off"])
         self.config.fit.seed_everything = seed
@@ -138,26 +139,28 @@ def num_devices(trainer: Any) -> int:
     return num_processes(trainer.devices) * int(trainer.num_nodes)
 
 
-def plan_file(arguments: Sequence[str], num_nodes: int = 1) -> Path:
+def is_started_by_others(num_nodes: int) -> bool:
+    """Whether a run's processes are not all started by the first of them, which could plan before it starts the others.
+
+    Args:
+        num_nodes: Number of machines.
+    """
+    if os.environ.get(PLAN_VARIABLE):
+        return False
+    return num_nodes > 1 or any(name in os.environ for name in _STARTED_BY_OTHERS)
+
+
+def plan_file(arguments: Sequence[str]) -> Path:
     """Return the plan's file for a `fit` on several devices; it was made by the process that started this one, or here.
 
     Args:
         arguments: Command-line arguments after `fit`.
-        num_nodes: Number of machines.
 
     Raises:
-        ValueError: If nothing fits, or something else starts the processes, so that each would plan by itself.
+        ValueError: If nothing fits.
     """
     known = os.environ.get(PLAN_VARIABLE)
-    if known:
-        return Path(known)
-    if num_nodes > 1 or any(name in os.environ for name in _STARTED_BY_OTHERS):
-        raise ValueError(
-            "`memfit: auto` plans in one process, which starts the others. With several machines, torchrun or SLURM "
-            "make the plan first (`memfit plan --config RECIPE --device '2x NAME' --out plan.yaml`), then train with "
-            "`memfit fit --config RECIPE --config plan.yaml`."
-        )
-    return _made(list(arguments))
+    return Path(known) if known else _made(list(arguments))
 
 
 def _made(arguments: list[str]) -> Path:

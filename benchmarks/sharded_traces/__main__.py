@@ -1,6 +1,7 @@
 """Predict and measure every run; write the results and the page."""
 
 import argparse
+import json
 from itertools import groupby
 from typing import Any
 
@@ -11,10 +12,19 @@ from benchmarks.sharded_traces.predict import predict
 from benchmarks.sharded_traces.table import PAGE, RESULT, apart, page
 
 
+def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows by the order of cases, those that were not run now from the last record."""
+    before = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    by_name = {row["name"]: row for row in (*before, *rows)}
+    ordered = sorted(CASES, key=lambda case: case.world_size)
+    return [by_name[case.name] for case in ordered if case.name in by_name]
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded_traces", description=__doc__)
     parser.add_argument("words", nargs="*", help="Run cases whose names have all of these. Nothing is written then.")
+    parser.add_argument("--keep", action="store_true", help="Write nevertheless, and keep the rows of all other cases.")
     parser.add_argument("--seconds", type=float, default=60.0, help="Time limit of a run.")
     words = (arguments := parser.parse_args()).words
     cases = [case for case in CASES if all(word in case.name for word in words)]
@@ -27,8 +37,8 @@ def main() -> None:
             rows.append(row)
             share = apart(row)
             print(f"{case.name:60s}", row if share is None else f"{share:+.3%} {row}", flush=True)
-    if not words:
-        write(RESULT, {"rows": rows})
+    if arguments.keep or not words:
+        write(RESULT, {"rows": merged(rows)})
         PAGE.write_text(page())
         print(f"wrote {RESULT.name} and {PAGE.name}")
 

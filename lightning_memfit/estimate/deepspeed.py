@@ -46,6 +46,18 @@ _NORM_CHUNK = 250_000_000  # elements, `_constant_buffered_norm2`; stages 1 and 
 
 
 @dataclass(frozen=True)
+class BackwardLevels:
+    """Highest bytes of activations, temporary tensors and of gradients that are on their way to a bucket."""
+
+    highest_bytes: int
+    """Over forward and backward."""
+    reduced_bytes: int
+    """From the moment on at which the first bucket is reduced."""
+    scattered_bytes: int = 0
+    """While a bucket is reduced, with the copies that `DeepSpeedRun.scatter_copies` says."""
+
+
+@dataclass(frozen=True)
 class DeepSpeedRun:
     """The facts about a run that decide the memory of its ranks. Sizes are in elements unless the name says bytes.
 
@@ -69,8 +81,6 @@ class DeepSpeedRun:
     """`reduce_bucket_size`."""
     sub_group_size: int = 0
     """Only for stage 3 without disk; 0 means one sub-group."""
-    live_parameters: int = 0
-    """`stage3_max_live_parameters`: most elements gathered at one time, in addition to those of the running module."""
     sizes: InfinitySizes | None = None
     """Buffer sizes; needed if anything is on disk."""
     pin_memory: bool = False
@@ -83,6 +93,8 @@ class DeepSpeedRun:
     """Buffers of the module, on the device."""
     activation_bytes: int = 0
     """Peak of a micro-batch's activations and temporary tensors, on the device."""
+    levels: BackwardLevels | None = None
+    """What gradients add to that, from a trace; without one, the largest gradient is there at the peak."""
 
     def __post_init__(self) -> None:
         if not self.trained:
@@ -144,7 +156,6 @@ class DeepSpeedRun:
             itemsize,
             bucket_size=zero["reduce_bucket_size"],
             sub_group_size=zero.get("sub_group_size", 0),
-            live_parameters=zero.get("stage3_max_live_parameters", 0),
             sizes=sizes,
             **options,
         )
@@ -178,6 +189,17 @@ class DeepSpeedRun:
     def share(self) -> int:
         """Trained elements that this rank keeps states of."""
         return sum(self.shares)
+
+    @property
+    def scatter_copies(self) -> int:
+        """Copies of a full bucket that exist while stage 3 reduces it.
+
+        `reduce_scatter_coalesced` makes a flat one. gloo works on another, and among ranks that are no power of two on
+        one more (measured, `benchmarks.sharded_traces`).
+        """
+        if self.stage < 3 or self.world_size == 1:
+            return 0
+        return 1 + self.on_cpu * (1 + bool(self.world_size & (self.world_size - 1)))
 
     @property
     def stepped(self) -> int:
@@ -243,7 +265,10 @@ def deepspeed_memory(run: DeepSpeedRun) -> DeepSpeedMemory:
     """Memory of one rank, from building the model on."""
     kept = _kept(run)
     buckets, reduced = _buckets(run), _reduced(run)
-    met = {Category.GRADIENT: reduced, Category.COMMUNICATION: buckets + _gathered(run)}
+    met = {
+        Category.GRADIENT: max(reduced, _accumulated(run, reduced)),
+        Category.COMMUNICATION: buckets + _gathered(run),
+    }
     residue = _residue(run)
     moments: dict[str, MemoryBreakdown] = {
         "build": _build(run),
@@ -295,6 +320,7 @@ def _in_memory(run: DeepSpeedRun) -> MemoryBreakdown:
       gradient of every sub-group; both are locked with `pin_memory`.
     """
     share, offloaded = run.share, run.offload_optimizer == "cpu"
+    persistent = sum(p.numel for p in run.parameters if p.numel <= PERSISTENT_NUMEL and not p.shared_with)
     weights = -(-run.whole // run.world_size) * run.itemsize
     if run.offload_parameters == "none":
         kept = MemoryBreakdown.device({Category.PARAMETER: weights})
@@ -303,6 +329,8 @@ def _in_memory(run: DeepSpeedRun) -> MemoryBreakdown:
         if run.pin_memory and not run.on_cpu:
             partitions = [-(-p.numel // run.world_size) * run.itemsize for p in run.parameters if not p.shared_with]
             kept += _on_host(run, Category.PARAMETER, partitions, locked=True)
+    if run.world_size > 1:  # whole ones beside the shares
+        kept += MemoryBreakdown.device({Category.PARAMETER: persistent * run.itemsize})
     states = {Category.OPTIMIZER_STATE: round((_FP32 + run.state_bytes) * share)}
     kept += MemoryBreakdown.on(Tier.HOST if offloaded else Tier.DEVICE, states)
     if not offloaded:
@@ -451,13 +479,22 @@ def _buckets(run: DeepSpeedRun) -> int:
 
 
 def _reduced(run: DeepSpeedRun) -> int:
-    """Bytes of gradients that stages 1 and 2 keep on the device until the step: `averaged_gradients`.
+    """Bytes of a rank's share of gradients, which stages 1 and 2 keep on the device until the step.
 
-    Stage 1 partitions them after the last micro-batch; until then they are whole.
+    All of it (`grads_in_partition`) is made when the first bucket with a gradient of that share is reduced: on the last
+    rank, whose parameters are the last, when backward has just begun.
     """
-    if run.stage == 3 or run.offload_optimizer != "none":
+    return run.share * run.itemsize if run.stage < 3 and run.offload_optimizer == "none" else 0
+
+
+def _accumulated(run: DeepSpeedRun, reduced: int) -> int:
+    """Bytes of gradients of earlier micro-batches, beside a new buffer for those of the last one.
+
+    Stage 1 reduces in the last micro-batch only, and keeps whole gradients until then.
+    """
+    if not run.accumulates or run.stage == 3 or run.offload_optimizer != "none":
         return 0
-    return (sum(run.trained) if run.stage == 1 else run.share) * run.itemsize
+    return sum(run.trained) * run.itemsize if run.stage == 1 else reduced
 
 
 def _gathered(run: DeepSpeedRun) -> int:
@@ -466,16 +503,15 @@ def _gathered(run: DeepSpeedRun) -> int:
     A single rank on the CPU uses its share in place, unless that is in a swap buffer. Measurements never found more
     elements available than the largest parameter has (`PartitionedParameterCoordinator.__n_available_params`, with one
     rank and two, tied and untied, and with live parameters of 18 times that): under Lightning the coordinator's trace
-    is invalid in every step (`ZeRoTraceMode.INVALID`), so that nothing is fetched ahead or kept for reuse. If
-    the settings would keep more than two of the largest, they are counted anyway, in case the trace becomes valid.
+    is invalid in every step (`ZeRoTraceMode.INVALID`), so that nothing is fetched ahead or kept for reuse, whatever
+    `stage3_max_live_parameters` allows (`benchmarks.sharded_traces`).
     """
     if run.stage < 3:
         return 0
     from_disk = run.offload_parameters == "nvme"
     if run.on_cpu and run.world_size == 1 and not from_disk:
         return 0
-    live = 0 if from_disk or run.live_parameters <= 2 * run.largest else run.live_parameters
-    return min(run.whole, max(run.largest, live)) * run.itemsize
+    return run.largest * run.itemsize
 
 
 def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:
@@ -485,14 +521,15 @@ def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:
     show. The norm of gradients that go to the host is computed before, in fp64 (`set_norm_for_param_grad_in_gpu`).
     """
     gradient, offloaded = run.largest * run.itemsize, run.offload_optimizer != "none"
+    levels = run.levels or BackwardLevels(gradient + run.activation_bytes, gradient + run.activation_bytes)
     if run.stage < 3:
         norm = min(run.largest, run.share) * _FP64 * offloaded
-        earlier = reduced if run.accumulates else 0
-        widest = buckets + max(earlier + gradient + run.activation_bytes, reduced + gradient, reduced + norm)
-        return MemoryBreakdown.device({Category.TEMPORARY: widest})
+        earlier = _accumulated(run, reduced)
+        widest = max(earlier + levels.highest_bytes, earlier + reduced + levels.reduced_bytes, reduced + norm)
+        return MemoryBreakdown.device({Category.TEMPORARY: buckets + widest})
     norm = min(run.largest // run.world_size, _NORM_CHUNK) * _FP64 * offloaded
     copied = gradient if run.world_size > 1 or run.offload_parameters == "nvme" else 0  # `reduce_scatter_coalesced`
-    start = _gathered(run) + gradient + run.activation_bytes
+    start = _gathered(run) + max(levels.highest_bytes, levels.scattered_bytes)
     widest = max(start, 3 * gradient, copied + norm)
     held = _held(run, [numel for numel in run.shares if numel < max(run.shares)])
     return MemoryBreakdown.device({Category.TEMPORARY: widest}) + held

@@ -1,15 +1,14 @@
 """`Division`: how a strategy divides a run among ranks; `estimate_rank`: what one of them needs, by tier.
 
-A trace shows one device that holds everything. Under DDP every rank holds that and its buckets. Of a run under
-DeepSpeed a trace shows the activations; what else is kept, and where, is known in closed form (`estimate.deepspeed`),
-which plans, preflights and this module share. FSDP2 and tensor parallelism are traced themselves (`profile.ranks`):
-such a profile is that of one rank already.
+Torch's strategies (DDP, FSDP2, tensor parallelism) are traced themselves (`profile.ranks`): such a profile is that of
+one rank already. Of a run under DeepSpeed a trace of one device that holds everything shows the activations; what else
+is kept, and where, is known in closed form (`estimate.deepspeed`), which plans, preflights and this module share.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +16,16 @@ import numpy as np
 
 from lightning_memfit.estimate.deepspeed import (
     NCCL_BYTES,
+    BackwardLevels,
     DeepSpeedMemory,
     DeepSpeedRun,
     OffloadTarget,
     deepspeed_memory,
 )
 from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step, predict_peak_bytes
-from lightning_memfit.estimate.placement import torch_placement
-from lightning_memfit.estimate.steady_state import SteadyState, later_phases, second_step
+from lightning_memfit.estimate.steady_state import HELD, SteadyState, later_phases, released_levels, second_step
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
-from lightning_memfit.profile.events import CATEGORIES, EventList, Integers
+from lightning_memfit.profile.events import CATEGORIES, Integers
 from lightning_memfit.profile.record import ModelProfile, trained
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_memfit.device.runtime import RuntimeMemory
 
 _LASTING = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)
-_SIZES = ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_max_live_parameters")
+_SIZES = ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,6 @@ class Division:
     """With parameters on disk: elements that stay in host memory."""
     copies_gradients: bool = False
     """With DDP: whether its buckets are a copy of the gradients, instead of what the gradients are views of."""
-    traced: bool = False
-    """Whether the strategy is traced itself, so that a profile is that of one rank (`profile.ranks`)."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain figures, ready for JSON."""
@@ -74,6 +71,11 @@ class Division:
             "offload_parameters": self.offload_parameters,
             "traced": self.traced,
         }
+
+    @property
+    def traced(self) -> bool:
+        """Whether the strategy is traced itself, so that a profile is that of one rank (`profile.ranks`)."""
+        return not self.deepspeed
 
     @property
     def offloads(self) -> bool:
@@ -145,7 +147,7 @@ def division_of(strategy: Strategy, name: str, ranks: int, ranks_per_machine: in
         copies = not strategy._ddp_kwargs.get("gradient_as_bucket_view", False)
         return Division(name, 0, ranks, ranks_per_machine, copies_gradients=copies)
     if isinstance(strategy, ModelParallelStrategy):
-        return Division(name, 3, ranks, ranks_per_machine, traced=True)
+        return Division(name, 3, ranks, ranks_per_machine)
     if isinstance(strategy, SingleDeviceStrategy):
         return None
     raise NotDividedError("it is unknown what it keeps on each device")
@@ -233,7 +235,7 @@ def estimate_rank(
         reserved_bytes=reserved,
         total_bytes=reserved + context + outside,
         by_phase={name: size + workspace for name, size in by_phase.items()},
-        largest=_largest(at, division, num_largest),
+        largest=_largest(at, num_largest),
         timeline=None,
     )
 
@@ -264,91 +266,72 @@ def _at(profile: ModelProfile, micro_batch_size: int | None) -> ModelProfile:
     return replace(profile, events=profile.events_at(size), micro_batch_size=size, slopes=None, larger=None)
 
 
-def _on_rank(profile: ModelProfile, division: Division) -> tuple[dict[str, int], str, MemoryBreakdown]:
-    """Bytes of tensors by phase, the phase of the peak, and what there is then; host memory and disk at their most."""
-    try:
-        plain = SteadyState.of(profile, profile.device_kind.rounding_bytes)
-    except (IndexError, KeyError, ValueError) as error:
-        raise NotDividedError("the trace shows no second step like the first") from error
-    return _under_deepspeed(profile, division) if division.deepspeed else _under_ddp(profile, division, plain)
-
-
-def _largest(profile: ModelProfile, division: Division, count: int) -> tuple[LargeTensor, ...]:
+def _largest(profile: ModelProfile, count: int) -> tuple[LargeTensor, ...]:
     """The largest tensors of forward and backward that are no weights, gradients or states, which are divided."""
-    moving, _ = _moving(profile)
+    moving = _moving(profile)
     spans = [span for name in ("forward", "backward") for span in later_phases(profile.events, name)]
     peak = max((first + int(moving[first:stop].argmax()) for first, stop in spans), key=lambda at: int(moving[at]))
     found = profile.events.largest_at(peak, len(profile.events.sizes))
-    kept = [LargeTensor(*item) for item in found if not division.deepspeed or item[1] not in _LASTING]
+    kept = [LargeTensor(*item) for item in found if item[1] not in _LASTING]
     return tuple(kept[:count])
 
 
-def _moving(profile: ModelProfile) -> tuple[Integers, Integers]:
-    """After every event: live bytes of what comes and goes in a micro-batch, and live bytes of gradients."""
+def _backward_levels(
+    profile: ModelProfile, run: DeepSpeedRun, spans: list[tuple[int, int]], moving: Integers
+) -> BackwardLevels:
+    """Read off a trace what gradients add on their way to a bucket, and when DeepSpeed reduces a bucket.
+
+    A gradient for which a bucket has no room lets it be reduced first. Of gradients that are made together, as those of
+    a weight and its bias, the smaller ones are taken to come first.
+    """
     events, rounding = profile.events, profile.device_kind.rounding_bytes
-    lasting = [CATEGORIES.index(category) for category in _LASTING]
-    return (
-        _live(events, rounding, ~np.isin(events.categories, lasting)),
-        _live(events, rounding, events.categories == CATEGORIES.index(Category.GRADIENT)),
-    )
+    kept, on_their_way = released_levels(events, rounding, HELD)
+    levels = moving + on_their_way - kept
+    coming = on_their_way - kept
+    is_gradient = (events.categories == CATEGORIES.index(Category.GRADIENT))[events.storages] & (events.events > 0)
+    highest, reduced, scattered = 0, 0, 0
+    for first, stop in spans:
+        highest = max(highest, int(levels[first:stop].max()))
+        waiting, is_reduced, last, group = 0, False, first, 0
+        made = []
+        for at in (first + np.flatnonzero(is_gradient[first:stop])).tolist():
+            group += not coming[last:at].all()
+            last = at
+            made.append((group, int(events.sizes[events.storages[at]]), at))
+        for _, size, at in sorted(made):
+            if waiting and waiting + size > run.bucket_size * run.itemsize:
+                scattered = max(scattered, int(levels[at]) + run.scatter_copies * waiting)
+                if not is_reduced:
+                    reduced, is_reduced = max(reduced, int(levels[at:stop].max())), True
+                waiting = 0
+            waiting += size
+    return BackwardLevels(highest, reduced, scattered)
 
 
-def _live(events: EventList, rounding: int, wanted: Any) -> Integers:
-    sizes = np.where(wanted, events.rounded_sizes(rounding), 0)
+def _moving(profile: ModelProfile) -> Integers:
+    """Live bytes, after every event, of what comes and goes in a micro-batch."""
+    events, rounding = profile.events, profile.device_kind.rounding_bytes
+    moves = ~np.isin(events.categories, [CATEGORIES.index(category) for category in _LASTING])
+    sizes = np.where(moves, events.rounded_sizes(rounding), 0)
     return np.cumsum(np.sign(events.events) * sizes[events.storages])
 
 
-def _peaks(events: EventList, levels: Integers, names: Sequence[str] = ("forward", "backward")) -> dict[str, int]:
-    """Highest level of later phases, by name."""
-    spans = {name: later_phases(events, name) for name in names}
-    return {name: max(int(levels[first:stop].max()) for first, stop in found) for name, found in spans.items() if found}
-
-
-def _under_ddp(
-    profile: ModelProfile, division: Division, plain: SteadyState
-) -> tuple[dict[str, int], str, MemoryBreakdown]:
-    """DDP: what a trace shows and buckets; gradients that are views of these are alive throughout."""
-    cuda = profile.device_kind.has_own_memory
-    placed = torch_placement(plain, division.stage, division.ranks, profile.parameters, cuda, division.copies_gradients)
-    standing = placed.standing
-    _, gradients = _moving(profile)
-    live = profile.events.live_bytes(profile.device_kind.rounding_bytes)
-    held = gradients if division.copies_gradients else np.full_like(gradients, plain.gradient_bytes)
-    levels = live - gradients + held + (standing.kept_bytes - plain.kept_bytes)
-    by_phase = {
-        **_peaks(profile.events, levels),
-        "step": plain.step_bytes + standing.kept_bytes - plain.kept_bytes,
-    }
-    if not division.copies_gradients:  # old buckets live on in the gradients
-        by_phase[_REBUILD] = standing.kept_bytes + plain.gradient_bytes
-    phase = max(by_phase, key=lambda name: by_phase[name])
-    spans = later_phases(profile.events, phase)
-    highest = max((first + int(levels[first:stop].argmax()) for first, stop in spans), key=levels.item, default=None)
-    inputs = int(_live(profile.events, 1, profile.events.categories == CATEGORIES.index(Category.INPUT)).max())
-    kept = {
-        Category.PARAMETER: standing.parameter_bytes,
-        Category.BUFFER: standing.buffer_bytes,
-        Category.GRADIENT: standing.gradient_bytes if highest is None else int(held[highest]),
-        Category.OPTIMIZER_STATE: standing.state_bytes,
-        Category.COMMUNICATION: standing.communication_bytes,
-        Category.INPUT: inputs,
-    }
-    if phase == _REBUILD:
-        kept[Category.COMMUNICATION] += plain.gradient_bytes
-    rest = Category.TEMPORARY if phase == "step" else Category.ACTIVATION
-    breakdown = MemoryBreakdown.device(kept)
-    return by_phase, phase, breakdown + MemoryBreakdown.device({rest: max(0, by_phase[phase] - breakdown.total())})
-
-
-_REBUILD = "DDP's new buckets"
 _MOMENTS = {"setup": "setup", "passes": "forward and backward", "update": "step"}
 
 
-def _under_deepspeed(profile: ModelProfile, division: Division) -> tuple[dict[str, int], str, MemoryBreakdown]:
-    """The largest moment on the device; host memory is counted at its own largest moment, and only if offloaded."""
-    moving, _ = _moving(profile)
-    activations = max(_peaks(profile.events, moving).values())
-    run = division.run_of(profile, activations)
+def _on_rank(profile: ModelProfile, division: Division) -> tuple[dict[str, int], str, MemoryBreakdown]:
+    """Bytes of tensors by moment, the moment of the peak, and what there is then.
+
+    Host memory is counted at its own largest moment, and only if something is offloaded.
+    """
+    try:
+        spans = [span for name in ("forward", "backward") for span in later_phases(profile.events, name)]
+        moving = _moving(profile)
+        activations = max(int(moving[first:stop].max()) for first, stop in spans)
+        run = division.run_of(profile, activations)
+        run = replace(run, levels=_backward_levels(profile, run, spans, moving))
+    except (IndexError, KeyError, ValueError) as error:
+        raise NotDividedError("the trace shows no second step like the first") from error
     memory = deepspeed_memory(run).once_built()
     on_device = {_MOMENTS[name]: _device(memory, moment) for name, moment in memory.moments.items() if name in _MOMENTS}
     by_phase = {name: _tensors(moment) for name, moment in on_device.items()}

@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun, deepspeed_memory
-from lightning_memfit.estimate.steady_state import SteadyState
-from lightning_memfit.memory import Category, MemoryBreakdown, Tier
-from lightning_memfit.profile.record import ParameterInfo
+from lightning_memfit.estimate.steady_state import HELD, SteadyState
+from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
+from lightning_memfit.profile.record import ParameterInfo, trained
 
 _IN_BLOCK = re.compile(r"(.+?\.\d+)\.")
 """Names of parameters of repeated blocks; the group is the block."""
+
+_BUCKET_BYTES = 25 * MIB
+"""Size of DDP's buckets, by default (`bucket_cap_mb`)."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,10 @@ def torch_placement(
 ) -> Placement:
     """What DDP or FSDP2 keeps on every rank, derived from a trace of one device that holds everything.
 
-    DDP keeps gradients in its buckets, of which the module's gradients are views or copies. Before the forward pass of
-    the second step it makes the buckets anew, in the order in which gradients arrived (`Reducer::rebuild_buckets`).
-    Views keep the old ones alive meanwhile; measured, `benchmarks/results/zero_stages_cpu_small/ddp.json`. FSDP2
-    gathers the running block and the next one, whose whole gradients are on every rank too.
+    DDP keeps gradients in its buckets, of which the module's gradients are views or copies: backward makes each of them
+    and moves it there. Before the forward pass of the second step the buckets are made anew, one by one, in the order
+    in which gradients arrived (`Reducer::rebuild_buckets`). FSDP2 gathers the running block and the next one, whose
+    whole gradients are on every rank too.
 
     Args:
         whole: Read off a trace of the optimizer's steps.
@@ -90,15 +93,32 @@ def torch_placement(
     """
     nccl = NCCL_BYTES if cuda and ranks > 1 else 0
     if stage == 0:
-        moved = _moved(whole, nccl + whole.gradient_bytes * copies_gradients)
-        rebuilding = moved.kept_bytes + whole.gradient_bytes * (not copies_gradients)
-        return Placement(replace(moved, step_bytes=max(moved.step_bytes, rebuilding)))
+        return Placement(_beside_buckets(whole, nccl, parameters, copies_gradients))
     divided = {name: -(-getattr(whole, name) // ranks) for name in ("parameter_bytes", "gradient_bytes", "state_bytes")}
-    gathered = 3 * largest_block_bytes(tuple(parameters)) + nccl
+    gathered = gathered_bytes(parameters) + nccl
     less = sum(getattr(whole, name) - size for name, size in divided.items())
     scratch = max(0, whole.step_bytes - whole.kept_bytes)
     shard = _moved(replace(whole, **divided), gathered - less)
     return Placement(replace(shard, step_bytes=shard.kept_bytes + -(-scratch // ranks), communication_bytes=gathered))
+
+
+def _beside_buckets(
+    whole: SteadyState, nccl: int, parameters: Sequence[ParameterInfo], copies_gradients: bool
+) -> SteadyState:
+    """What DDP keeps: views of its buckets instead of gradients, or gradients beside buckets that are as large."""
+    sizes = [p.numel * p.itemsize for p in trained(parameters)]
+    buckets = sum(sizes)
+    if copies_gradients:
+        moved = _moved(whole, nccl + buckets)
+    else:
+        moved = replace(
+            _moved(whole, nccl),
+            kept_bytes=whole.kept_bytes + nccl + buckets - whole.gradient_bytes,
+            gradient_bytes=buckets,
+            released_gradients=HELD,
+        )
+    one_more = max(*sizes, min(buckets, _BUCKET_BYTES), 0)
+    return replace(moved, step_bytes=max(moved.step_bytes, moved.kept_bytes + one_more))
 
 
 def _moved(standing: SteadyState, more_bytes: int) -> SteadyState:
@@ -112,15 +132,17 @@ def _moved(standing: SteadyState, more_bytes: int) -> SteadyState:
     )
 
 
-def largest_block_bytes(parameters: tuple[ParameterInfo, ...]) -> int:
-    """Bytes of the largest group of parameters that a sharded step gathers at once.
+def gathered_bytes(parameters: Sequence[ParameterInfo]) -> int:
+    """Bytes of whole weights and gradients that a rank under FSDP2 has at the peak of forward and backward.
 
-    A group is a repeated block (`h.3.` in its names) or a tensor outside of all, such as an embedding.
+    What is outside of all repeated blocks (`h.3.` in its names) is one group, and stays gathered. Of the blocks, one is
+    running, the next one is gathered, and the buffer through which that happens or the gradients of one are there.
     """
     groups: dict[str, int] = {}
     for parameter in parameters:
         if not parameter.shared_with:
             match = _IN_BLOCK.match(parameter.name)
-            key = match[1] if match else parameter.name
+            key = match[1] if match else ""
             groups[key] = groups.get(key, 0) + parameter.numel * parameter.itemsize
-    return max(groups.values(), default=0)
+    outside = groups.pop("", 0)
+    return outside + 3 * max(groups.values(), default=0)

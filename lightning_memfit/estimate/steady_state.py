@@ -19,6 +19,9 @@ from lightning_memfit.profile.record import ModelProfile
 ReleasedGradients = tuple[tuple[int, int], ...]
 """`(bytes of a gradient, highest level in bytes while it is made and stepped, the gradient included)`, ascending."""
 
+HELD: ReleasedGradients = ((0, 0),)
+"""Gradients that are made one by one, whatever their size, and moved to where memory is kept for all: DDP's buckets."""
+
 _NEGLIGIBLE = 4096
 """Bytes of the loss, its gradient and other small tensors that are alive between two gradients of parameters."""
 

@@ -13,12 +13,12 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -27,17 +27,19 @@ from typing_extensions import override
 
 from lightning_memfit.device.host import probe_host
 from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.estimate.division import Division, NotDividedError, division_of
 from lightning_memfit.estimate.target import Target, host_target, live_target
+from lightning_memfit.fitting.recovery.consensus import PeerFailed, RankConsensus
 from lightning_memfit.fitting.recovery.ladder import LastResort
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory
-from lightning_memfit.fitting.step.callback import MicroBatching, refuse_batch_size_finder
+from lightning_memfit.fitting.step.callback import MicroBatching, check_strategy, refuse_batch_size_finder
 from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.planner.feedback import PlanFeedback
 from lightning_memfit.planner.plan import Plan, label, technique_classes
 from lightning_memfit.planner.search import make_plan
 from lightning_memfit.planner.time import calibrated, rates_of
-from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload, check_allow, facts_of
+from lightning_memfit.planner.workload import DEFAULT_ALLOW, Devices, Limits, Workload, check_allow, facts_of
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.copying import copied
@@ -50,6 +52,8 @@ from lightning_memfit.techniques.core.facts import read_facts
 from lightning_memfit.techniques.core.first_batch import first_batch
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
+
+T = TypeVar("T")
 
 # --- the probe --------------------------------------------------------------------------------------------------------
 
@@ -161,17 +165,23 @@ class MemFit(pl.Callback):
     micro-batch, then recompute more blocks, then use host memory (`MicroBatching`); the first steps are measured for
     later plans (`PlanFeedback`).
 
-    `MemFit` plans for one device. It works on any Trainer and module; list it before callbacks that measure.
+    On several devices, by whatever they were started, the first rank plans and the others receive the plan, for the
+    device with the least memory. The Trainer's strategy stays: DDP, `memfit_fsdp2` over all ranks, or DeepSpeed's as
+    `ZeroStrategy` and `ZeroInfinityStrategy` run it. Copies aren't tried there: `MicroBatching` recovers where the
+    prediction was wrong.
+
+    It works on any Trainer and module; list it before callbacks that measure.
 
     Args:
         allow: Numerics that may change; `memfit plan --help` lists them.
         host_memory: RAM that the plan's offloading may use, such as `16GiB`; by default all that is free. With a limit,
             a late out-of-memory error uses no more host memory.
-        probe: Whether to try each plan on a copy; False trains by the first plan untried.
+        probe: Whether to try each plan on a copy, on a single device without a strategy; False trains by the first
+            plan untried.
 
     Attributes:
         plan: The plan in use; None before `fit`.
-        attempts: Label of every plan and what its probe found, in order.
+        attempts: Label of every plan and what its probe found, in order; empty where no plan is tried.
 
     Raises:
         ValueError: If an argument makes no sense.
@@ -195,14 +205,16 @@ class MemFit(pl.Callback):
         self._take_off()
         if stage != "fit":
             return
-        self._check(trainer)
-        batch = self._batch(trainer)
-        workload = self._workload(trainer, pl_module, batch)
-        plan = self._proved(trainer, pl_module, batch, workload)
-        assert plan.setting is not None
-        self.plan = plan
+        division = self._check(trainer)
+        ranks = RankConsensus(trainer.world_size)
+        try:
+            target = _smallest(trainer, target_of(trainer), ranks)
+            planned = _on_first_rank(trainer, lambda: self._planned(trainer, pl_module, target, division), ranks)
+        finally:
+            ranks.close()
+        self.plan, loader_batch = plan, _ = planned
         rank_zero_info(f"MemFit: {plan.summary()}")
-        self._put_on(trainer, plan, batch_size(batch))
+        self._put_on(trainer, plan, loader_batch)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -216,13 +228,19 @@ class MemFit(pl.Callback):
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
-    def _check(self, trainer: pl.Trainer) -> None:
-        if trainer.world_size > 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
-            raise MisconfigurationException(
-                f"`MemFit` plans for one device, not for {type(trainer.strategy).__name__} with {trainer.world_size}. "
-                "Set `devices=1`, plan with `memfit plan` or `memfit fit --memfit auto`, or choose techniques "
-                "yourself; see docs/guides/multi_gpu.md."
-            )
+    def _planned(
+        self, trainer: pl.Trainer, module: pl.LightningModule, target: Target, division: Division | None
+    ) -> tuple[Plan, int]:
+        """A plan, and the samples of a batch of the loader."""
+        batch = self._batch(trainer)
+        workload = self._workload(trainer, module, batch, target, division)
+        return self._proved(trainer, module, batch, workload), batch_size(batch)
+
+    def _check(self, trainer: pl.Trainer) -> Division | None:
+        """Refuse what no plan can be made for; return how the strategy divides the run, if it isn't on one device."""
+        division = _division(trainer)
+        if division is not None:
+            check_strategy(trainer.strategy, trainer.accumulate_grad_batches, MicroBatching(last_resort="none").options)
         if not trainer.lightning_module.automatic_optimization:
             raise MisconfigurationException(
                 "`MemFit`: with manual optimization the module runs its own forward and backward, which no plan can "
@@ -238,6 +256,7 @@ class MemFit(pl.Callback):
                     f"`MemFit` chooses techniques itself, and the Trainer has {kind.__name__} already. Leave one of "
                     "the two out."
                 )
+        return division
 
     @staticmethod
     def _batch(trainer: pl.Trainer) -> Any:
@@ -246,8 +265,9 @@ class MemFit(pl.Callback):
         except ValueError as error:
             raise MisconfigurationException(f"`MemFit` needs a batch to plan with, but {error}") from error
 
-    def _workload(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Workload:
-        target = target_of(trainer)
+    def _workload(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, target: Target, division: Division | None
+    ) -> Workload:
         options = StepOptions(
             trainer.precision,  # type: ignore[arg-type]
             trainer.accumulate_grad_batches,
@@ -267,7 +287,7 @@ class MemFit(pl.Callback):
             module=module,
             batch=batch,
             options=options,
-            samples_per_step=batch_size(batch) * trainer.accumulate_grad_batches,
+            samples_per_step=batch_size(batch) * trainer.accumulate_grad_batches * trainer.world_size,
             target=target,
             rates=calibrated(rates_of(target)),
             facts=facts_of(module, target, options),
@@ -275,6 +295,8 @@ class MemFit(pl.Callback):
             allow=self.allow,
             fixed=fixed,
             loader_batch=batch_size(batch),
+            devices=Devices(trainer.num_devices, trainer.num_nodes),
+            division=division,
         )
 
     def _proved(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, workload: Workload) -> Plan:
@@ -292,7 +314,7 @@ class MemFit(pl.Callback):
                 raise MisconfigurationException(f"`MemFit` can't plan this run: {error}") from error
             if plan.setting is None:
                 raise MisconfigurationException(f"`MemFit`: {plan.summary()} {' '.join(plan.advice[1:])}".rstrip())
-            if not self.probe:
+            if not self.probe or workload.division is not None:
                 return plan
             found = probe(trainer, module, batch, plan.setting)
             # The probe's batch is one micro-batch; in the run, the other micro-batches are on the device as well.
@@ -326,6 +348,8 @@ class MemFit(pl.Callback):
             size = setting.micro_batch_size or loader_batch
             # The plan may already use all the host memory that the limit allows.
             last_resort: LastResort = "offload" if self.host_bytes is None else "recompute"
+            if isinstance(trainer.strategy, DeepSpeedStrategy):
+                last_resort = "none"  # which repeats no step
             added.append(MicroBatching(micro_batch_size=size, last_resort=last_resort))
         added.append(PlanFeedback(dict(plan.uncorrected), plan.rates, plan.peak_bytes))
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -333,7 +357,7 @@ class MemFit(pl.Callback):
         callbacks[place:place] = added
         strategy, before = trainer.strategy, trainer.strategy.precision_plugin
         if setting.precision != trainer.precision:
-            strategy.precision_plugin = precision_plugin(setting.precision, strategy.root_device.type)
+            strategy.precision_plugin = precision_plugin(setting.precision, strategy)
 
         def undo() -> None:
             # A new list: Lightning may be iterating over the old one, whose callbacks must still get their last hooks.
@@ -352,6 +376,66 @@ def _measured(found: ProbeResult) -> str:
     if not found.fits:
         return "ran out of memory"
     return "peak unknown" if found.peak_bytes is None else f"peak {format_bytes(found.peak_bytes)}"
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def _division(trainer: pl.Trainer) -> Division | None:
+    """How a Trainer's strategy divides a run; None on one device that holds everything.
+
+    Raises:
+        MisconfigurationException: If plans can't be made under it.
+    """
+    strategy, name = trainer.strategy, type(trainer.strategy).__name__
+    try:
+        division = division_of(strategy, name, trainer.world_size, trainer.num_devices)
+        # `ModelParallelStrategy` leaves it to the module what is sharded; `FullyShardedStrategy` has these arguments.
+        if isinstance(strategy, ModelParallelStrategy) and (
+            getattr(strategy, "tensor_parallel_size", None) != 1
+            or getattr(strategy, "sharding_size", None) not in (None, trainer.world_size)
+        ):
+            raise NotDividedError("plans are for `memfit_fsdp2` that shards over all ranks")
+    except NotDividedError as error:
+        raise MisconfigurationException(
+            f"`MemFit` can't plan under {name}: {error}. Use `memfit_ddp`, `memfit_fsdp2` or `memfit_zero_1`, `_2`, "
+            "`_3`, or choose techniques yourself; see docs/guides/multi_gpu.md."
+        ) from error
+    return division
+
+
+def _smallest(trainer: pl.Trainer, target: Target, ranks: RankConsensus) -> Target:
+    """The device of the rank that has the least memory, as a target of all of them."""
+    if trainer.world_size == 1 or target.usable_bytes is None:
+        return target
+    if target.device_kind.is_host and not target.counts_tensors:  # which the ranks of a machine share
+        share = {name: getattr(target, name) // trainer.num_devices for name in ("capacity_bytes", "margin_bytes")}
+        target = replace(target, **share)
+    assert target.capacity_bytes is not None
+    least = min(numbers[0] for numbers in ranks.exchange(target.capacity_bytes - target.margin_bytes))
+    return replace(target, capacity_bytes=target.margin_bytes + round(least))
+
+
+def _on_first_rank(trainer: pl.Trainer, work: Callable[[], T], ranks: RankConsensus) -> T:
+    """Return on all ranks what a function returns on the first, which alone runs it.
+
+    Raises:
+        PeerFailed: On the other ranks, if the first one's function failed; there its own error is raised.
+    """
+    found: T | None = None
+    failed: Exception | None = None
+    if trainer.is_global_zero:
+        try:
+            found = work()
+        except Exception as error:
+            failed = error
+    said = None if failed is None else f"{type(failed).__name__}: {failed}"
+    found, said = ranks.from_rank(0, (found, said))
+    if failed is not None:
+        raise failed
+    if said is not None:
+        raise PeerFailed(f"rank 0 can't plan this run, so that no rank trains: {said}")
+    return found  # type: ignore[return-value]
 
 
 def target_of(trainer: pl.Trainer) -> Target:
@@ -374,8 +458,10 @@ def target_of(trainer: pl.Trainer) -> Target:
     return replace(target, capacity_bytes=capacity)
 
 
-def precision_plugin(name: str, device: str) -> Precision:
-    """Return Lightning's plugin for a precision."""
+def precision_plugin(name: str, strategy: Strategy) -> Precision:
+    """Return Lightning's plugin for a precision under a strategy."""
+    if isinstance(strategy, DeepSpeedStrategy):
+        return DeepSpeedPrecision(name)  # type: ignore[arg-type]
     if name.endswith("-mixed"):
-        return MixedPrecision(name, device)  # type: ignore[arg-type]
+        return MixedPrecision(name, strategy.root_device.type)  # type: ignore[arg-type]
     return Precision() if name == "32-true" else HalfPrecision(name)  # type: ignore[arg-type]

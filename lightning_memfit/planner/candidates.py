@@ -10,6 +10,7 @@ from lightning_memfit.planner.workload import Workload
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.registry import all_strategies, techniques
 from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
+from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.core.technique import Kind, Technique
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
 
@@ -53,12 +54,17 @@ def candidates(workload: Workload) -> tuple[list[Setting], list[Rejected]]:
 def arrangements(workload: Workload) -> list[Setting]:
     """One device that holds everything, and every strategy on all devices; on a single device only those that offload.
 
+    A run that has a strategy already keeps it.
+
     Using only some of the devices is not tried: what fits on fewer of them fits on all, and is faster there.
     """
     found = [Setting()]
+    total, nodes = workload.devices.total, workload.devices.machines
+    if workload.division is not None:
+        own = Sharding.of(workload.division)
+        return [Setting(world_size=total).choose(one.name) for one in all_strategies() if one.sharding == own][:1]
     if not workload.strategies:
         return found
-    total, nodes = workload.devices.total, workload.devices.machines
     for technique in all_strategies():
         if technique.sharding is not None and (total > 1 or technique.sharding.offloads):
             options = {"num_nodes": nodes} if nodes > 1 else {}
@@ -122,7 +128,7 @@ def _choices(workload: Workload, base: Setting) -> tuple[list[list[TechniqueChoi
     if reason is not None:
         return [[]], [Rejected(base, reason)]
     # DeepSpeed computes in half precision what Lightning's mixed precision leaves in fp32: another thing of that name.
-    is_deepspeed = base.sharding is not None and base.sharding.deepspeed
+    is_deepspeed = base.sharding is not None and base.sharding.deepspeed and workload.division is None
     own = None if is_deepspeed and workload.options.precision.endswith("-mixed") else workload.options.precision
     choices: list[list[TechniqueChoice | None]] = []
     dropped: list[Rejected] = []

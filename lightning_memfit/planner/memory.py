@@ -259,19 +259,30 @@ class MemoryModel:
 
     # --- what is alive all the time ---------------------------------------------------------------------------------
 
+    def _steady_state(self, size: int) -> SteadyState:
+        """What the setting keeps on a rank's device at a micro-batch."""
+        return self._standing[self._store.workload.samples_on_each(self._setting.world_size) > size]
+
     @cached_property
-    def _steady_state(self) -> SteadyState:
-        """What the setting keeps on a rank's device."""
+    def _standing(self) -> tuple[SteadyState, SteadyState]:
+        """What is kept without and with accumulated micro-batches."""
+        return self._stands(accumulates=False), self._stands(accumulates=True)
+
+    def _stands(self, accumulates: bool) -> SteadyState:
         if self._placement is not None:
             return self._placement.standing
-        sharding = self._setting.sharding
-        if sharding is None:
+        strategy, sharding = self._setting.of_kind("strategy"), self._setting.sharding
+        if strategy is None or sharding is None:
             return self._on_one_device
-        parameters = self.none.parameters
-        ranks = self._setting.world_size
-        # The planner counts DDP's buckets twice at every moment, an upper bound; `estimate.division` is exact.
+        division = self._store.workload.division_of(strategy.name, sharding, self._setting.world_size)
         placed = torch_placement(
-            self._on_one_device, sharding.stage, ranks, parameters, self._cuda, copies_gradients=True
+            self._on_one_device,
+            sharding.stage,
+            self._setting.world_size,
+            self.none.parameters,
+            self._cuda,
+            # Micro-batches that aren't synchronized accumulate beside DDP's buckets.
+            division.copies_gradients or accumulates,
         )
         return placed.standing
 
@@ -330,15 +341,14 @@ class MemoryModel:
             Category.OPTIMIZER_STATE: 2 * in_half,
         }
 
-    @cached_property
-    def _shift(self) -> int:
+    def _shift(self, size: int) -> int:
         """Bytes alive in forward and backward beyond those in the traces with the module's own optimizer."""
-        plain, released = self._passes.steady_state, self._steady_state.released_gradients
-        shift = self._steady_state.kept_bytes - plain.kept_bytes
-        if released:
+        plain, steady = self._passes.steady_state, self._steady_state(size)
+        shift = steady.kept_bytes - plain.kept_bytes
+        if steady.released_gradients:
             shift += plain.gradient_bytes  # these levels have no gradients but those being released
         elif self._setting.frees_gradients:
-            shift += max(0, self._steady_state.backward_bytes - self._steady_state.kept_bytes)
+            shift += max(0, steady.backward_bytes - steady.kept_bytes)
         return shift
 
     def off_device(self) -> MemoryBreakdown:
@@ -351,7 +361,7 @@ class MemoryModel:
             staging = {Category.COMMUNICATION: 2 * sum(p.numel for p in trained(self.none.parameters))}
             return MemoryBreakdown.on(Tier.HOST, self._host_masters) + MemoryBreakdown.on(Tier.PINNED_HOST, staging)
         if self._setting.pages_states:
-            states = {Category.OPTIMIZER_STATE: self._steady_state.state_bytes}
+            states = {Category.OPTIMIZER_STATE: self._standing[0].state_bytes}
             return MemoryBreakdown.on(Tier.HOST, states)
         return MemoryBreakdown()
 
@@ -359,7 +369,7 @@ class MemoryModel:
 
     def is_bounded_at(self, size: int) -> bool:
         """Whether this model needs no more than the setting at a micro-batch; always true if everything is traced."""
-        return self._passes.is_bounded_at(size, self._steady_state.released_gradients)
+        return self._passes.is_bounded_at(size, self._steady_state(size).released_gradients)
 
     def frontier(self, size: int) -> PlanFrontier | None:
         """Every checkpointing plan worth having at a micro-batch; None if there are no blocks to choose among.
@@ -371,12 +381,12 @@ class MemoryModel:
         if self._passes.has_other_blocks:
             return PlanFrontier(CheckpointingProblem((self._uniform_options(size),), 0, self._step_bytes(size)))
         try:
-            released = self._steady_state.released_gradients
+            released = self._steady_state(size).released_gradients
             figures = {choice: self._passes.figures(choice, size, released) for choice in self._passes.choices}
         except BudgetError:
             return None
         seconds = {choice: self._recompute_seconds(choice, size) for choice in self._passes.choices}
-        plain, shift = figures["none"], self._shift
+        plain, shift = figures["none"], self._shift(size)
         blocks = tuple(
             tuple(
                 BlockOption(choice, int(found.kept[i]), int(found.peak[i]) + shift, seconds[choice] / len(plain.kept))
@@ -390,17 +400,17 @@ class MemoryModel:
         return PlanFrontier(CheckpointingProblem(blocks, max(0, head), floor))
 
     def _uniform_options(self, size: int) -> tuple[BlockOption, ...]:
-        released = self._steady_state.released_gradients
+        released, shift = self._steady_state(size).released_gradients, self._shift(size)
         peaks = {choice: self._passes.peak_bytes(size, released, choice) for choice in self._passes.choices}
         return tuple(
-            BlockOption(choice, 0, max(0, peak + self._shift), self._recompute_seconds(choice, size))
+            BlockOption(choice, 0, max(0, peak + shift), self._recompute_seconds(choice, size))
             for choice, peak in peaks.items()
         )
 
     def peak_bytes(self, size: int) -> int:
         """Peak of live tensors without checkpointing."""
-        peak = self._passes.peak_bytes(size, self._steady_state.released_gradients)
-        return max(peak + self._shift, self._step_bytes(size))
+        peak = self._passes.peak_bytes(size, self._steady_state(size).released_gradients)
+        return max(peak + self._shift(size), self._step_bytes(size))
 
     def fragmentation_bytes(self, choices: Collection[Choice], size: int) -> int:
         """Bytes that the allocator caches beyond live tensors, the most over uniform plans of these choices."""
@@ -412,7 +422,7 @@ class MemoryModel:
 
     def breakdown(self, peak_bytes: int, size: int) -> MemoryBreakdown:
         """Bytes on the device by category at a peak: what is always alive, and activations for the rest."""
-        steady = self._steady_state
+        steady = self._steady_state(size)
         fixed = {
             Category.PARAMETER: steady.parameter_bytes,
             Category.BUFFER: steady.buffer_bytes,
@@ -439,7 +449,7 @@ class MemoryModel:
     def _step_bytes(self, size: int) -> int:
         traced = self.none.micro_batch_size
         more = self._passes.input_bytes(size) - self._passes.input_bytes(traced)
-        return self._steady_state.step_bytes + max(0, more)
+        return self._steady_state(size).step_bytes + max(0, more)
 
     def _recompute_seconds(self, choice: Choice, size: int) -> float:
         plain = PassWork.of(self.none, size)
@@ -534,7 +544,7 @@ class MemoryModels:
         return deepspeed_placement(self.deepspeed_run(setting, sharding))
 
     def deepspeed_run(self, setting: Setting, sharding: Sharding) -> DeepSpeedRun:
-        """A setting as DeepSpeed would run it, with the sizes that our strategies configure.
+        """A setting as DeepSpeed would run it, with the sizes that the run or our strategies configure.
 
         The micro-batch isn't chosen yet: buffers for accumulating are counted if a step has more than one sample.
         """
@@ -545,16 +555,20 @@ class MemoryModels:
             stepped = sum(p.numel * p.itemsize for p in self._plain.parameters if p.trainable and not p.shared_with)
             states = 4 * step_cost.state_bytes(self._plain) / max(1, stepped)
             scratch = 4 if self._cuda else 0  # on the CPU, strategies choose the fused kernel
+        division = self._store.workload.division_of("", sharding, setting.world_size)
         return DeepSpeedRun.with_our_sizes(
             self._plain.parameters,
             sharding.stage,
             setting.world_size,
             sharding.weight_bytes(setting.precision),
+            division.sizes,
+            division.pipeline,
+            division.params_in_host,
             state_bytes=states,
             scratch_bytes=scratch,
             offload_optimizer=sharding.optimizer,
             offload_parameters=sharding.parameters,
-            pin_memory=sharding.offloads and not sharding.on_disk,
+            pin_memory=division.pin_memory,
             accumulates=self._store.workload.samples_on_each(setting.world_size) > 1,
             on_cpu=not self._cuda,
             buffer_bytes=self._buffer_bytes,

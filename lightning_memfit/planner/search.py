@@ -11,10 +11,13 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from lightning_memfit.device.catalogue import DEVICES
 from lightning_memfit.device.runtime import safety_margin_bytes
-from lightning_memfit.estimate.estimate import predict_peak_bytes, predict_total_bytes
-from lightning_memfit.memory import format_bytes
+from lightning_memfit.estimate.division import estimate_rank
+from lightning_memfit.estimate.estimate import estimate_step, predict_peak_bytes
+from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.planner.candidates import Rejected, candidates, missing_permissions, with_losses
 from lightning_memfit.planner.lower_bound import LowerBound
 from lightning_memfit.planner.plan import Alternative, Plan, TechniqueEffect, label
@@ -100,20 +103,36 @@ class Search:
         outcome.num_traces = self.store.num_traces
         return outcome
 
-    def verify(self, solution: Solution) -> int | None:
-        """Trace the plan itself, with every block, and return the bytes that it needs of the device.
+    def verify(self, solution: Solution) -> Solution | None:
+        """Trace the plan itself, as `memfit estimate` does, and return it with what that says it needs.
+
+        Under a strategy the figures are those of one rank.
 
         Returns:
-            None if parts of it are kept elsewhere, for instance on other devices, because a trace of one process does
-            not show them.
+            None if no trace of this process shows it: parts are in host memory by a technique's own doing, or the
+            process belongs to a process group, and no other rank can be traced there.
 
         Raises:
             TraceError: If it can't be traced.
         """
-        if solution.setting.sharding is not None or self.solver.models.of(solution.setting).off_device().entries:
-            return None
-        profile = self.store.exactly(solution.setting)
-        return predict_total_bytes(profile, profile.micro_batch_size, self.workload.target.runtime)
+        setting, runtime = solution.setting, self.workload.target.runtime
+        strategy, sharding, size = setting.of_kind("strategy"), setting.sharding, setting.micro_batch_size
+        if strategy is None or sharding is None:
+            if self.solver.models.of(setting).off_device().entries:
+                return None
+            found = estimate_step(self.store.exactly(setting), size, runtime)
+        else:
+            division = self.workload.division_of(strategy.name, sharding, setting.world_size)
+            if division.traced and torch.distributed.is_initialized():
+                return None
+            found = estimate_rank(self.store.exactly(setting, division), division, size, runtime)
+        waiting = self.workload.waiting_bytes(size or 1)
+        return replace(
+            solution,
+            peak_bytes=found.allocated_bytes + waiting,
+            needed_bytes=found.total_bytes + waiting,
+            breakdown=found.breakdown + MemoryBreakdown.device({Category.INPUT: waiting}),
+        )
 
     @property
     def _unsure(self) -> float:
@@ -188,7 +207,8 @@ def make_plan(
         workload: What is trained, where, within which limits.
         cache: Where traces are kept between runs; none by default.
         overlap: Trace two sizes at a time, in a fork; for commands only.
-        verify: Trace the plan itself as well, and plan again if it needs more than the device has.
+        verify: Trace the plan itself as well, and plan again if it needs more than the device has. Plans under a
+            strategy are always traced, where they can be.
         withheld_bytes: Bytes of the device that a run of an earlier plan needed beyond its prediction.
 
     Raises:
@@ -197,7 +217,7 @@ def make_plan(
     """
     search = Search(TraceStore(workload, cache, overlap))
     search.solver.budget.withheld_bytes = withheld_bytes
-    outcome, verified = _verified(search) if verify else (search.run(), None)
+    outcome, verified = _verified(search, verify)
     searched = {
         "combinations": outcome.num_candidates,
         "worked_out": len(outcome.solutions),
@@ -219,15 +239,17 @@ def make_plan(
     best = outcome.best
     if best is None:
         return replace(plan, advice=tuple(_advice(search, outcome)))
+    # The figures of a plan under a strategy are those that `memfit estimate` gives for it.
+    shown = verified if verified is not None and best.setting.sharding is not None else best
     return replace(
         plan,
         setting=best.setting,
-        peak_bytes=best.peak_bytes,
-        needed_bytes=best.needed_bytes,
-        breakdown=best.breakdown,
+        peak_bytes=shown.peak_bytes,
+        needed_bytes=shown.needed_bytes,
+        breakdown=shown.breakdown,
         written_bytes=search.solver.time.written_bytes(best.setting),
         seconds=dict(best.time.seconds),
-        verified_bytes=verified,
+        verified_bytes=None if verified is None else verified.needed_bytes,
         uncorrected=uncorrected(best.time.seconds, workload.rates),
         rates=workload.rates.name,
         bought=tuple(_effects(search, best)),
@@ -242,15 +264,23 @@ def _limits_of(plain: ModelProfile) -> Iterator[str]:
         yield f"Only micro-batch {size} was considered: at others, memory can't be told from the trace ({reason})."
 
 
-def _verified(search: Search) -> tuple[Outcome, int | None]:
-    """Search until a trace of the plan itself fits, each time with less of the device by the bytes it was over."""
+def _verified(search: Search, always: bool) -> tuple[Outcome, Solution | None]:
+    """Search until a trace of the plan itself fits, each time with less of the device by the bytes it was over.
+
+    Args:
+        search: The search.
+        always: Whether a plan is traced that has no strategy, too.
+    """
     capacity = search.workload.target.usable_bytes or 0
     while True:
         outcome = search.run()
-        needed = search.verify(outcome.best) if outcome.best is not None else None
-        if needed is None or needed <= capacity:
-            return outcome, needed
-        search.solver.budget.withheld_bytes += needed - capacity  # at some point nothing is left, and nothing fits
+        if outcome.best is None or not (always or outcome.best.setting.sharding is not None):
+            return outcome, None
+        found = search.verify(outcome.best)
+        if found is None or found.needed_bytes <= capacity:
+            return outcome, found
+        # At some point nothing is left, and nothing fits.
+        search.solver.budget.withheld_bytes += found.needed_bytes - capacity
 
 
 def largest_micro_batch(search: Search, setting: Setting) -> int:

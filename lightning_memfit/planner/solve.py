@@ -119,6 +119,9 @@ class Solver:
         least: int | None = None
         conflict, too_many_writes = "", ""
         for sized in self._sized(model, setting):
+            # Larger micro-batches need more, except where nothing is accumulated any more beside DDP's buckets.
+            if least is not None and sized.accumulate_grad_batches > 1:
+                continue
             reason = conflict_of_sizes(sized, self._run_of(sized), self.workload.loader_batch)
             if reason is not None:
                 conflict = conflict or reason
@@ -127,8 +130,7 @@ class Solver:
                 case Unknown() as unknown:
                     return unknown
                 case TooLarge(needed_bytes):
-                    least = needed_bytes
-                    break  # larger micro-batches need more
+                    least = needed_bytes if least is None else min(least, needed_bytes)
                 case Fits(solution):
                     writes = self.time.written_bytes(setting)
                     refusal = self.budget.refuse_writes(writes, solution.time.total)

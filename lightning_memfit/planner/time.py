@@ -316,6 +316,9 @@ _CPU_LAUNCH = 8e-6
 _OF_NVLINK, _OF_PCIE_PEERS = 0.75, 0.4
 """Shares that collectives reach: NCCL's ring over NVLink; over PCIe through host memory, as consumer cards must."""
 
+GLOO_BYTES_PER_S = 1e9
+"""Assumed rate at which a process sends to others of its machine over gloo while it receives as much."""
+
 NETWORK_BYTES_PER_S = 12.5e9
 """Bytes per second between machines: 100 Gbit/s, an assumption."""
 
@@ -389,6 +392,8 @@ def cpu_rates() -> Rates:
         asynchronous=False,
         disk_bytes_per_s=DISK_BYTES_PER_S,
         num_cores=torch.get_num_threads(),
+        interconnect_bytes_per_s=GLOO_BYTES_PER_S,
+        network_bytes_per_s=NETWORK_BYTES_PER_S,
     )
 
 

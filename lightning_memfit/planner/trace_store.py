@@ -8,23 +8,26 @@ complete setting to verify a plan.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import Choice
+from lightning_memfit.estimate.division import Division
 from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.memory import Category
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.core.setting import Setting
-from lightning_memfit.techniques.core.technique import Kind
+from lightning_memfit.techniques.core.technique import CallbackSpec, Kind
 from lightning_memfit.techniques.mixed_precision import BF16_TRUE, technique_for
 
 CHOICES: tuple[Choice, ...] = ("none", "full", "keep_matmul_attention")
@@ -123,17 +126,24 @@ class TraceStore:
         module = only_stepping(self.workload.module, num_blocks)
         return self._profile(("stepping", pure, num_blocks), module, options, pure.traced_callbacks(), whole=True)
 
-    def exactly(self, setting: Setting) -> ModelProfile:
+    def exactly(self, setting: Setting, division: Division | None = None) -> ModelProfile:
         """The step of a complete setting at its own micro-batch, with all of its techniques applied.
+
+        Args:
+            setting: A setting with its sizes.
+            division: How its strategy divides the run; the profile is that of a rank if the strategy is traced itself.
 
         Raises:
             TraceError: If it can't be traced.
         """
         assert setting.micro_batch_size is not None
         batch = resize_batch(self._batch, _TRACED_SIZE, setting.micro_batch_size)
-        options = self._options(setting.precision, min(2, setting.accumulate_grad_batches))
+        precision: Any = setting.precision if division is None else division.traced_precision(setting.precision)
+        options = self._options(precision, min(2, setting.accumulate_grad_batches))
         alone = Setting(chosen=setting.chosen)
-        return self._run(self.workload.module, batch, options, alone.traced_callbacks(), any_size=False)
+        ranks = _ranks(setting, division) if division is not None and division.traced else None
+        callbacks = alone.traced_callbacks()
+        return self._run(self.workload.module, batch, options, callbacks, any_size=False, ranks=ranks)
 
     def _options(self, precision: Any, accumulate: int = 2) -> StepOptions:
         own = self.workload.options
@@ -154,6 +164,7 @@ class TraceStore:
         callbacks: tuple[Any, ...],
         any_size: bool = True,
         shorten: bool = True,
+        ranks: Ranks | None = None,
     ) -> ModelProfile:
         self.num_traces += 1
         return profile_module(
@@ -167,7 +178,18 @@ class TraceStore:
             check_assumptions=False,
             overlap=self._overlap,
             cache=self._cache,
+            ranks=ranks,
         )
+
+
+def _ranks(setting: Setting, division: Division) -> Ranks:
+    """The ranks of a run under a setting's strategy."""
+    strategy = setting.of_kind("strategy")
+    assert strategy is not None
+    configured = strategy.technique.configured(**strategy.options)[0]["strategy"]
+    spec = CallbackSpec(configured["class_path"], configured.get("init_args", {}))
+    make = partial(spec.load(), **spec.init_args)
+    return Ranks(make, division.ranks, 0, division.ranks_per_machine)
 
 
 _NOT_IN_PASSES: tuple[Kind, ...] = ("optimizer", "gradient", "checkpointing", "strategy")

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import torch
 
+from lightning_memfit.estimate.division import Division
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.planner.time import Rates
@@ -22,6 +23,7 @@ from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.fake import fake_pretrained_weights, tensors_in
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.facts import Facts, read_facts
+from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.core.technique import Numerics
 
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
@@ -102,6 +104,8 @@ class Workload:
     devices: Devices = field(default_factory=Devices)
     strategies: bool = False
     """Whether strategies are searched as well; if not, a plan is for one device alone."""
+    division: Division | None = None
+    """How the strategy that the run already has divides it; no other is searched then."""
 
     def __post_init__(self) -> None:
         samples = self.samples_per_step
@@ -144,6 +148,18 @@ class Workload:
     def devices_per_machine(self, world_size: int) -> int:
         """Devices of each machine that take part in a run on `world_size` devices."""
         return self.devices.per_machine if world_size > 1 else 1
+
+    def division_of(self, name: str, sharding: Sharding, world_size: int) -> Division:
+        """How a strategy divides a run on `world_size` devices: the run's own as it is, another as a plan sets it up.
+
+        Args:
+            name: The strategy's name among techniques.
+            sharding: What it divides and moves.
+            world_size: Devices of the run.
+        """
+        if self.division is not None:
+            return self.division
+        return sharding.division(name, world_size, self.devices_per_machine(world_size), sharding.offloads)
 
 
 class Budget:

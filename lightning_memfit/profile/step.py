@@ -34,6 +34,7 @@ from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.replaced import replaced
 from lightning_memfit.profile.seal import RefusedError, current_seal
+from lightning_memfit.profile.upstream.distributed import without_barriers
 from lightning_memfit.profile.watched import Counters, Place, TensorAccess
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
@@ -210,7 +211,13 @@ def _run_lightning(
             callbacks=[has_datamodule(datamodule), *callbacks, _phase_callback(course, others)],
             **SILENT_TRAINER,
         )
-        with recorder, recorder.following_resizes(), counted_random_states(recorder), _going_on():
+        with (
+            recorder,
+            recorder.following_resizes(),
+            counted_random_states(recorder),
+            _going_on(),
+            without_barriers(),
+        ):
             trainer.fit(module, _Repeated(batch, course, trainer))
     recorder.phase("end")
 

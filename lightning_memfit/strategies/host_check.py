@@ -54,7 +54,6 @@ def require_host_memory(
         offload_parameters=places[1],
         bucket_size=int(zero["reduce_bucket_size"]),
         sub_group_size=int(zero.get("sub_group_size", 0)),
-        live_parameters=int(zero.get("stage3_max_live_parameters", 0)),
         pin_memory=any(zero.get(name, {}).get("pin_memory") for name in ("offload_optimizer", "offload_param")),
         accumulates=accumulates,
         on_cpu=on_cpu,

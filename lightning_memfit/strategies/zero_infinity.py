@@ -178,7 +178,6 @@ class ZeroInfinityStrategy(ZeroStrategy):
             offload_optimizer=places[0],
             offload_parameters=places[1],
             bucket_size=zero["reduce_bucket_size"],
-            live_parameters=zero["stage3_max_live_parameters"],
             sizes=sizes,
             accumulates=accumulates,
             on_cpu=self._on_cpu,

@@ -168,7 +168,8 @@ def main(cases_file: str, results_file: str) -> None:
     results = {}
     for name, case in json.loads(Path(cases_file).read_text()).items():
         results[name] = run(case)
-        if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
+        ranks = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+        if int(next((rank for rank in ranks if rank is not None), 0)) == 0:
             Path(results_file).write_text(json.dumps(results))
             print("done", name, flush=True)
 

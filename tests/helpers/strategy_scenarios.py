@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from tests.helpers.strategy_runs import Losses, TokenData, build_module, build_trainer
+from tests.helpers.strategy_runs import Losses, TokenData, build_module, build_trainer, plain_losses
 
 STEPS, HALF = 4, 2
 
@@ -38,6 +38,34 @@ def save(case: dict[str, Any]) -> dict[str, Any]:
         "predicted": [list(ids.shape) for ids in predicted],
         "left": sorted(file.name for file in Path(case["folder"]).iterdir()),
     }
+
+
+def planned(case: dict[str, Any]) -> dict[str, Any]:
+    """Train by `MemFit`, and say what every rank knows of the plan, and which of them has made one."""
+    from lightning_memfit.device.limit import MemoryLimit
+    from lightning_memfit.fitting import auto
+
+    made: list[int] = []
+    make_plan = auto.make_plan
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        made.append(1)
+        return make_plan(*arguments, **options)
+
+    automatic, losses, error = auto.MemFit(allow=["exact"]), Losses(), ""
+    auto.make_plan = noted
+    pl.seed_everything(0, verbose=False)
+    try:
+        trainer = build_trainer(case, automatic, MemoryLimit(case["limit"]), losses)
+        trainer.fit(build_module(), TokenData())
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    finally:
+        auto.make_plan = make_plan
+    own = {"made": len(made), "plan": None if automatic.plan is None else automatic.plan.to_dict(), "error": error}
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, own)
+    return {"ranks": ranks, "losses": losses.values, "plain": plain_losses(case)}
 
 
 def until_killed(case: dict[str, Any]) -> dict[str, Any]:

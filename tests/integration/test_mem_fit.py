@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
@@ -18,6 +19,7 @@ from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching, auto
 from lightning_memfit.fitting.auto import MemFit, ProbeResult
 from lightning_memfit.fitting.size.prediction import MemoryPrediction
+from lightning_memfit.strategies import FullyShardedStrategy
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.gradient_release import GradientRelease
 from tests.helpers.trainers import quiet_trainer
@@ -220,10 +222,12 @@ def test_what_it_cannot_do_is_one_clear_message(callback: pl.Callback, message: 
         trainer(MemFit(allow=["exact"]), callback).fit(Perceptron(), loader())
 
 
-def test_several_processes_are_refused() -> None:
-    several = trainer(MemFit(), strategy="ddp_spawn", devices=2)
-    with pytest.raises(MisconfigurationException, match="one device"):
-        MemFit()._check(several)
+def test_strategies_that_divide_in_unknown_ways_are_refused() -> None:
+    half = FullyShardedStrategy(sharding_size=1)
+    for strategy in (half, ModelParallelStrategy(), FullyShardedStrategy(tensor_parallel_size=2)):
+        several = trainer(MemFit(), strategy=strategy, devices=2)
+        with pytest.raises(MisconfigurationException, match="can't plan under .*shards over all ranks"):
+            MemFit()._check(several)
 
 
 def test_contradictory_arguments() -> None:

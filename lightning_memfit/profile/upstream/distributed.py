@@ -24,22 +24,31 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
         world_size: Ranks of the group.
         rank: The one that this process is.
     """
-    from lightning.pytorch.trainer.connectors import data_connector
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _forget_meshes()
     torch.distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        # Lightning waits for `prepare_data` over a group of its own, for which it demands gloo.
-        barrier = replaced(data_connector, "_InfiniteBarrier", contextlib.nullcontext)
         # Ranks other than the sender would read what they have not been sent. All have the same objects.
         objects = replaced(torch.distributed, "broadcast_object_list", lambda *_, **__: None)
-        with barrier, objects, _numbers_of_works(), _unseen_propagation():
+        with objects, _numbers_of_works(), _unseen_propagation():
             yield
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         _forget_meshes()
+
+
+@contextlib.contextmanager
+def without_barriers() -> Iterator[None]:
+    """Let Lightning go on after `prepare_data`, where it waits for other ranks over a gloo group that all of them make.
+
+    A rank that traces may be the only one that does, and a group of torch's `fake` backend has no others.
+    """
+    from lightning.pytorch.trainer.connectors import data_connector
+
+    with replaced(data_connector, "_InfiniteBarrier", contextlib.nullcontext):
+        yield
 
 
 @contextlib.contextmanager

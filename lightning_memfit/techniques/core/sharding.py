@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_memfit.estimate.deepspeed import OffloadTarget
+from lightning_memfit.estimate.division import Division
 from lightning_memfit.nvme.traffic import step_traffic
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
@@ -61,6 +62,31 @@ class Sharding:
     def offloads(self) -> bool:
         """Whether anything is kept off the device."""
         return self.optimizer != "none" or self.parameters != "none"
+
+    @classmethod
+    def of(cls, division: Division) -> Sharding:
+        """What the strategy of a run does that divides it in this way."""
+        return cls(division.stage, division.deepspeed, division.offload_optimizer, division.offload_parameters)
+
+    def division(self, name: str, ranks: int, ranks_per_machine: int, pin_memory: bool = False) -> Division:
+        """How the strategy divides a run, with the sizes that it chooses itself.
+
+        Args:
+            name: What to call it in messages.
+            ranks: Devices of the run.
+            ranks_per_machine: Those on each machine.
+            pin_memory: Whether what is kept in host memory is page-locked. What goes to disk always is.
+        """
+        return Division(
+            name,
+            self.stage,
+            ranks,
+            ranks_per_machine,
+            self.deepspeed,
+            self.optimizer,
+            self.parameters,
+            pin_memory and not self.on_disk,
+        )
 
     def cost(self, profile: ModelProfile, ranks: int, precision: str) -> Cost:
         """What the strategy adds to a step, per rank.

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cli import fit, plan_recipe
-from cli.fit import PLAN_VARIABLE, num_devices, plan_file
+from cli.fit import PLAN_VARIABLE, is_started_by_others, num_devices, plan_file
 
 FITTING = {"fits": True, "summary": "Fits: zero_2 on 2 devices", "overlay": {"trainer": {"strategy": "memfit_zero_2"}}}
 
@@ -56,12 +56,13 @@ def test_what_fits_nowhere_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"])
-def test_processes_that_others_start_are_refused_with_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_others_start_are_told_by_the_first_of_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_started_by_others(1)
     monkeypatch.setenv(name, "1")
-    with pytest.raises(ValueError, match="memfit plan --config"):
-        plan_file([])
+    assert is_started_by_others(1)
+    monkeypatch.setenv(PLAN_VARIABLE, "plan.yaml")  # the process that started this one has planned
+    assert not is_started_by_others(1)
 
 
-def test_several_machines_are_refused_with_the_command() -> None:
-    with pytest.raises(ValueError, match="memfit plan --config"):
-        plan_file([], num_nodes=2)
+def test_processes_on_several_machines_are_started_by_others() -> None:
+    assert is_started_by_others(2)

@@ -1,7 +1,7 @@
 """One rank of a divided run, against every committed measurement of such runs."""
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from lightning_memfit.estimate.target import Target, host_target
 from lightning_memfit.memory import GIB, MIB, Category, Tier
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.kernels import KernelMemory
+from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation
+from lightning_memfit.strategies import DataParallelStrategy
 from lightning_memfit.techniques.core.registry import find_technique
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -38,16 +40,19 @@ HOST_MEMORY = json.loads((RESULTS / "offload_host_memory.json").read_text())["ro
 def division(name: str, ranks: int = 2) -> Division:
     sharding = find_technique(name).sharding
     assert sharding is not None
-    return Division(name, sharding.stage, ranks, ranks, sharding.deepspeed, sharding.optimizer, sharding.parameters)
+    return sharding.division(name, ranks, ranks)
 
 
 @cache
-def profile_of(config: str, precision: str, length: int = 64, size: int = 1, device: Any = "cpu") -> ModelProfile:
+def profile_of(
+    config: str, precision: str, length: int = 64, size: int = 1, device: Any = "cpu", ranks: Ranks | None = None
+) -> ModelProfile:
     made = json.loads(config)
     data = RandomTokens(size, length, batch_size=size, vocab_size=made["vocab_size"])
     data.setup("fit")
     module, batch = CausalLM(config=made, learning_rate=1e-4), next(iter(data.train_dataloader()))
-    return profile_module(module, batch, StepOptions(precision), Emulation(device))  # type: ignore[arg-type]
+    options: Any = StepOptions(precision)  # type: ignore[arg-type]
+    return profile_module(module, batch, options, Emulation(device), ranks=ranks)
 
 
 def measured_stage(name: str) -> dict[str, Any]:
@@ -77,7 +82,9 @@ def test_the_peak_of_ddp_is_that_measured(monkeypatch: pytest.MonkeyPatch) -> No
     """
     monkeypatch.setattr(KernelMemory, "of", lambda *_: None)
     profile_of.cache_clear()
-    found = estimate_rank(stage_profile("bf16-mixed"), division("ddp"))
+    model = measured_stage("ddp")["settings"]["model"]["init_args"]
+    ranks = Ranks(partial(DataParallelStrategy, process_group_backend="gloo"), 2)
+    found = estimate_rank(profile_of(json.dumps(model["config"]), "bf16-mixed", ranks=ranks), division("ddp"))
     assert found.allocated_bytes == pytest.approx(measured_stage("ddp")["measured"]["allocated_bytes"], rel=1e-4)
     assert found.breakdown.total() == found.total_bytes
     profile_of.cache_clear()
@@ -160,7 +167,7 @@ def test_strategies_say_what_they_divide() -> None:
     assert division_of(SingleDeviceStrategy("cpu"), "auto", 1, 1) is None
     assert division_of(DDPStrategy(), "ddp", 4, 2) == Division("ddp", 0, 4, 2, copies_gradients=True)
     assert division_of(DDPStrategy(gradient_as_bucket_view=True), "ddp", 2, 2) == Division("ddp", 0, 2, 2)
-    assert division_of(ModelParallelStrategy(), "fsdp2", 4, 2) == Division("fsdp2", 3, 4, 2, traced=True)
+    assert division_of(ModelParallelStrategy(), "fsdp2", 4, 2) == Division("fsdp2", 3, 4, 2)
     cpu = {"device": "cpu", "pin_memory": True}
     found = division_of(Configured(stage=3, offload_optimizer=cpu, sub_group_size=1e6), "x", 4, 2)
     assert found == Division("x", 3, 4, 2, True, "cpu", pin_memory=True, sizes={"sub_group_size": 1_000_000})

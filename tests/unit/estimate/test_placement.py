@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_memfit.device.health import Finding
 from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
 from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
-from lightning_memfit.estimate.placement import deepspeed_placement, largest_block_bytes, torch_placement
+from lightning_memfit.estimate.placement import deepspeed_placement, gathered_bytes, torch_placement
 from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.memory import Category, Tier
 from lightning_memfit.models.architecture import build, resolve_config
@@ -157,7 +157,10 @@ def test_gpt2_xl_with_an_offloaded_optimizer() -> None:
 
 
 def test_stages_divide_more_and_more() -> None:
-    kept = [deepspeed_placement(run_of(simple(), f"zero_{s}", 4, "bf16-mixed")).standing for s in (1, 2, 3)]
+    kept = [
+        deepspeed_placement(run_of(simple(), f"zero_{s}", 4, "bf16-mixed", accumulates=True)).standing
+        for s in (1, 2, 3)
+    ]
     assert [s.parameter_bytes // GIB for s in kept] == [2, 2, 0]
     assert [s.gradient_bytes * 2 // GIB for s in kept] == [4, 1, 1]
     assert {s.state_bytes // GIB for s in kept} == {3}  # 12 bytes per parameter among four
@@ -220,4 +223,4 @@ def test_blocks_are_gathered_as_one():
         ParameterInfo("wte", 25, 4),
         ParameterInfo("head", 100, 4, shared_with="wte"),
     )
-    assert largest_block_bytes(parameters) == 120
+    assert gathered_bytes(parameters) == 3 * 120 + 100
