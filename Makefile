@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart fast test test-versions fuzz lint types unit aio format gpu gpu-wheels clean
+.PHONY: quickstart fast test test-versions faults fuzz lint types unit aio format gpu gpu-wheels clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m cli fit --config recipes/quickstart.yaml
@@ -32,6 +32,10 @@ fast: $(STAMP)
 # 300 mutated recipes and command lines; `make test` has a sample of them.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
+
+# Everything that may go wrong, provoked; writes docs/reliability.md. Most of it is part of `make test`.
+faults: $(STAMP)
+	$(WITH_OWN_NINJA) python -m tests.faults
 
 # Unit and technique tests under the oldest and the newest supported versions, each in an environment of its own in
 # .venv-versions (some gigabytes each); `make test-versions ONLY=oldest` takes one.

@@ -1,0 +1,312 @@
+"""What goes wrong, what is promised, and the test that provokes it: `python -m tests.faults`.
+
+    python -m tests.faults            # run all of them (`make faults`): benchmarks/results/faults.json, and the page
+    python -m tests.faults --page     # only the page, docs/reliability.md
+
+Every case is provoked for real: a second process, a signal, a small file system, flipped bytes. The quick ones are part
+of `make test`; kills of sharded runs are repeated as often as `MEMFIT_KILLS` says, 20 times here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.micro_batching.record import write
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
+PAGE = ROOT / "docs" / "reliability.md"
+KILLS = "20"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that goes wrong."""
+
+    fault: str
+    promise: str
+    test: str
+    """File and function below `tests/`."""
+
+
+def _cases(file: str, *rows: tuple[str, str, str]) -> tuple[Case, ...]:
+    return tuple(Case(fault, promise, f"{file}::{function}") for fault, promise, function in rows)
+
+
+_CHECKPOINTS = "unit/strategies/test_checkpoint_io.py"
+_LOCK = "unit/planner/test_lock.py"
+_MISTAKES = "unit/cli/test_mistakes.py"
+GROUPS: dict[str, tuple[Case, ...]] = {
+    "Memory runs out": (
+        *_cases(
+            "integration/test_micro_batching.py",
+            (
+                "in forward, backward or a step, at random",
+                "the batch is repeated in parts; weights are the undisturbed run's",
+                "test_random_errors_change_nothing",
+            ),
+            ("on one of two ranks under DDP", "both repeat the batch", "test_error_on_one_rank_alone"),
+            (
+                "and not one sample fits",
+                "one message with the largest tensors",
+                "test_below_one_sample_the_error_names_the_largest_tensors",
+            ),
+        ),
+        *_cases(
+            "integration/test_sharded_recovery.py",
+            (
+                "on one rank under FSDP2, hybrid sharding or tensor parallelism",
+                "all repeat the batch; weights within 2e-7",
+                "test_memory_that_runs_out_on_one_rank_changes_nothing",
+            ),
+            (
+                "at 20 random moments of forward, backward, step and validation",
+                "the same",
+                "test_twenty_random_moments",
+            ),
+        ),
+        *_cases(
+            "integration/test_zero_micro_batching.py",
+            (
+                "on one rank under ZeRO",
+                "all ranks end within seconds and name the size with which `fit` goes on",
+                "test_a_shortage_ends_all_ranks_and_the_run_goes_on",
+            ),
+        ),
+    ),
+    "A rank ends": _cases(
+        "integration/test_sharded_failures.py",
+        (
+            "by an error of Python",
+            "all end within 60 s; the others name its rank and message",
+            "test_an_error_on_one_rank_ends_all",
+        ),
+        ("by SIGKILL", "the others end within 60 s and name it", "test_a_killed_rank_is_named"),
+        ("of three", "the other two end", "test_three_ranks_end_when_one_does"),
+    ),
+    "A run is ended": (
+        *_cases(
+            "integration/test_preemption.py",
+            (
+                "by SIGTERM, SIGINT or SIGUSR1 in forward, backward, step, save or validation",
+                "a checkpoint at the next step; exit code 143, 130 or 138; resumed bitwise",
+                "test_the_run_ends_at_a_step_and_goes_on_exactly",
+            ),
+            (
+                "by a signal to one of two ranks",
+                "both end at the same step",
+                "test_a_signal_for_one_of_two_ranks_ends_both",
+            ),
+            ("while a size is looked for", "it ends, and nothing is lost", "test_inside_the_search_for_a_size"),
+            ("before its first step", "it ends at once", "test_before_the_first_step_the_run_ends_at_once"),
+            ("and the next step takes longer than the grace time", "it ends then", "test_the_grace_time_is_an_end"),
+        ),
+        *_cases(
+            "integration/test_checkpoint_kills.py",
+            (
+                "by SIGKILL while `last.ckpt` is rewritten, under each strategy",
+                "the last complete checkpoint loads",
+                "test_the_last_complete_checkpoint_always_loads",
+            ),
+        ),
+        *_cases(
+            _CHECKPOINTS,
+            (
+                "by SIGKILL inside the write of one file",
+                "the former file is whole",
+                "test_a_run_that_is_killed_while_it_writes_leaves_a_whole_file",
+            ),
+        ),
+    ),
+    "Checkpoints": _cases(
+        _CHECKPOINTS,
+        (
+            "one bit is flipped, and the file renamed",
+            "it is refused",
+            "test_one_flipped_bit_is_found_in_a_renamed_copy",
+        ),
+        (
+            "missing, truncated, empty or foreign",
+            "one message that names the file, and exit code 2",
+            "test_the_command_line_says_it_in_one_message",
+        ),
+        (
+            "a folder of shards is damaged",
+            "it is refused, and the last good one named",
+            "test_a_damaged_folder_is_refused_with_the_last_good_one",
+        ),
+        ("the disk is too small", "noticed before writing", "test_a_disk_that_is_too_small_is_noticed_before_writing"),
+        (
+            "the disk gets full while writing",
+            "the former checkpoint stays, and nothing else",
+            "test_a_disk_that_gets_full_leaves_the_former_one",
+        ),
+        (
+            "the same with `save_top_k=1` or `last`",
+            "one good checkpoint stays",
+            "test_one_kept_checkpoint_survives_a_disk_that_fills_up",
+        ),
+        ("code is hidden in a file", "it never runs", "test_code_hidden_in_a_file_never_runs"),
+        ("code is hidden in a folder of shards", "it never runs", "test_code_hidden_in_a_sharded_folder_never_runs"),
+    ),
+    "Data": _cases(
+        "integration/test_data_position.py",
+        (
+            "resumed with another batch size, accumulation, number of ranks or workers",
+            "each sample exactly once an epoch",
+            "test_each_sample_once_an_epoch",
+        ),
+        ("after two such changes", "the same", "test_after_two_changes"),
+    ),
+    "Caches and plans": (
+        *_cases(
+            "unit/memory/test_cache_files.py",
+            ("an entry was changed", "it is not believed", "test_an_entry_that_was_changed_is_not_believed"),
+            ("the drive is full", "one warning; the command goes on", "test_a_full_drive"),
+            ("the drive is read-only", "the same", "test_a_read_only_drive"),
+            ("a file is where the folder should be", "the same", "test_a_file_where_the_folder_should_be"),
+            ("others may write into the folder", "it is not used", "test_a_folder_in_which_others_may_write"),
+        ),
+        *_cases(
+            _LOCK,
+            ("a lock was edited", "it is refused in one message", "test_a_lock_edited_by_hand_is_refused"),
+            (
+                "a plan of another folder with an equal recipe",
+                "it is made anew",
+                "test_a_plan_of_another_folder_does_not_count",
+            ),
+        ),
+        *_cases(
+            "integration/test_plan.py",
+            (
+                "a plan's file over an edited recipe",
+                "it is refused, and what differs named",
+                "test_from_the_plan_to_the_run",
+            ),
+        ),
+    ),
+    "Mistakes": (
+        *_cases(
+            _MISTAKES,
+            ("in a recipe or an option, some 30 kinds", "one message, exit code 2, no folder", "test_mistakes"),
+            ("a YAML bomb", "refused at once", "test_a_bomb_of_aliases_is_refused_at_once"),
+            (
+                "an error before the first step",
+                "the run leaves no folder",
+                "test_a_run_that_fails_before_its_first_step_leaves_no_folder",
+            ),
+        ),
+        *_cases(
+            "unit/cli/test_fuzz.py",
+            (
+                "mutated recipes and command lines (300 by `make fuzz`)",
+                "no traceback, no folder, an answer within 10 s",
+                "test_mutated_input_ends_in_one_message",
+            ),
+        ),
+    ),
+    "Trackers and numbers": (
+        *_cases(
+            "integration/test_tracker_faults.py",
+            ("a logger raises", "said once; training goes on", "test_a_logger_that_raises_is_said_once"),
+            ("the folder of a CSV log vanishes", "it is made anew", "test_a_folder_that_vanishes_is_made_again"),
+        ),
+        *_cases(
+            "integration/test_non_finite.py",
+            (
+                "gradients that are no numbers, with `NonFiniteGuard`",
+                "the step is left out, its first parameter named",
+                "test_a_step_is_left_out",
+            ),
+            (
+                "several such steps in a row",
+                "the run ends, and leaves a checkpoint",
+                "test_several_in_a_row_end_the_run",
+            ),
+            ("on one of two ranks", "both leave the step out", "test_ranks_agree"),
+        ),
+    ),
+}
+
+_HEAD = """# What goes wrong, and what then happens
+Every line is provoked for real by the test it names. `make faults` runs all of them and writes this page; most are
+part of `make test`. What a checkpoint, plan or cache may hold is in [security.md](security.md).
+"""
+
+
+def cases() -> list[Case]:
+    """All cases in the order of the page."""
+    return [case for group in GROUPS.values() for case in group]
+
+
+def page(record: dict[str, Any] | None) -> str:
+    """The page, with what the last run found."""
+    text = _HEAD
+    if record is not None:
+        passed = sum(row["passed"] for row in record["rows"])
+        text += (
+            f"\nLast run: {passed} tests of {len(record['rows'])} cases passed, in "
+            f"{record['seconds'] / 60:.0f} minutes on {record['hardware']['cores']} cores with torch {record['versions']['torch']}.\n"
+        )
+    known = {row["test"]: row for row in record["rows"]} if record is not None else {}
+    for heading, group in GROUPS.items():
+        rows = [f"| {case.fault} | {case.promise} | `{case.test}` | {_shown(known.get(case.test))} |" for case in group]
+        text += "\n".join(["", f"## {heading}", "| what | promise | test | last run |", "|---|---|---|---|", *rows, ""])
+    return text
+
+
+def _shown(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "not run"
+    if row["failed"]:
+        return f"**{row['failed']} failed**"
+    return f"{row['passed']} passed" + (f", {row['skipped']} skipped" if row["skipped"] else "")
+
+
+def run() -> dict[str, Any]:
+    """Run all cases in one process of pytest, and say how the tests of each ended."""
+    started = time.monotonic()
+    os.environ.setdefault("MEMFIT_KILLS", KILLS)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        tests = sorted({f"{ROOT}/tests/{case.test}" for case in cases()})
+        options = ["-q", "-n", "2", "--dist", "loadfile", "--timeout", "900", f"--junitxml={report}"]
+        pytest.main([*options, *tests])
+        found = list(ElementTree.parse(report).iter("testcase"))
+    rows = []
+    for case in cases():
+        file, _, function = case.test.partition("::")
+        module = "tests." + file.removesuffix(".py").replace("/", ".")
+        own = [t for t in found if t.get("classname") == module and (t.get("name") or "").split("[")[0] == function]
+        failed = sum(t.find("failure") is not None or t.find("error") is not None for t in own)
+        skipped = sum(t.find("skipped") is not None for t in own)
+        passed = len(own) - failed - skipped
+        rows.append({"test": case.test, "passed": passed, "failed": failed or int(not own), "skipped": skipped})
+    return {"rows": rows, "seconds": round(time.monotonic() - started, 1), "kills": os.environ["MEMFIT_KILLS"]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run everything, or write the page alone."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", action="store_true", help="only write the page from the last results")
+    if not parser.parse_args(argv).page:
+        write(RESULTS, run())
+    record = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else None
+    PAGE.write_text(page(record), encoding="utf-8")
+    return int(record is not None and any(row["failed"] for row in record["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
