@@ -256,9 +256,10 @@ def page(record: dict[str, Any] | None) -> str:
     text = _HEAD
     if record is not None:
         passed = sum(row["passed"] for row in record["rows"])
+        cores, torch = record["hardware"]["cores"], record["versions"]["torch"]
         text += (
             f"\nLast run: {passed} tests of {len(record['rows'])} cases passed, in "
-            f"{record['seconds'] / 60:.0f} minutes on {record['hardware']['cores']} cores with torch {record['versions']['torch']}.\n"
+            f"{record['seconds'] / 60:.0f} minutes on {cores} cores with torch {torch}.\n"
         )
     known = {row["test"]: row for row in record["rows"]} if record is not None else {}
     for heading, group in GROUPS.items():
