@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import gc
 import json
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -392,6 +393,10 @@ def _named_ranks(division: Division) -> Ranks:
     return Ranks(partial(StrategyRegistry.get, division.name), division.ranks)
 
 
+_COMMA = re.compile(r",(?![^\[]*\])")
+"""A comma that isn't inside brackets: `mode=selective,keep=[matmul,attention]`."""
+
+
 def _callbacks_of(techniques: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
     """Return a function that makes the callbacks of techniques given as `NAME` or `NAME:KEY=VALUE,...`.
 
@@ -407,7 +412,7 @@ def _callbacks_of(techniques: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
     for text in techniques:
         name, _, options = text.partition(":")
         technique = find_technique(name)
-        pairs = [pair.partition("=") for pair in options.split(",") if pair]
+        pairs = [pair.partition("=") for pair in _COMMA.split(options) if pair]
         malformed = next((key for key, equals, _ in pairs if not equals), None)
         if malformed is not None:
             raise ValueError(f"`--technique {text}`: `{malformed}` has no value. Write NAME:KEY=VALUE,KEY=VALUE.")

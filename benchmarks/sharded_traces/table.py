@@ -33,7 +33,7 @@ def groups(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return {
         "torch's strategies": [row for row in rows if row not in zero],
         "DeepSpeed": [row for row in zero if row["name"] not in UNDER],
-        "DeepSpeed, not modelled in full": [row for row in zero if row["name"] in UNDER],
+        "DeepSpeed, not explained": [row for row in zero if row["name"] in UNDER],
     }
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from lightning_memfit.estimate.deepspeed import (
     NCCL_BYTES,
+    PERSISTENT_NUMEL,
     BackwardLevels,
     DeepSpeedMemory,
     DeepSpeedRun,
@@ -25,7 +26,7 @@ from lightning_memfit.estimate.deepspeed import (
 from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step, predict_peak_bytes
 from lightning_memfit.estimate.steady_state import HELD, SteadyState, later_phases, released_levels, second_step
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
-from lightning_memfit.profile.events import CATEGORIES, Integers
+from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
 from lightning_memfit.profile.record import ModelProfile, trained
 
 if TYPE_CHECKING:
@@ -287,6 +288,8 @@ def _backward_levels(
     events, rounding = profile.events, profile.device_kind.rounding_bytes
     kept, on_their_way = released_levels(events, rounding, HELD)
     levels = moving + on_their_way - kept
+    if run.stage == 3 and (run.world_size > 1 or not run.on_cpu):
+        levels = levels + _recomputed_weights(profile, run)
     coming = on_their_way - kept
     is_gradient = (events.categories == CATEGORIES.index(Category.GRADIENT))[events.storages] & (events.events > 0)
     highest, reduced, scattered = 0, 0, 0
@@ -305,7 +308,35 @@ def _backward_levels(
                     reduced, is_reduced = max(reduced, int(levels[at:stop].max())), True
                 waiting = 0
             waiting += size
+        if waiting:  # what is left when backward ends
+            scattered = max(scattered, int(levels[stop - 1]) + run.scatter_copies * waiting)
     return BackwardLevels(highest, reduced, scattered)
+
+
+def _recomputed_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
+    """Bytes of gathered weights beyond the largest parameter, after every event.
+
+    While a block is recomputed, `torch.utils.checkpoint` keeps what its operators save for their gradients, of weights
+    the tensors that are gathered at that moment. So all of the block's are there at once, although stage 3 lets go of
+    each after its module. An event in backward with the name of a module is one of a recomputation.
+    """
+    events = profile.events
+    extra = np.zeros(len(events), dtype=np.int64)
+    for first, stop in later_phases(events, "backward"):
+        within = np.arange(first, stop)
+        made = within[(events.events[first:stop] > 0) & (events.event_blocks[first:stop] != OUTSIDE)]
+        pairs = np.unique(np.stack([events.event_blocks[made], events.sites[events.storages[made]]]), axis=1)
+        for block in np.unique(pairs[0]).tolist():
+            names = (events.site_names[site].partition(" | ") for site in pairs[1][pairs[0] == block].tolist())
+            owners = {name for name, mark, _ in names if mark}
+            numels = [
+                p.numel
+                for p in profile.parameters
+                if p.numel > PERSISTENT_NUMEL and p.name.rpartition(".")[0] in owners and not p.shared_with
+            ]
+            here = within[events.event_blocks[first:stop] == block]
+            extra[here] = max(0, sum(numels) - run.largest) * run.itemsize
+    return extra
 
 
 def _moving(profile: ModelProfile) -> Integers:

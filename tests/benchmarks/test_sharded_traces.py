@@ -33,18 +33,18 @@ def test_a_sample_of_real_runs_has_the_predicted_peaks() -> None:
 def test_the_results_meet_their_bar() -> None:
     rows = json.loads(RESULT.read_text())["rows"]
     assert [row["name"] for row in rows] == [case.name for case in sorted(CASES, key=lambda case: case.world_size)]
-    torch_rows, zero_rows, not_modelled = groups(rows).values()
+    torch_rows, zero_rows, unexplained = groups(rows).values()
     figures = summary(torch_rows)
     assert figures["compared"] == figures["runs"] >= 24
     assert figures["median"] <= 0.005
     assert figures["farthest"] <= 0.03
     assert figures["worst_under"] >= -0.01
     figures = summary(zero_rows)
-    assert figures["compared"] == figures["runs"] >= 9
+    assert figures["compared"] == figures["runs"] >= 11
     assert figures["farthest"] <= 0.03
     assert figures["worst_under"] >= -0.02
-    assert {row["name"] for row in not_modelled} == set(UNDER)
-    assert summary(not_modelled)["worst_under"] >= -0.055
+    assert {row["name"] for row in unexplained} == set(UNDER)
+    assert summary(unexplained)["worst_under"] >= -0.03
 
 
 def test_the_page_shows_the_results() -> None:

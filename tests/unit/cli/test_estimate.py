@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from cli.arguments import split_arguments
-from cli.estimate import make_parser
+from cli.estimate import _callbacks_of, make_parser
 from cli.main import main
 
 DATA = [
@@ -377,6 +377,14 @@ def test_named_model_with_techniques(capsys):
     assert after["optimizer_state"] == pytest.approx(2 * 4 * trained, rel=0.01)
     _, again = estimate(capsys, *named, "--technique", "qlora:rank=4", "--technique", "activation_checkpointing")
     assert again == tuned
+
+
+def test_an_option_of_a_technique_may_be_a_list():
+    text = "activation_checkpointing:mode=selective,keep=[matmul,attention],early_stop=true"
+    [callback] = _callbacks_of([text.replace(",early_stop=true", "")])()
+    assert (callback.mode, list(callback.keep)) == ("selective", ["matmul", "attention"])
+    with pytest.raises(ValueError, match="early_stop"):
+        _callbacks_of([text])
 
 
 @pytest.mark.parametrize(
