@@ -110,9 +110,9 @@ def _division(run: RecipeRun) -> tuple[Division | None, list[str]]:
     from lightning_memfit.estimate.division import NotDividedError, division_of
 
     name = spec if isinstance(spec, str) else str(spec.get("class_path", "")).rpartition(".")[2]
-    name = "DDP" if name == "auto" else name  # Lightning's choice for several devices
+    name = "DDP" if name == "auto" else name
     try:
-        division = division_of(_make_strategy("ddp" if spec == "auto" else spec), name, ranks, per_machine)
+        division = division_of(_make_strategy(spec), name, ranks, per_machine)
     except (NotDividedError, ModuleNotFoundError) as error:
         return None, [_not_in_figures(name, error)]
     if division is None or run.devices is not None:
@@ -145,6 +145,7 @@ def _make_strategy(spec: Any) -> Any:
     from lightning_memfit.estimate.division import NotDividedError
 
     if isinstance(spec, str):
+        spec = "ddp" if spec == "auto" else spec  # Lightning's choice for several devices
         if spec not in StrategyRegistry:
             raise NotDividedError("Lightning knows no strategy of that name")
         entry = StrategyRegistry[spec]

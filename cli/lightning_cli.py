@@ -185,7 +185,7 @@ def silence_deprecated_calls() -> None:
 
 def _parser_arguments(run: bool) -> dict[str, Any]:
     """Return arguments for the parsers: usage lines that name what matters instead of every option."""
-    options = "[--config RECIPE ...] [--MADE_FOR VALUE ...]"
+    options = "[--config RECIPE ...] [--KEY VALUE ...]"
     if not run:
         return {"usage": f"memfit {options}"}
     return {name: {"usage": f"memfit {name} {options}"} for name in MemFitCLI.subcommands()}

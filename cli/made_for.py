@@ -14,7 +14,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lightning_memfit.device.catalogue import find_device
-from lightning_memfit.planner.lock import Sources
+from lightning_memfit.planner.lock import Sources, source_of
 from lightning_memfit.planner.plan import is_planned
 
 _RELEVANT = (
@@ -110,8 +110,9 @@ def differences(stamp: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         found += [f"`{key}` was {_shown(then, key)} and is {_shown(now, key)}" for key in keys]
     modules = stamp.get("modules")
     if isinstance(modules, Mapping):
-        changed = Sources(modules=modules).changed()
-        found += [f"the module `{name}` is another" for name in changed]
+        # One that isn't found here is either not needed, or ends the run by itself.
+        here = {name: digest for name, digest in modules.items() if source_of(name) is not None}
+        found += [f"the module `{name}` is another" for name in Sources(modules=here).changed()]
     return found
 
 

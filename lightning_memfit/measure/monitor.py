@@ -333,8 +333,10 @@ class MemoryMonitor(Callback):
             for parameter in stepped_parameters(optimizer):
                 if id(parameter) not in its_own:  # a float32 copy that only the optimizer knows
                     ledger.track(parameter, Category.OPTIMIZER_STATE)
-        foreign = [_without_ours(callback) for callback in self._others_of(trainer)]
-        for tensor in list(untracked_tensors((pl_module, *foreign), ledger, self._device)):
+        foreign: list[Any] = [_without_ours(callback) for callback in self._others_of(trainer)]
+        if not _is_ours(type(pl_module)):  # our modules hold metrics, which are instruments, too
+            foreign.append(pl_module)
+        for tensor in list(untracked_tensors(foreign, ledger, self._device)):
             if tensor.is_mkldnn or not stands_for_host(tensor.untyped_storage()):
                 ledger.track(tensor, Category.ACTIVATION)  # averages of weights, for example
         self._attachment = TrainerAttachment(ledger, trainer.strategy, copies=not self._reads_events)
@@ -432,13 +434,14 @@ def _without_ours(callback: Callback) -> SimpleNamespace:
 
     Of these, techniques keep on other tiers, and instruments a number per step.
     """
-    ours = [kind for kind in type(callback).__mro__ if f"{kind.__module__}.".startswith(f"{_PACKAGE}.")]
+    ours = [kind for kind in type(callback).__mro__ if _is_ours(kind)]
     functions = (value for kind in ours for value in vars(kind).values() if isinstance(value, FunctionType))
     names = {name for function in functions for name in function.__code__.co_names}
     return SimpleNamespace(**{name: value for name, value in vars(callback).items() if name not in names})
 
 
-_PACKAGE = __name__.partition(".")[0]
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _publish(trainer: Trainer, figures: dict[str, float], in_bar: float) -> None:

@@ -36,9 +36,9 @@ def test_learns_and_ends_with_the_table(tmp_path, capfd):
 
 
 def test_budget_smaller_than_the_weights(tmp_path, capfd):
-    fragment = tmp_path / "limit.yaml"
+    fragment = tmp_path / "limit.yaml"  # the recipe has a limit of its own, of which a run has one only
     fragment.write_text(
-        "trainer: {callbacks+: [{class_path: lightning_memfit.device.limit.MemoryLimit, init_args: {limit: 10KiB}}]}\n"
+        "trainer: {callbacks: [{class_path: lightning_memfit.device.limit.MemoryLimit, init_args: {limit: 10KiB}}]}\n"
     )
     code = main(["fit", *SMALL, "--config", str(fragment), f"--trainer.logger.save_dir={tmp_path}"])
     assert code == 2

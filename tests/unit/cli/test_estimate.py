@@ -352,7 +352,7 @@ def test_ddp_adds_its_buckets(capsys):
     named = ["--model", "gpt2", "--sequence-length", "64", "--device", "12GiB"]
     _, alone = estimate(capsys, *named)
     _, ddp = estimate(capsys, *named, "--strategy", "ddp", "--devices", "2")
-    assert ddp["peak"]["by_phase"]["DDP's new buckets"] >= 20 * 124_439_808  # weights, two states, gradients twice
+    assert ddp["peak"]["by_phase"]["backward"] >= 20 * 124_439_808  # weights, two states, gradients twice
     assert ddp["peak"]["total_bytes"] > alone["peak"]["total_bytes"]
 
 
