@@ -7,6 +7,7 @@ elsewhere. Its callbacks replace those of the recipe's techniques and leave all 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -36,7 +37,7 @@ _WATCHERS = frozenset(
         *("EarlyStopping", "ModelCheckpoint", "OnExceptionCheckpoint", "LearningRateMonitor", "DeviceStatsMonitor"),
         *("ModelSummary", "RichModelSummary", "RichProgressBar", "TQDMProgressBar", "Timer"),
         *("MemoryMonitor", "MemoryPrediction", "MemoryLimit", "OutOfMemoryReport", "RunSummary", "RunTimeline"),
-        *("FlopsMonitor", "DataWaitMonitor", "NonFiniteGuard"),
+        *("FlopsMonitor", "DataWaitMonitor", "NonFiniteGuard", "Preemption"),
     }
 )
 """Callbacks without a part in what a plan decides, so that they may come and go."""
@@ -67,16 +68,19 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     value = vars(value) if isinstance(value, Namespace) else value
     if isinstance(value, Mapping):
         if isinstance(value.get("class_path"), str):
-            yield key, _class_name(value)
+            yield key, value["class_path"]
         for name, item in value.items():
             if name == "init_args":
                 yield from _flat(item, key)
             elif name != "class_path":
                 yield from _flat(item, f"{key}.{name}" if key else str(name))
     elif isinstance(value, (list, tuple)) and any(_class_name(item) for item in value):
+        seen = Counter[str]()
         for item in value:
-            if _class_name(item) not in _WATCHERS:
-                yield from _flat(item, f"{key}.{_class_name(item)}")
+            name = _class_name(item)
+            seen[name] += 1
+            if name not in _WATCHERS:
+                yield from _flat(item, f"{key}.{name}" + (f"[{seen[name]}]" if seen[name] > 1 else ""))
     elif value is not None:
         yield key, _plain(value)
 

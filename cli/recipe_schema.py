@@ -172,7 +172,7 @@ class Sections(BaseModel):
 
     seed_everything: Any = None
     memfit: Any = None
-    made_for: Any = None
+    made_for: dict[str, Any] | None = None
     model: Any = None
     data: Any = None
     trainer: Any = None

@@ -115,7 +115,9 @@ def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> bool:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether nobody else can have written into a folder: it belongs to this user or root, who alone may write there.
+    """Whether nobody else can have written into a folder: it belongs to this user or root.
+
+    Neither others nor a group may write there, but for the user's own.
 
     A folder that isn't is said once.
     """
@@ -125,6 +127,9 @@ def is_own(folder: Path) -> bool:
         return False
     if status.st_mode & stat.S_IWOTH:
         tell_once(folder, "everybody may write there")
+        return False
+    if status.st_mode & stat.S_IWGRP and hasattr(os, "getegid") and status.st_gid != os.getegid():
+        tell_once(folder, "a group may write there")
         return False
     return True
 

@@ -86,6 +86,25 @@ def test_ranks_agree(tmp_path):
     assert first[1] == [2]
 
 
+def test_sparse_gradients_are_looked_at():
+    class Embeds(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(8, 2, sparse=True)
+
+        def training_step(self, batch, batch_idx):
+            factor = torch.nan if batch_idx == 1 else 1.0
+            return (self.table(torch.tensor([1, 1, 3])) * factor).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    guard, module = NonFiniteGuard(), Embeds()
+    quiet_trainer(guard, max_steps=3, limit_val_batches=0).fit(module, torch.utils.data.DataLoader(range(3)))
+    assert guard.skipped == [1]
+    assert module.table.weight.isfinite().all()
+
+
 def test_patience():
     with pytest.raises(ValueError, match="`patience=0` must be at least 1"):
         NonFiniteGuard(patience=0)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,48 @@ def test_the_grace_time_is_an_end(tmp_path):
 
     (ended,) = run_ranks(run, 1, tmp_path / "run", seconds=60)
     assert "no step boundary came in time" in ended.error, ended.output
+
+
+def test_a_save_that_has_begun_is_finished_whatever_the_grace_time(tmp_path):
+    def run():
+        class SavesSlowly(Told):
+            def on_save_checkpoint(self, checkpoint):
+                time.sleep(1.0)
+
+        preemption = Preemption(grace_seconds=0.5, dirpath=str(tmp_path))
+        try:
+            train(SavesSlowly("forward"), preemption)
+        except SystemExit:
+            raise AssertionError(str(preemption.error)) from None
+
+    (ended,) = run_ranks(run, 1, tmp_path / "run", seconds=60)
+    assert "SIGTERM: saved" in ended.error, ended.output
+    (path,) = tmp_path.glob("preempted-*.ckpt")
+    assert torch.load(path, weights_only=False)["global_step"] == 3
+
+
+def test_workers_of_a_loader_go_on_until_the_step_is_done(tmp_path):
+    """Ctrl-C reaches every process of the terminal's group."""
+
+    def run():
+        os.setpgid(0, 0)
+
+        class ToAll(Told):
+            def reach(self, place):
+                if place == self.place and self.global_step == 1:
+                    self.place = ""
+                    os.killpg(0, signal.SIGINT)
+
+        preemption = Preemption(dirpath=str(tmp_path))
+        trainer = quiet_trainer(preemption, max_steps=STEPS, accumulate_grad_batches=4, limit_val_batches=0)
+        try:
+            trainer.fit(ToAll("forward"), DataLoader(DATA, batch_size=1, num_workers=2, prefetch_factor=1))
+        except SystemExit:
+            raise AssertionError(str(preemption.error)) from None
+
+    (ended,) = run_ranks(run, 1, tmp_path / "run", seconds=60)
+    assert "SIGINT: saved" in ended.error, ended.output
+    assert "the run ends without a new checkpoint" not in ended.output
 
 
 def test_handlers_are_given_back(tmp_path):

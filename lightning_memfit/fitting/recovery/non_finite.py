@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -54,7 +55,7 @@ class NonFiniteGuard(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what has no gradients to look at before its step."""
         self.skipped, self._in_a_row = [], 0
-        if type(trainer.strategy).__module__.startswith("lightning_memfit.strategies.zero"):
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise MisconfigurationException(
                 "`NonFiniteGuard` doesn't see the gradients of ZeRO, which DeepSpeed keeps."
             )
@@ -92,6 +93,7 @@ class NonFiniteGuard(Callback):
 def _all_finite(gradients: list[Any]) -> bool:
     """Whether all elements of this rank's part of some gradients are finite."""
     local = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+    local = [g.coalesce().values() if g.is_sparse else g for g in local]
     local = [g for g in local if g.is_floating_point() and g.numel()]
     if not local:
         return True

@@ -16,7 +16,12 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.memory.attach import hide_idle_hooks
+
+
+SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if name in signal.Signals.__members__)
+"""Those of them that this system has."""
 
 
 class PreemptedError(KeyboardInterrupt):
@@ -40,10 +45,12 @@ class PreemptedError(KeyboardInterrupt):
 class Preemption(Callback):
     """End a run that gets a signal at its next step boundary, with a checkpoint from which it goes on exactly.
 
-    A step boundary is the end of an optimizer step, or of a batch of validation. What the signal meets (forward,
-    backward, the optimizer, a save) is finished first. Before the first step there is nothing to save, and the run ends
-    at once. A second signal, and the end of the grace time, end it without a checkpoint. With several ranks, one that
-    gets a signal ends all of them together.
+    A step boundary is the end of an optimizer step, or of a batch of validation; with several ranks, of which one that
+    gets a signal ends all together, the end of the validation, as they may have different numbers of batches. What the
+    signal meets (forward, backward, the optimizer, a save) is finished first. Before the first step there is nothing to
+    save, and the run ends at once. A second signal, and the end of the grace time, end it without a checkpoint; once
+    the checkpoint is being saved, the grace time counts no longer. Processes that load data go on meanwhile, except
+    after a SIGTERM that they get themselves.
 
     Lightning then ends as after Ctrl-C, with `SystemExit`; `memfit` exits with 128 plus the signal's number. Under
     SLURM with automatic requeueing, SIGTERM and SIGUSR1 are left to Lightning, which saves and requeues.
@@ -66,7 +73,7 @@ class Preemption(Callback):
         self,
         grace_seconds: float = 30.0,
         dirpath: str | None = None,
-        signals: Iterable[str] = ("SIGTERM", "SIGINT", "SIGUSR1"),
+        signals: Iterable[str] = SIGNALS,
     ) -> None:
         if not grace_seconds > 0:
             raise ValueError(f"`grace_seconds={grace_seconds}` must be positive.")
@@ -80,6 +87,8 @@ class Preemption(Callback):
         self._received: int | None = None
         self._is_over = False
         self._is_active = False
+        self._process = os.getpid()
+        self._consensus: RankConsensus | None = None
         self._has_stepped = False
         self._saved_step = -1
         self._before: dict[int, Any] = {}
@@ -100,6 +109,8 @@ class Preemption(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals again: Lightning 2.6 takes SIGTERM after `setup`, and waits for other ranks inside it."""
         self._install(trainer)
+        if trainer.world_size > 1 and self._consensus is None:
+            self._consensus = RankConsensus(trainer.world_size)
 
     def _install(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -110,8 +121,14 @@ class Preemption(Callback):
                 self._before.setdefault(number, handler)
                 signal.signal(number, self._handle)
         self._is_active = True
+        self._process = os.getpid()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a worker of a loader, which the run needs until its step is done
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
         if not self._is_active:  # Lightning has put back what it found when it started
             signal.signal(number, self._before.get(number) or signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -129,6 +146,8 @@ class Preemption(Callback):
         self._timer.start()
 
     def _end_grace(self, number: int) -> None:
+        if self._timer is None:  # taken back meanwhile, as the checkpoint is being saved
+            return
         self._is_over = True
         os.kill(os.getpid(), number)
 
@@ -138,10 +157,13 @@ class Preemption(Callback):
         rank_zero_warn(str(self.error))
         return self.error
 
+    def _stop_timer(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+
     def _restore(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._stop_timer()
         for number, handler in self._before.items():
             if handler is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(number, handler)
@@ -151,6 +173,9 @@ class Preemption(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back."""
         self._restore()
+        if self._consensus is not None:
+            self._consensus.close()
+            self._consensus = None
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -178,16 +203,23 @@ class Preemption(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """End the run in the middle of a validation, which is after a step, if a rank has got a signal."""
+        """End the run in the middle of a validation, which is after a step, if this is its only rank."""
+        if trainer.world_size == 1:
+            self.on_validation_end(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the run after a validation, if a rank has got a signal."""
         if self._has_stepped and not trainer.fit_loop._should_accumulate():
             self._end_if_told(trainer)
 
     def _end_if_told(self, trainer: Trainer) -> None:
         told = self._received is not None
-        if trainer.world_size > 1:
-            told = trainer.strategy.reduce_boolean_decision(told, all=False)
+        if self._consensus is not None:
+            (told,) = self._consensus.any_of([told])
         if not told:
             return
+        self._stop_timer()
         path = self._folder(trainer) / f"preempted-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         raise self._ends(self._received or signal.SIGTERM, f"saved {path}. Go on with `--ckpt_path {path}`.")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from jsonargparse import Namespace
 
-from cli.made_for import differences, laid_over, other_device
+from cli.made_for import differences, laid_over, other_device, written
 from cli.recipe_files import without_config
 from lightning_memfit.planner.lock import file_digest
 
@@ -44,6 +44,20 @@ def test_feedback_of_an_earlier_plan_goes() -> None:
 def test_a_list_that_replaces_the_plans_is_refused() -> None:
     with pytest.raises(ValueError, match=r"after `plan.yaml` replaces the list `callbacks`.*callbacks\+"):
         laid_over(specs("mine.Other"), specs("mine.Averaging", EIGHT_BIT), "plan.yaml")
+
+
+def test_callbacks_of_one_class_and_modules_of_one_name_are_told_apart() -> None:
+    def recipe(model: str, *factors: float) -> Namespace:
+        callbacks = [Namespace(class_path="mine.Scale", init_args=Namespace(factor=factor)) for factor in factors]
+        watchers = specs("lightning.pytorch.callbacks.EarlyStopping", "lightning_memfit.Preemption")
+        trainer = Namespace(callbacks=[*callbacks, *watchers], max_steps=3)
+        return Namespace(model=Namespace(class_path=model, init_args=Namespace()), trainer=trainer)
+
+    first = written(recipe("a.Model", 1.0, 2.0))
+    assert not any("EarlyStopping" in key or "Preemption" in key or "max_steps" in key for key in first)
+    for other in (recipe("b.Model", 1.0, 2.0), recipe("a.Model", 1.5, 2.0), recipe("a.Model", 1.0)):
+        assert differences({"recipe": first}, written(other))
+    assert not differences({"recipe": first}, written(recipe("a.Model", 1.0, 2.0)))
 
 
 def test_differences_are_named() -> None:
