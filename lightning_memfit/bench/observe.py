@@ -5,6 +5,7 @@ The functions before them say what DDP adds: its reducer keeps gradients a secon
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -84,6 +85,8 @@ class PredictRun(Callback):
         ranks, precision = trainer.world_size, str(trainer.precision)
         try:
             division = division_of(trainer.strategy, name, ranks, ranks // trainer.num_nodes)
+            if division is not None and division.stage == 0:
+                division = replace(division, in_closed_form=True)
             if division is not None and division.traced:
                 raise NotDividedError(
                     "it can't be traced in a process of the run's group: predict it by `memfit estimate`"

@@ -24,6 +24,7 @@ from lightning_memfit.estimate.deepspeed import (
     deepspeed_memory,
 )
 from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step, predict_peak_bytes
+from lightning_memfit.estimate.placement import torch_placement
 from lightning_memfit.estimate.steady_state import HELD, SteadyState, later_phases, released_levels, second_step
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
@@ -60,6 +61,8 @@ class Division:
     """With parameters on disk: elements that stay in host memory."""
     copies_gradients: bool = False
     """With DDP: whether its buckets are a copy of the gradients, instead of what the gradients are views of."""
+    in_closed_form: bool = False
+    """With DDP: a rank is worked out from a trace of one device, as in a process of the run's group none is traced."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain figures, ready for JSON."""
@@ -76,7 +79,7 @@ class Division:
     @property
     def traced(self) -> bool:
         """Whether the strategy is traced itself, so that a profile is that of one rank (`profile.ranks`)."""
-        return not self.deepspeed
+        return not self.deepspeed and not self.in_closed_form
 
     @property
     def offloads(self) -> bool:
@@ -355,6 +358,8 @@ def _on_rank(profile: ModelProfile, division: Division) -> tuple[dict[str, int],
 
     Host memory is counted at its own largest moment, and only if something is offloaded.
     """
+    if not division.deepspeed:
+        return _beside_buckets(profile, division)
     try:
         spans = [span for name in ("forward", "backward") for span in later_phases(profile.events, name)]
         moving = _moving(profile)
@@ -374,6 +379,37 @@ def _on_rank(profile: ModelProfile, division: Division) -> tuple[dict[str, int],
     tiers = {Tier.DISK} if run.on_cpu else {Tier.PINNED_HOST, Tier.HOST, Tier.DISK} if division.offloads else set()
     elsewhere = {key: size for key, size in host.entries.items() if key[0] in tiers}
     return by_phase, phase, breakdown + MemoryBreakdown(elsewhere)
+
+
+def _beside_buckets(profile: ModelProfile, division: Division) -> tuple[dict[str, int], str, MemoryBreakdown]:
+    """The same under DDP: what a trace shows, with gradients in buckets or beside them."""
+    events, rounding = profile.events, profile.device_kind.rounding_bytes
+    try:
+        plain = SteadyState.of(profile, rounding)
+        spans = {name: later_phases(events, name) for name in ("forward", "backward")}
+        cuda = profile.device_kind.has_own_memory
+        placed = torch_placement(plain, 0, division.ranks, profile.parameters, cuda, division.copies_gradients)
+    except (IndexError, KeyError, ValueError) as error:
+        raise NotDividedError("the trace shows no second step like the first") from error
+    standing = placed.standing
+    live, (without, coming) = events.live_bytes(rounding), released_levels(events, rounding, HELD)
+    held = live - without if division.copies_gradients else np.full_like(live, standing.gradient_bytes)
+    levels = (live if division.copies_gradients else coming + standing.gradient_bytes) + standing.communication_bytes
+    by_phase = {name: max(int(levels[first:stop].max()) for first, stop in of) for name, of in spans.items()}
+    by_phase["step"] = standing.step_bytes
+    phase = max(by_phase, key=lambda name: by_phase[name])
+    found = (first + int(levels[first:stop].argmax()) for first, stop in spans.get(phase, []))
+    highest = max(found, key=lambda at: int(levels[at]), default=None)
+    kept = {
+        Category.PARAMETER: standing.parameter_bytes,
+        Category.BUFFER: standing.buffer_bytes,
+        Category.GRADIENT: standing.gradient_bytes if highest is None else int(held[highest]),
+        Category.OPTIMIZER_STATE: standing.state_bytes,
+        Category.COMMUNICATION: standing.communication_bytes,
+    }
+    breakdown = MemoryBreakdown.device(kept)
+    rest = Category.TEMPORARY if phase == "step" else Category.ACTIVATION
+    return by_phase, phase, breakdown + MemoryBreakdown.device({rest: max(0, by_phase[phase] - breakdown.total())})
 
 
 def _device(memory: DeepSpeedMemory, moment: MemoryBreakdown) -> MemoryBreakdown:

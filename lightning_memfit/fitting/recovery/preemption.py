@@ -19,7 +19,6 @@ from typing_extensions import override
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.memory.attach import hide_idle_hooks
 
-
 SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if name in signal.Signals.__members__)
 """Those of them that this system has."""
 
