@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.sharded_traces import published
 from benchmarks.sharded_traces.cases import CASES, UNDER, Case
 from benchmarks.sharded_traces.measure import measured
 from benchmarks.sharded_traces.predict import predict
 from benchmarks.sharded_traces.table import PAGE, RESULT, apart, groups, page, summary
+from lightning_memfit.memory import GIB
 
 SAMPLE = (
     Case("GPT-2", "fsdp2", 2, 1, ("checkpointing",)),
@@ -54,3 +56,15 @@ def test_the_page_shows_the_results() -> None:
 def test_how_far_apart_needs_both_figures() -> None:
     assert apart({"true_bytes": 200, "predicted_bytes": 199}) == -0.005
     assert apart({"true_bytes": 200}) is None
+
+
+def test_published_figures_are_between_the_estimates_of_a_named_model() -> None:
+    """What keeps every second product needs more than what keeps none, and less than what keeps all."""
+    assert PAGE.read_text() == published.page(PAGE.read_text())
+    rows = json.loads(published.RESULT.read_text())["rows"]
+    for name, (true_gib, _, _) in published.RUNS.items():
+        if "all recomputed" in name:
+            kept = name.replace("all recomputed", "products and attention kept")
+            least, most = (rows[which]["peak"]["reserved_bytes"] / GIB for which in (name, kept))
+            assert least < true_gib < most
+            assert rows[name]["seconds"] <= 20
