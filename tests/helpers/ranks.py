@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -45,9 +46,7 @@ def run_ranks(
     The processes are forked and independent of each other, as those of a launcher on several machines are.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     context = multiprocessing.get_context("fork")
     begin = time.monotonic()
     processes = [
@@ -67,6 +66,18 @@ def run_ranks(
             os.kill(process.pid, signal.SIGKILL)
         process.join()
     return [_ended(folder, rank, process.exitcode, ends.get(rank, seconds)) for rank, process in enumerate(processes)]
+
+
+def _free_port() -> int:
+    """A port below those that systems give to any connection, so that none takes it before the ranks listen."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as free:
+            try:
+                free.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def _ended(folder: Path, rank: int, code: int | None, seconds: float) -> Ended:
