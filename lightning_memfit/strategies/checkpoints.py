@@ -20,12 +20,13 @@ from lightning_memfit.strategies.integrity import (
     finish_seal,
     gathered,
     is_full,
+    place,
     require_room,
     seal,
     sync_folder,
 )
 from lightning_memfit.strategies.safe_loading import load
-from lightning_memfit.strategies.saved_run import Pieces, SavedRun
+from lightning_memfit.strategies.saved_run import SavedRun, pieces_of
 from lightning_memfit.strategies.shards import META, read_shards
 from lightning_memfit.strategies.upstream.deepspeed import ZERO_MARK as ZERO_MARK
 from lightning_memfit.strategies.upstream.deepspeed import read_zero
@@ -69,16 +70,16 @@ def rewritten(
             "Name another."
         )
     barrier()  # no rank writes before all have looked
-    if is_writer:
-        _remove(partial)
-    barrier()
-    if needed_bytes:
-        _require_room_for_all(target.parent, needed_bytes)
+    for is_turn in _turns(is_writer):
+        if is_turn:
+            _remove(partial)
+        barrier()
+    _require_room_for_all(target.parent, needed_bytes)
     try:
         yield partial
     except BaseException as error:
         if is_writer:
-            _remove(partial)
+            shutil.rmtree(partial, ignore_errors=True)  # another machine may share the folder and do the same
         if is_full(error):
             raise CheckpointError(
                 f"The disk got full while {str(path)!r} was written. What was there before is untouched. Free some "
@@ -89,29 +90,36 @@ def rewritten(
     if partial.exists():
         seal(partial, *share)
     barrier()
-    if is_writer and partial.exists():  # another machine may share the folder and have been faster
-        finish_seal(partial, share[1])
-        _remove(former)
-        if not target.exists():
-            partial.rename(target)
-        elif _exchanged(partial, target):
-            sync_folder(target.parent)
-            _remove(partial)
-        else:
-            target.rename(former)
-            partial.rename(target)
-            sync_folder(target.parent)
+    for is_turn in _turns(is_writer):
+        if is_turn and partial.exists():  # another machine may share the folder and have had its turn
+            finish_seal(partial)
             _remove(former)
-        sync_folder(target.parent)
-    barrier()
+            if not target.exists():
+                partial.rename(target)
+            elif _exchanged(partial, target):
+                sync_folder(target.parent)
+                _remove(partial)
+            else:
+                target.rename(former)
+                partial.rename(target)
+                sync_folder(target.parent)
+                _remove(former)
+            sync_folder(target.parent)
+        barrier()
+
+
+def _turns(is_writer: bool) -> list[bool]:
+    """For each rank that moves folders, in their order, whether it is this one: machines may share the folder."""
+    rank, writers = place()[0], gathered(is_writer)
+    return [number == rank for number, writes in enumerate(writers) if writes]
 
 
 def _require_room_for_all(folder: Path, needed_bytes: int) -> None:
     """Check on every rank for what all of them are going to write; an error on one is an error on all."""
-    place = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    existing = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     total, errors = sum(gathered(needed_bytes)), []
     try:
-        require_room(place, total)
+        require_room(existing, total)
     except CheckpointError as error:
         errors.append(str(error))
     found = [message for messages in gathered(errors) for message in messages]
@@ -156,9 +164,9 @@ def read_run(path: str | Path, weights_only: bool | None = None) -> SavedRun:
         read = load(root, weights_only)
         if not isinstance(read, dict) or not isinstance(read.get("state_dict"), dict):
             raise CheckpointError(f"`ckpt_path={str(path)!r}` is no checkpoint of Lightning: it has no `state_dict`.")
-        weights = {name: Pieces.of(value) for name, value in read.pop("state_dict").items()}
+        weights = {name: pieces_of(value) for name, value in read.pop("state_dict").items()}
         states = read.pop("optimizer_states", None)
-        return SavedRun(root, weights, _owned(read), states or None)
+        return SavedRun(root, weights, _owned(read), states)
     raise CheckpointError(
         f"`ckpt_path={str(path)!r}` is no checkpoint: neither a file, nor a folder with `latest` (ZeRO) or `meta.pt` "
         "(FSDP2)."

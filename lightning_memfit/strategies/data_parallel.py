@@ -64,7 +64,7 @@ class DataParallelStrategy(DDPStrategy):
         """Save a file that says to which parameters its numbered states belong, for other strategies and orders."""
         assert self.lightning_module is not None
         if "optimizer_states" in checkpoint:
-            names = parameter_names(self.lightning_module)
+            names = parameter_names(self.lightning_module, self.optimizers)
             checkpoint = checkpoint | {PARAMETERS: group_names(self.optimizers, names)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -85,7 +85,7 @@ class DataParallelStrategy(DDPStrategy):
         assert self.lightning_module is not None
         saved, self._loaded = self._loaded, None
         saved.optimizers = checkpoint["optimizer_states"]
-        names = parameter_names(self.lightning_module)
+        names = parameter_names(self.lightning_module, self.optimizers)
         optimizers = saved.named_optimizers(group_names(self.optimizers, names))
         states = [
             found.state_dict(optimizer.param_groups, names, numbered=True)

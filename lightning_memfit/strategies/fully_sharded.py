@@ -176,7 +176,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         named = get_optimizer_state_dict(self.model, optimizer, options=whole)
         if not self.is_global_zero:
             return {}
-        states, names = numbered_optimizer(named, None, ""), parameter_names(self.model)
+        states, names = numbered_optimizer(named, None, ""), parameter_names(self.model, self.optimizers)
         return states.state_dict(optimizer.param_groups, names, numbered=True)
 
     @override
@@ -185,7 +185,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
         if not self.save_distributed_checkpoint:
             if "optimizer_states" in checkpoint:
                 assert self.model is not None
-                checkpoint = checkpoint | {PARAMETERS: group_names(self.optimizers, parameter_names(self.model))}
+                checkpoint = checkpoint | {
+                    PARAMETERS: group_names(self.optimizers, parameter_names(self.model, self.optimizers))
+                }
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         needed, share = stored_bytes(checkpoint), (self.global_rank, self.world_size)

@@ -12,6 +12,7 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.ledger import held_tensors
 
 MANIFEST = "memfit_manifest.json"
 """The file of a folder with the digests of the others."""
@@ -62,13 +64,29 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def stored_bytes(value: Any) -> int:
-    """Bytes that tensors in nested containers take in a file: those of each storage once, and of this rank's parts."""
-    storages = {}
+    """Bytes that tensors in nested containers take in a file: those of each storage once, and of this rank's parts.
+
+    It is an estimate, and never a reason not to save: tensors of kinds that tell nothing of their memory count as what
+    their elements take, or not at all.
+    """
+    storages: dict[Any, int] = {}
     for tensor in _tensors(value):
-        own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if own.device.type != "meta":
-            storages[own.untyped_storage().data_ptr(), own.device] = own.untyped_storage().nbytes()
+        try:
+            own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            for part in held_tensors(own):
+                if part.device.type != "meta":
+                    storage = part.untyped_storage()
+                    storages[storage.data_ptr(), part.device] = storage.nbytes()
+        except (RuntimeError, NotImplementedError, AttributeError, TypeError):
+            storages[id(tensor), None] = _bytes_of_elements(tensor)
     return sum(storages.values())
+
+
+def _bytes_of_elements(tensor: Tensor) -> int:
+    try:
+        return int(tensor.nbytes)
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError):
+        return 0
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -126,19 +144,22 @@ class SignedFile:
 
 
 def seal(folder: Path, share: int, shares: int) -> None:
-    """Note digests of a share of a folder's files, and wait until the disk has them; `finish_seal` joins the shares."""
+    """Note digests of a share of a folder's files, and wait until the disk has them; `finish_seal` joins the shares.
+
+    The note has the rank's number among all, since machines that share the folder cut it into the same shares.
+    """
     found = {}
     for number, path in enumerate(_files(folder)):
         if number % shares == share:
             found[path.relative_to(folder).as_posix()] = [path.stat().st_size, _digest(path)]
             _sync(path)
-    _write_json(folder / f"{MANIFEST}.{share}", found)
+    _write_json(folder / f"{MANIFEST}.{max(place()[0], share)}", found)
 
 
-def finish_seal(folder: Path, shares: int) -> None:
+def finish_seal(folder: Path) -> None:
     """Write the manifest of a folder whose shares are noted, and wait until the disk has it."""
-    parts = [folder / f"{MANIFEST}.{share}" for share in range(shares)]
-    files = {name: entry for part in parts if part.exists() for name, entry in json.loads(part.read_bytes()).items()}
+    parts = sorted(folder.glob(f"{MANIFEST}.*"))
+    files = {name: entry for part in parts for name, entry in json.loads(part.read_bytes()).items()}
     _write_json(folder / MANIFEST, {"sha256": files, "digest": _of_entries(files)})
     for part in parts:
         part.unlink(missing_ok=True)
@@ -174,7 +195,8 @@ def sync_folder(folder: Path) -> None:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with suppress(OSError):  # some network file systems have no such call for folders
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -189,18 +211,18 @@ def verify(path: str | Path) -> None:
         CheckpointError: On all ranks, if it is missing, damaged or something else: what is wrong with which file, and
             the last good checkpoint beside it.
     """
-    rank, world_size = _place()
+    rank, world_size = place()
     found = next((problem for problem in gathered(_problem(Path(path), rank, world_size)) if problem), None)
     if found is None:
         return
-    beside = gathered(last_good(Path(path)) if rank == 0 else None)[0]
+    beside = gathered(_last_good_if_any(Path(path)) if rank == 0 else None)[0]
     hint = f"The last good checkpoint there is {str(beside)!r}." if beside else "There is no good checkpoint beside it."
     raise CheckpointError(f"`ckpt_path={str(path)!r}` {found} {hint}")
 
 
 def gathered(value: Any) -> list[Any]:
     """The value of every rank; of this process alone where there are no others."""
-    _, world_size = _place()
+    _, world_size = place()
     if world_size == 1:
         return [value]
     values: list[Any] = [None] * world_size
@@ -208,11 +230,19 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def _place() -> tuple[int, int]:
+def place() -> tuple[int, int]:
+    """Number of this rank, and how many there are."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
+
+
+def _last_good_if_any(path: Path) -> Path | None:
+    try:
+        return last_good(path)
+    except Exception:  # a hint must not hide what is wrong, nor leave the other ranks waiting
+        return None
 
 
 def last_good(path: Path) -> Path | None:
@@ -242,6 +272,8 @@ def _problem(path: Path, rank: int, world_size: int) -> str | None:
         return _problem_of_file(path) if rank == 0 else None
     except OSError as error:
         return f"can't be read: {error.strerror or error}."
+    except Exception as error:  # such as zipfile's of a flag that has changed; other ranks wait for an answer
+        return f"is damaged: {error}."
 
 
 def _problem_of_file(path: Path) -> str | None:

@@ -47,13 +47,19 @@ class UnsafeCheckpointError(ValueError):
     """A file of a checkpoint asks for a function or class that no checkpoint needs."""
 
 
-def load(file: str | Path | IO[bytes], weights_only: bool | None = None, name: str | Path | None = None) -> Any:
+def load(
+    file: str | Path | IO[bytes],
+    weights_only: bool | None = None,
+    name: str | Path | None = None,
+    of_deepspeed: bool = False,
+) -> Any:
     """Load a file of `torch.save`: tensors, plain values, and the classes that upstream's own files have.
 
     Args:
         file: Path of the file, whose tensors stay on disk until they are used, or a stream.
         weights_only: False asks for everything that is in it, and runs what is hidden there.
         name: What to call a stream in messages.
+        of_deepspeed: Whether DeepSpeed wrote it, whose own classes it may hold then.
 
     Raises:
         UnsafeCheckpointError: If there is something else in it. It was not made, and nothing of the file ran.
@@ -62,15 +68,15 @@ def load(file: str | Path | IO[bytes], weights_only: bool | None = None, name: s
     if weights_only is False:
         return torch.load(file, weights_only=False, **options)
     try:
-        with torch.serialization.safe_globals(_known()):
+        with torch.serialization.safe_globals(_known(of_deepspeed)):
             return torch.load(file, weights_only=True, **options)
     except pickle.UnpicklingError as error:
         raise _refused(name or file, _found(str(error))) from error
 
 
-def _known() -> list[Any]:
+def _known(of_deepspeed: bool) -> list[Any]:
     classes: dict[str, tuple[str, ...]] = dict(_LIGHTNING)
-    if find_spec("deepspeed") is not None:
+    if of_deepspeed and find_spec("deepspeed") is not None:
         classes |= _DEEPSPEED
     return [getattr(import_module(module), name) for module, names in classes.items() for name in names]
 
@@ -100,6 +106,8 @@ class _Index(pickle.Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
         """The classes of an index, or an error."""
+        if module == "pathlib._local":  # where Python 3.13 has them
+            module = "pathlib"
         found = getattr(import_module(module), name, None) if module == "torch" and "." not in name else None
         if (module, name) in _DISTRIBUTED:
             return getattr(import_module(module), name)

@@ -6,14 +6,20 @@ part of them is asked for, so that a rank reads no more than its share.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from typing_extensions import override
 
 PARAMETERS = "memfit_parameters"
 """Key of a checkpoint: names of the parameters in each group of each optimizer, which states are numbered by."""
+
+EXTRA_STATE = "_extra_state"
+"""Last part of the name under which a state dict has what `get_extra_state` gave."""
 
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options of a group that say how it is stepped and not where to: these stay as the run has them."""
@@ -71,17 +77,36 @@ class Undivided:
         )
 
 
+class _Withheld(Sequence[Any]):
+    """States of optimizers that can't be loaded: who asks for one is told so, and who loads weights asks for none."""
+
+    def __init__(self, reason: Undivided, count: int) -> None:
+        self._reason, self._count = reason, count
+
+    @override
+    def __len__(self) -> int:
+        return self._count
+
+    @override
+    def __getitem__(self, place: Any) -> NoReturn:
+        self._reason.refuse()
+
+
+def pieces_of(value: Any) -> Any:
+    """A dense tensor as `Pieces`; sparse tensors, other kinds and what is no tensor (`get_extra_state`) as they are."""
+    is_dense = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+    return Pieces.of(value) if is_dense else value
+
+
 def whole(value: Any) -> Any:
-    """A tensor in memory of its own, put together of its pieces; anything else as it is.
+    """A tensor in memory of its own, put together of its pieces; so are tensors in anything else.
 
     Raises:
         ValueError: If the value is `Undivided`.
     """
     if isinstance(value, Undivided):
         value.refuse()
-    if isinstance(value, Tensor):
-        return value.clone()
-    return value.whole() if isinstance(value, Pieces) else value
+    return value.whole() if isinstance(value, Pieces) else apply_to_collection(value, Tensor, Tensor.clone)
 
 
 @dataclass
@@ -236,26 +261,34 @@ class SavedRun:
 
     Attributes:
         path: The checkpoint.
-        weights: Parameters and buffers by their names in the module's state dict; the same parameter may have several.
+        weights: Parameters and buffers by their names in the module's state dict, as `pieces_of` gives them; the same
+            parameter may have several.
         extras: What Lightning, callbacks, the module and its data saved besides.
         optimizers: State dicts of the optimizers, numbered or named; None if the checkpoint holds weights alone.
         layout: What else the reader knows, for strategies of its own kind.
     """
 
     path: Path
-    weights: dict[str, Pieces]
+    weights: dict[str, Any]
     extras: dict[str, Any]
     optimizers: list[dict[str, Any]] | None
     layout: Any = field(default=None, repr=False)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """Whole weights, in host memory."""
-        return {name: pieces.whole() for name, pieces in self.weights.items()}
+        return {name: whole(value) for name, value in self.weights.items()}
 
     def checkpoint(self) -> dict[str, Any]:
-        """What a run on one device would have saved, with states by names where they are known."""
+        """What a run on one device would have saved, with states by names where they are known.
+
+        States that can't be divided are refused when they are asked for: weights load without them.
+        """
         saved = self.extras | {"state_dict": self.state_dict()}
-        if self.optimizers is not None:
+        states = [state for optimizer in self.optimizers or () for state in optimizer["state"].values()]
+        undivided = [value for state in states for value in state.values() if isinstance(value, Undivided)]
+        if self.optimizers is not None and undivided:
+            saved["optimizer_states"] = _Withheld(undivided[0], len(self.optimizers))
+        elif self.optimizers is not None:
             saved["optimizer_states"] = [
                 {
                     "state": {
@@ -301,7 +334,7 @@ def group_names(optimizers: Iterable[Any], names: Mapping[int, str]) -> list[lis
 
     Args:
         optimizers: Optimizers of whole parameters.
-        names: Names of the module's parameters by `id`.
+        names: Names of their parameters by `id`.
     """
     return [
         [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -309,9 +342,20 @@ def group_names(optimizers: Iterable[Any], names: Mapping[int, str]) -> list[lis
     ]
 
 
-def parameter_names(module: nn.Module) -> dict[int, str]:
-    """Names of a module's parameters by `id`, without the prefix that `torch.compile` gives them."""
-    return {id(parameter): name.replace("_orig_mod.", "") for name, parameter in module.named_parameters()}
+def parameter_names(module: nn.Module, optimizers: Iterable[Any] = ()) -> dict[int, str]:
+    """Names of a module's parameters by `id`, without the prefix that `torch.compile` gives them.
+
+    Args:
+        module: The module.
+        optimizers: Tensors of theirs that are no parameters of the module, such as a temperature that is learned
+            beside it, are named by their places: `optimizer_0.3`.
+    """
+    names = {id(parameter): name.replace("_orig_mod.", "") for name, parameter in module.named_parameters()}
+    for number, optimizer in enumerate(optimizers):
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for place, parameter in enumerate(held):
+            names.setdefault(id(parameter), f"optimizer_{number}.{place}")
+    return names
 
 
 def check_names(path: str | Path, saved: Iterable[str], live: Iterable[str]) -> None:
@@ -328,6 +372,21 @@ def check_names(path: str | Path, saved: Iterable[str], live: Iterable[str]) -> 
             f"`ckpt_path={str(path)!r}` {' and '.join(found)}. Build the module as the saved run did, or set its "
             "`strict_loading = False`."
         )
+
+
+def check_shapes(path: str | Path, saved: Mapping[str, Any], module: nn.Module) -> None:
+    """Refuse a checkpoint with weights of other shapes than the module's, which ZeRO may have divided.
+
+    Raises:
+        ValueError: Naming the first of them.
+    """
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        shape, found = torch.Size(getattr(tensor, "ds_shape", tensor.shape)), getattr(saved.get(name), "shape", None)
+        if found is not None and found != shape:
+            raise ValueError(
+                f"`ckpt_path={str(path)!r}` has {name!r} of shape {tuple(found)}, this run's module of "
+                f"{tuple(shape)}. Build the module as the saved run did."
+            )
 
 
 def _listed(names: Sequence[str]) -> str:

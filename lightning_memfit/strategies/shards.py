@@ -38,12 +38,12 @@ from typing_extensions import override
 
 from lightning_memfit.strategies.safe_loading import load, load_index
 from lightning_memfit.strategies.saved_run import (
-    Pieces,
     SavedOptimizer,
     SavedRun,
     check_names,
     group_names,
     parameter_names,
+    pieces_of,
     whole,
 )
 
@@ -146,6 +146,14 @@ class _Folder:
         return list(made.get("param_groups", []))
 
     def read(self, into: Mapping[Place, Any]) -> dict[Place, Any]:
+        nested = {path: self.below(*path) for path in into if path not in self._keys}  # of `get_extra_state`
+        if nested:
+            leaves = self.read({leaf: self.empty(leaf) for below in nested.values() for leaf in below})
+            made: dict[Any, Any] = {}
+            for path, below in nested.items():
+                for leaf in below:
+                    _put(made, (path, *leaf[len(path) :]), leaves[leaf])
+            return made | self.read({path: value for path, value in into.items() if path not in nested})
         flat = {self._keys[path]: value for path, value in into.items()}
         try:
             if flat:
@@ -182,8 +190,17 @@ def read_shards(folder: Path, weights_only: bool | None = None) -> SavedRun:
             if len(path) > 3:
                 _put(made, path[1:], value)
         optimizers.append(made | {"param_groups": source.groups(name)})
-    weights = {path[1]: Pieces.of(value) for path, value in source.read_whole(_WEIGHTS).items()}
-    return SavedRun(folder, weights, load(folder / META, weights_only), optimizers or None)
+    weights: dict[str, Any] = {}
+    for path, value in source.read_whole(_WEIGHTS).items():
+        _put(weights, path[1:], value)
+    extras = load(folder / META, weights_only)
+    has_optimizers = bool(optimizers) or "lr_schedulers" in extras  # which Lightning leaves out with the states
+    return SavedRun(
+        folder,
+        {name: pieces_of(value) for name, value in weights.items()},
+        extras,
+        optimizers if has_optimizers else None,
+    )
 
 
 # --- other checkpoints ----------------------------------------------------------------------------------------------
@@ -252,7 +269,7 @@ class _Whole:
         return set(self.saved.weights)
 
     def optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[SavedOptimizer]:
-        self._optimizers = self.saved.named_optimizers(group_names(optimizers, parameter_names(module)))
+        self._optimizers = self.saved.named_optimizers(group_names(optimizers, parameter_names(module, optimizers)))
         return self._optimizers
 
     def read(self, into: Mapping[Place, Any]) -> dict[Place, Any]:
@@ -339,5 +356,5 @@ def load_divided(
 
 def _set_states(module: nn.Module, optimizer: Optimizer, saved: SavedOptimizer) -> None:
     """Give an optimizer of divided parameters saved states and the options of its groups."""
-    state_dict = saved.state_dict(optimizer.param_groups, parameter_names(module), numbered=False)
+    state_dict = saved.state_dict(optimizer.param_groups, parameter_names(module, [optimizer]), numbered=False)
     set_optimizer_state_dict(module, optimizer, optim_state_dict=state_dict, options=StateDictOptions(strict=False))

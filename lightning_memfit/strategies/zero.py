@@ -27,7 +27,7 @@ from lightning_memfit.strategies.checkpoints import ZERO_MARK, read_run, rewritt
 from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.integrity import stored_bytes, verify
 from lightning_memfit.strategies.launched import check_num_nodes
-from lightning_memfit.strategies.saved_run import PARAMETERS, check_names, group_names, parameter_names
+from lightning_memfit.strategies.saved_run import PARAMETERS, check_names, check_shapes, group_names, parameter_names
 from lightning_memfit.strategies.upstream.deepspeed import (
     broadcast_scalars,
     checkpoint_bytes,
@@ -226,7 +226,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     ) -> tuple[Any, Optimizer]:
         self._fill_sizes(model)
         if optimizer is not None:  # before DeepSpeed puts its own tensors into the groups
-            self._group_names = group_names([optimizer], parameter_names(model))
+            self._group_names = group_names([optimizer], parameter_names(model, [optimizer]))
         offloaded = "offload_optimizer" in self.config["zero_optimization"]
         if optimizer is not None and offloaded:
             # DeepSpeed insists on its own Adam, compiled at first use; torch's fused one is as fast, and any other
@@ -297,7 +297,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Write a checkpoint folder; an existing one is replaced when the new one is complete."""
         if self._group_names is not None:
             checkpoint = checkpoint | {PARAMETERS: self._group_names}
-        needed = stored_bytes(checkpoint) + checkpoint_bytes(self.deepspeed_engine)
+        beside = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        needed = stored_bytes(beside) + checkpoint_bytes(self.deepspeed_engine)
         path, share = self.broadcast(filepath), (self.local_rank, self.num_processes)
         with rewritten(path, self.local_rank == 0, self.barrier, ZERO_MARK, needed, share) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
@@ -310,6 +311,9 @@ class ZeroStrategy(DeepSpeedStrategy):
         verify(path)
         saved = read_run(path, weights_only)
         strict = self.lightning_module.strict_loading
+        if strict:
+            check_names(saved.path, saved.weights, self.lightning_module.state_dict())
+        check_shapes(saved.path, saved.weights, self.lightning_module)
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             whole = {"state_dict": saved.state_dict()}
             if self.zero_stage_3:
@@ -317,8 +321,6 @@ class ZeroStrategy(DeepSpeedStrategy):
             else:
                 self.lightning_module.load_state_dict(whole["state_dict"], strict=strict)
             return saved.extras
-        if strict:
-            check_names(saved.path, saved.weights, self.lightning_module.state_dict())
         states = [] if self.load_full_weights else saved.named_optimizers(self._group_names or [])
         take_run(self.deepspeed_engine, saved, states)
         return saved.extras

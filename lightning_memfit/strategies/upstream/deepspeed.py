@@ -13,7 +13,17 @@ from torch import Tensor
 
 from lightning_memfit.strategies.integrity import stored_bytes
 from lightning_memfit.strategies.safe_loading import load
-from lightning_memfit.strategies.saved_run import PARAMETERS, Pieces, SavedOptimizer, SavedRun, Undivided
+from lightning_memfit.strategies.saved_run import (
+    EXTRA_STATE,
+    PARAMETERS,
+    Pieces,
+    SavedOptimizer,
+    SavedRun,
+    Undivided,
+    check_shapes,
+    pieces_of,
+    whole,
+)
 
 
 def disable_shared_memory_collectives() -> None:
@@ -237,12 +247,12 @@ def read_zero(folder: Path, weights_only: bool | None = None) -> SavedRun:
     files = [_of_rank(inside, rank, "optim_states") for rank in range(len([*inside.glob("*_optim_states.pt")]))]
     if not files:
         raise ValueError(f"`ckpt_path={str(folder)!r}` holds no files of an optimizer under ZeRO.")
-    saved = [load(file, weights_only)["optimizer_state_dict"] for file in files]
+    saved = [load(file, weights_only, of_deepspeed=True)["optimizer_state_dict"] for file in files]
     stage = int(saved[0]["zero_stage"])
     named = [inside / "mp_rank_00_model_states.pt"]
     if stage == 3:
         named = [_of_rank(inside, rank, "model_states") for rank in range(len(files))]
-    models = [load(file, weights_only) for file in named]
+    models = [load(file, weights_only, of_deepspeed=True) for file in named]
     shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
     sub_groups = _whole_groups(saved, shapes) if stage < 3 else _partitioned_groups(saved, shapes)
     if stage == 3:
@@ -375,7 +385,11 @@ def _weights(
     for name in model["buffer_names"]:
         if name in model["module"]:
             value = model["module"][name]
-            weights[name] = Pieces.of(value.float() if value.is_floating_point() else value)
+            is_floating = torch.is_tensor(value) and value.is_floating_point()
+            weights[name] = pieces_of(value.float() if is_floating else value)
+    for name, value in model["module"].items():
+        if name.rsplit(".", 1)[-1] == EXTRA_STATE:
+            weights[name] = value
     for name, shape in (model.get("frozen_param_shapes") or {}).items():
         parts, start = [], 0
         for fragments in (one["frozen_param_fragments"] for one in models):
@@ -446,12 +460,17 @@ def take_run(engine: Any, saved: SavedRun, optimizers: Sequence[SavedOptimizer])
     zero = engine.optimizer
     names: dict[Any, str] = engine.param_names
     is_partitioned = engine.zero_optimization_partition_weights()
+    check_shapes(saved.path, saved.weights, engine.module)
     if is_partitioned:
         zero.checkpoint_event_prologue()
     live = _live_partitioned(zero, names) if is_partitioned else _live_whole(zero, names)
     for name, buffer in engine.module.named_buffers():
         if name in saved.weights:
-            buffer.copy_(saved.weights[name].whole())
+            buffer.copy_(whole(saved.weights[name]))
+    for name, value in saved.weights.items():
+        prefix, _, last = name.rpartition(".")
+        if last == EXTRA_STATE:
+            engine.module.get_submodule(prefix).set_extra_state(whole(value))
     for parameter, name in names.items():
         if name not in saved.weights:
             continue
@@ -465,7 +484,7 @@ def take_run(engine: Any, saved: SavedRun, optimizers: Sequence[SavedOptimizer])
         swapped = is_partitioned and zero._swappable_optimizer_subgroup(number)
         if swapped:
             zero._optimizer_states_and_gradient_swap_in(number)
-        _fill(one.master, one, saved.weights)
+        _fill(one.master, one, saved.weights, keep_missing=True)
         if by_name is not None:
             options = by_name.options([span[0].replace("_orig_mod.", "") for span in one.all], one.options)
             one.options.update({key: value for key, value in options.items() if key != "params"})
@@ -563,11 +582,23 @@ def _padded(pieces: Pieces, parameter: Any) -> Tensor:
     return part
 
 
-def _fill(flat: Tensor, one: _Live, tensors: Mapping[str, Pieces]) -> None:
-    """Write this rank's parts of parameters into a flat tensor; what pads it is zero."""
+def _fill(flat: Tensor, one: _Live, tensors: Mapping[str, Pieces], keep_missing: bool = False) -> None:
+    """Write this rank's parts of parameters into a flat tensor; what pads it is zero.
+
+    Args:
+        flat: The tensor.
+        one: Which parts it has.
+        tensors: The parameters.
+        keep_missing: Leave parts of parameters that are not among them as they are.
+    """
+    spans = [(flat[place : place + stop - start], name, start, stop) for name, place, start, stop in one.spans]
+    kept = [(part, part.clone()) for part, name, _, _ in spans if keep_missing and name not in tensors]
     flat.zero_()
-    for name, place, start, stop in one.spans:
-        flat[place : place + stop - start] = tensors[name].between(start, stop)
+    for part, name, start, stop in spans:
+        if name in tensors or not keep_missing:
+            part.copy_(tensors[name].between(start, stop))
+    for part, value in kept:
+        part.copy_(value)
 
 
 def _alike(value: Any, one: _Live) -> Any:

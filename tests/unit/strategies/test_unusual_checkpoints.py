@@ -1,0 +1,327 @@
+"""Checkpoints with what most runs don't have: values that are no dense tensors, strange tensors, no optimizers."""
+
+import io
+import pickle
+import sys
+import threading
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from lightning_memfit.strategies import checkpoints, integrity
+from lightning_memfit.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_memfit.strategies.checkpoints import read_run, rewritten
+from lightning_memfit.strategies.data_parallel import DataParallelStrategy
+from lightning_memfit.strategies.integrity import CheckpointError, stored_bytes, sync_folder, verify
+from lightning_memfit.strategies.safe_loading import _Index, load
+from lightning_memfit.strategies.saved_run import (
+    PARAMETERS,
+    Pieces,
+    SavedRun,
+    Undivided,
+    check_shapes,
+    group_names,
+    parameter_names,
+    pieces_of,
+)
+from lightning_memfit.strategies.shards import META, _Folder
+from lightning_memfit.strategies.upstream.deepspeed import _fill, _Live
+
+
+class NoStorage(torch.Tensor):
+    """A tensor that tells nothing of its memory, as some of other libraries."""
+
+    def untyped_storage(self):
+        raise RuntimeError("Attempted to access the data pointer on an invalid python storage.")
+
+
+SPARSE = torch.eye(3).to_sparse()
+
+
+def test_the_room_of_any_tensor_is_estimated():
+    assert stored_bytes(SPARSE) == 3 * 4 + 2 * 3 * 8
+    csr = torch.sparse_csr_tensor(torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.ones(2))
+    assert stored_bytes([torch.zeros(4), csr]) == 16 + 2 * 4 + (3 + 2) * 8
+    assert stored_bytes({"a": torch.zeros(5).as_subclass(NoStorage)}) == 20
+    assert stored_bytes(torch.zeros(3, device="meta")) == 0
+
+
+def test_a_file_keeps_what_is_no_dense_tensor(tmp_path):
+    weights = {"w": torch.ones(2, 2), "b": SPARSE, "_extra_state": {"scale": 2, "history": torch.ones(3)}}
+    AtomicCheckpointIO().save_checkpoint({"state_dict": weights, "optimizer_states": []}, tmp_path / "a.ckpt")
+    read = AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
+    assert read["optimizer_states"] == []
+    assert torch.equal(read["state_dict"]["w"], weights["w"])
+    assert torch.equal(read["state_dict"]["b"].to_dense(), torch.eye(3))
+    assert read["state_dict"]["_extra_state"]["scale"] == 2
+    assert read["state_dict"]["_extra_state"]["history"].tolist() == [1, 1, 1]
+
+
+def test_a_folder_keeps_what_is_no_tensor(tmp_path):
+    weights = {"w": torch.ones(2, 2), "_extra_state": {"scale": 2, "history": torch.ones(3)}}
+    dcp.save({"state_dict": weights}, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({"lr_schedulers": []}, tmp_path / META)
+    saved = read_run(tmp_path)
+    assert saved.optimizers == []
+    assert saved.state_dict()["_extra_state"]["scale"] == 2
+    place = ("state_dict", "_extra_state")
+    read = _Folder(tmp_path).read({place: {}, ("state_dict", "w"): torch.zeros(2, 2)})
+    assert read[place]["history"].tolist() == [1, 1, 1]
+    assert read["state_dict", "w"].tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(("extras", "optimizers"), [({"lr_schedulers": []}, []), ({}, None)])
+def test_a_folder_without_optimizers_differs_from_one_of_weights_alone(tmp_path, extras, optimizers):
+    dcp.save({"state_dict": {"w": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
+    torch.save(extras, tmp_path / META)
+    assert read_run(tmp_path).optimizers == optimizers
+
+
+def test_a_tensor_beside_the_module_keeps_its_states(tmp_path):
+    def made():
+        module, alpha = nn.Linear(2, 2), torch.zeros(1, requires_grad=True)
+        return module, alpha, torch.optim.Adam([{"params": module.parameters()}, {"params": [alpha], "lr": 0.5}])
+
+    module, alpha, optimizer = made()
+    (module(torch.ones(1, 2)).sum() * alpha.exp()).sum().backward()
+    optimizer.step()
+    names = group_names([optimizer], parameter_names(module, [optimizer]))
+    assert names == [[["weight", "bias"], ["optimizer_0.2"]]]
+    saved = SavedRun(tmp_path, {}, {PARAMETERS: names}, [optimizer.state_dict()])
+    module, other, its = made()
+    known = parameter_names(module, [its])
+    (found,) = saved.named_optimizers(group_names([its], known))
+    its.load_state_dict(found.state_dict(its.param_groups, known, numbered=True))
+    assert torch.equal(its.state[other]["exp_avg"], optimizer.state[alpha]["exp_avg"])
+
+
+class _Tempered(LightningModule):
+    """Learns a temperature beside itself, as agents of reinforcement learning do, and keeps a dict in its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.alpha = [torch.zeros(1, requires_grad=True)]  # no parameter of the module
+        self.seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+    def training_step(self, batch, index):
+        self.seen += 1
+        return (self.layer(batch) * self.alpha[0].exp()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam([*self.layer.parameters(), *self.alpha], lr=0.1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(2, 2))
+
+
+def test_ddp_resumes_a_module_with_a_tensor_beside_it_and_a_dict_in_its_state(tmp_path):
+    def fitted(epochs, path=None):
+        module = _Tempered()
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=DataParallelStrategy(process_group_backend="gloo"),
+            max_epochs=epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, ckpt_path=path)
+        return module, trainer
+
+    try:
+        _, trainer = fitted(1)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        module, trainer = fitted(2, tmp_path / "a.ckpt")
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert module.seen == 4
+    assert trainer.optimizers[0].state[module.alpha[0]]["step"] == 4
+
+
+def test_other_shapes_are_refused_by_name():
+    module = nn.BatchNorm1d(3)
+    saved = {name: pieces_of(value) for name, value in module.state_dict().items()}
+    check_shapes("a.ckpt", saved, module)
+    for name, value in (("weight", torch.ones(4)), ("running_mean", torch.ones(1)), ("bias", torch.ones(1, 3))):
+        with pytest.raises(ValueError, match=f"{name}.*shape"):
+            check_shapes("a.ckpt", saved | {name: Pieces.of(value)}, module)
+
+
+def test_a_divided_parameter_has_the_shape_of_the_whole():
+    parameter = nn.Parameter(torch.empty(0))
+    parameter.ds_shape = (2, 3)
+    module = nn.Module()
+    module.weight = parameter
+    check_shapes("a.ckpt", {"weight": Pieces.of(torch.ones(2, 3))}, module)
+    with pytest.raises(ValueError, match=r"\(3, 2\).*\(2, 3\)"):
+        check_shapes("a.ckpt", {"weight": Pieces.of(torch.ones(3, 2))}, module)
+
+
+def test_a_new_parameter_keeps_its_part_of_the_master():
+    flat = torch.arange(6.0)
+    live = _Live(flat, [("old", 0, 0, 2), ("new", 2, 0, 3)], [("old", 2), ("new", 3)], {}, 0, 1)
+    _fill(flat, live, {"old": Pieces.of(torch.full((2,), 9.0))}, keep_missing=True)
+    assert flat.tolist() == [9, 9, 2, 3, 4, 0]
+
+
+def test_a_changed_flag_is_a_damaged_file(tmp_path):
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {}}, path)
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        content[archive.start_dir + 8] |= 1  # "encrypted" in the first entry of the directory
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        verify(path)
+
+
+def test_what_ends_the_search_for_another_checkpoint_hides_nothing(tmp_path, monkeypatch):
+    def fails(path):
+        raise PermissionError
+
+    monkeypatch.setattr(integrity, "last_good", fails)
+    with pytest.raises(CheckpointError, match="doesn't exist"):
+        verify(tmp_path / "a.ckpt")
+
+
+def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch):
+    def fails(descriptor):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(integrity.os, "fsync", fails)
+    sync_folder(tmp_path)
+
+
+def test_deepspeed_is_imported_for_its_own_files_alone(tmp_path, monkeypatch):
+    torch.save({"a": 1}, tmp_path / "a.ckpt")
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.zero.config", None)  # importing it fails
+    assert load(tmp_path / "a.ckpt") == {"a": 1}
+
+
+def test_an_index_of_python_3_13(tmp_path):
+    assert (
+        _Index(io.BytesIO(pickle.dumps(0)), tmp_path).find_class("pathlib._local", "PosixPath").__name__ == "PosixPath"
+    )
+
+
+def test_machines_that_share_a_folder_take_turns(tmp_path, monkeypatch):
+    ranks, local, here, shown = 4, 2, threading.local(), {}
+    wait = threading.Barrier(ranks, timeout=20)
+
+    def gathered(value):
+        shown[here.rank] = value
+        wait.wait()
+        values = [shown[rank] for rank in range(ranks)]
+        wait.wait()
+        return values
+
+    for module in (checkpoints, integrity):
+        monkeypatch.setattr(module, "place", lambda: (here.rank, ranks))
+        monkeypatch.setattr(module, "gathered", gathered)
+    errors = []
+
+    def save(rank, number):
+        here.rank = rank
+        try:
+            with rewritten(
+                tmp_path / "a.ckpt", rank % local == 0, wait.wait, needed_bytes=rank % 2, share=(rank % local, local)
+            ) as folder:
+                folder.mkdir(exist_ok=True)
+                (folder / f"weights{rank}").write_text(f"{number}")
+                (folder / "latest").write_text("x")
+        except Exception as error:
+            errors.append(error)
+            wait.abort()
+
+    for number in range(5):
+        threads = [threading.Thread(target=save, args=(rank, number)) for rank in range(ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        monkeypatch.setattr(here, "rank", 0, raising=False)
+        assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+        assert (tmp_path / "a.ckpt" / "weights3").read_text() == f"{number}"
+    assert sorted(path.name for path in (tmp_path / "a.ckpt").iterdir())[1:2] == ["memfit_manifest.json"]
+
+
+def test_states_that_cannot_be_divided_are_refused_when_they_are_loaded(tmp_path):
+    states = [{"state": {"w": {"scale": Undivided("scale", tmp_path)}}, "param_groups": []}]
+    read = SavedRun(tmp_path, {"w": Pieces.of(torch.ones(2))}, {}, states).checkpoint()
+    assert read["state_dict"]["w"].tolist() == [1, 1]
+    assert len(read["optimizer_states"]) == 1
+    with pytest.raises(ValueError, match="several parameters in one"):
+        list(read["optimizer_states"])
+
+
+@pytest.mark.parametrize("stage_3", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [({"other": torch.ones(2, 2)}, "has no"), ({"weight": torch.ones(4), "bias": torch.ones(2)}, "'weight' of shape")],
+)
+def test_zero_evaluates_no_other_module_s_weights(tmp_path, monkeypatch, stage_3, strict, saved, message):
+    from lightning_memfit.strategies import zero
+
+    taken = []
+    module = nn.Linear(2, 2)
+    module.strict_loading, module.trainer = strict, SimpleNamespace(state=SimpleNamespace(fn="validate"))
+    weights = {name: pieces_of(value) for name, value in saved.items()}
+    monkeypatch.setattr(zero, "verify", lambda path: None)
+    monkeypatch.setattr(zero, "read_run", lambda *_: SavedRun(tmp_path, weights, {}, None))
+    strategy = SimpleNamespace(
+        lightning_module=module,
+        broadcast=lambda path: path,
+        zero_stage_3=stage_3,
+        _restore_zero_state=lambda whole, strict: taken.append(whole),
+    )
+    if not strict and "other" in saved:  # which is what the user asked for
+        zero.ZeroStrategy.load_checkpoint(strategy, tmp_path)
+        return
+    with pytest.raises(ValueError, match=message):
+        zero.ZeroStrategy.load_checkpoint(strategy, tmp_path)
+    assert not taken
+
+
+def test_zero_counts_what_it_writes(tmp_path, monkeypatch):
+    from lightning_memfit.strategies import zero
+
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    def room(path, is_writer, barrier, mark, needed, share):
+        seen.append(needed)
+        raise Stop
+
+    monkeypatch.setattr(zero, "rewritten", room)
+    monkeypatch.setattr(zero, "checkpoint_bytes", lambda engine: 100)
+    strategy = SimpleNamespace(
+        _group_names=None,
+        deepspeed_engine=None,
+        broadcast=lambda path: path,
+        local_rank=0,
+        num_processes=1,
+        barrier=None,
+    )
+    checkpoint = {"state_dict": {"w": torch.ones(9)}, "optimizer_states": [torch.ones(9)], "mine": torch.ones(2)}
+    with pytest.raises(Stop):
+        zero.ZeroStrategy.save_checkpoint(strategy, checkpoint, tmp_path / "a.ckpt")
+    assert seen == [108]
