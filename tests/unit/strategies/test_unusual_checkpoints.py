@@ -1,11 +1,13 @@
 """Checkpoints with what most runs don't have: values that are no dense tensors, strange tensors, no optimizers."""
 
 import io
+import os
 import pickle
 import sys
 import threading
 import zipfile
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +33,13 @@ from lightning_memfit.strategies.saved_run import (
 )
 from lightning_memfit.strategies.shards import META, _Folder
 from lightning_memfit.strategies.upstream.deepspeed import _fill, _Live
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """Lightning's launcher writes ranks into the environment, where later tests would take them for a launcher's."""
+    with patch.dict(os.environ):
+        yield
 
 
 class NoStorage(torch.Tensor):
