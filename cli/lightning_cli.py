@@ -73,8 +73,9 @@ class MemFitCLI(LightningCLI):
             recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
             self.import_classes(self._arguments)
             self.config = self.parse_plan(parser, self._arguments)
+            known = set(options_of(parser)) if recipes else set()
             for recipe in recipes:
-                check_empty_keys(recipe, set(options_of(parser)))
+                check_empty_keys(recipe, known)
         else:
             import_public_names()
             self.config = parser.parse_object(arguments)

@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor, nn
 
 from benchmarks.estimator.run import in_a_process
-from benchmarks.micro_batching.compare import EarlyLimit
+from benchmarks.micro_batching.compare import EarlyLimit, trainer_of
 from benchmarks.micro_batching.models import Case, Lit
 from benchmarks.micro_batching.record import write
 from lightning_memfit.device.limit import MemoryLimit
@@ -111,20 +111,12 @@ class _Share(pl.Callback):
         torch.cuda.set_per_process_memory_fraction(self.limit_bytes / total)
 
 
-def _trainer(search: Search, *callbacks: pl.Callback, max_steps: int) -> pl.Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    accelerator = "gpu" if search.device == "cuda" else "cpu"
-    return pl.Trainer(
-        accelerator=accelerator, devices=1, max_steps=max_steps, max_epochs=-1, callbacks=list(callbacks), **quiet
-    )
-
-
 def _fits(search: Search, size: int) -> bool:
     """Whether three steps with micro-batches of this size, or for Lightning with batches of it, run."""
     cuts = search.tool == "memfit"
     own = [MicroBatching(micro_batch_size=size, recover=False)] if cuts else []
     try:
-        _trainer(search, *own, MemoryLimit(search.limit_bytes), max_steps=3).fit(
+        trainer_of(*own, MemoryLimit(search.limit_bytes), max_steps=3, device=search.device).fit(
             Lit(search.case, search.share if cuts else size)
         )
     except torch.OutOfMemoryError:
@@ -168,7 +160,7 @@ def run(search: Search) -> dict[str, Any]:
 def _ours(search: Search) -> dict[str, Any]:
     callback = MicroBatching()
     limit, module = MemoryLimit(search.limit_bytes), Lit(search.case, search.share)
-    _trainer(search, callback, limit, max_steps=1).fit(module)
+    trainer_of(callback, limit, max_steps=1, device=search.device).fit(module)
     assert callback.found is not None
     return {
         "largest": callback.found.largest,
@@ -183,7 +175,7 @@ def _lightnings(search: Search, mode: str) -> dict[str, Any]:
     limit = _Share(search.limit_bytes) if on_cuda else EarlyLimit(search.limit_bytes)
     stopped = None
     try:
-        _trainer(search, limit, finder, max_steps=1).fit(module)
+        trainer_of(limit, finder, max_steps=1, device=search.device).fit(module)
     except Exception as error:
         stopped = f"{type(error).__name__}: {str(error)[:120]}"
     errors = torch.cuda.memory_stats()["num_ooms"] if on_cuda else limit.ledger.num_ooms  # type: ignore[union-attr]

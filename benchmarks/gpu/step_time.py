@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.estimator.run import in_a_process
+from benchmarks.micro_batching.compare import trainer_of
 from benchmarks.micro_batching.record import write
 from lightning_memfit.estimate.target import Target, host_target, live_target
 from lightning_memfit.memory.kind import synchronize
@@ -172,15 +173,13 @@ def _timed(case: Case) -> list[float]:
         [batch] * (_STEPS * setting.accumulate_grad_batches),  # type: ignore[arg-type]
         batch_size=None,
     )
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(
-        accelerator="gpu" if case.device == "cuda" else "cpu",
-        devices=1,
-        precision=setting.precision,
+    trainer = trainer_of(
+        *Setting(chosen=setting.chosen).callbacks(),
+        clock,
         max_steps=_STEPS,
+        device=case.device,
+        precision=setting.precision,
         accumulate_grad_batches=setting.accumulate_grad_batches,
-        callbacks=[*Setting(chosen=setting.chosen).callbacks(), clock],
-        **quiet,
     )
     trainer.fit(case.model.build(), loader)
     return clock.seconds

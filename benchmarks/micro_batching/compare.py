@@ -57,11 +57,16 @@ class EarlyLimit(pl.Callback):
         self.teardown(trainer, pl_module, "fit")
 
 
-def trainer_of(*callbacks: pl.Callback, max_steps: int = 2) -> pl.Trainer:
+def trainer_of(*callbacks: pl.Callback, max_steps: int = 2, device: str = "cpu", **options: Any) -> pl.Trainer:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    # An epoch may have two steps only.
     return pl.Trainer(
-        accelerator="cpu", devices=1, max_steps=max_steps, max_epochs=-1, callbacks=list(callbacks), **quiet
+        accelerator="gpu" if device == "cuda" else device,
+        devices=1,
+        max_steps=max_steps,
+        max_epochs=-1,  # an epoch may have two steps only
+        callbacks=list(callbacks),
+        **quiet,
+        **options,
     )
 
 

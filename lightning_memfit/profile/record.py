@@ -194,14 +194,6 @@ class ModelProfile:
 
     # --- disk -------------------------------------------------------------------------------------------------------
 
-    def save(self, path: Path) -> None:
-        """Write to an `.npz` file, in place of an older profile of the same key."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{np.random.default_rng().integers(1 << 62)}.partial")
-        with partial.open("wb") as file:
-            self.write(file)
-        partial.replace(path)
-
     def write(self, file: BinaryIO) -> None:
         """Write in the format of an `.npz` file, with a checksum over all of it."""
         header = asdict(replace(self, slopes=None, larger=None))

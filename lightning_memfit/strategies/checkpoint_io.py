@@ -13,6 +13,7 @@ from lightning_memfit.strategies.checkpoints import read_run
 from lightning_memfit.strategies.integrity import (
     CheckpointError,
     SignedFile,
+    got_full,
     is_full,
     require_room,
     stored_bytes,
@@ -68,10 +69,7 @@ class AtomicCheckpointIO(CheckpointIO):
         except BaseException as error:
             partial.unlink(missing_ok=True)
             if is_full(error) or (signed is not None and is_full(signed.error)):
-                raise CheckpointError(
-                    f"The disk got full while {str(path)!r} was written. What was there before is untouched. Free some "
-                    "space and go on from it."
-                ) from error
+                raise got_full(path) from error
             raise
         partial.replace(target)
         sync_folder(target.parent)

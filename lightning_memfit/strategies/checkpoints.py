@@ -19,6 +19,7 @@ from lightning_memfit.strategies.integrity import (
     CheckpointError,
     finish_seal,
     gathered,
+    got_full,
     is_full,
     place,
     require_room,
@@ -81,10 +82,7 @@ def rewritten(
         if is_writer:
             shutil.rmtree(partial, ignore_errors=True)  # another machine may share the folder and do the same
         if is_full(error):
-            raise CheckpointError(
-                f"The disk got full while {str(path)!r} was written. What was there before is untouched. Free some "
-                "space and go on from it."
-            ) from error
+            raise got_full(path) from error
         raise
     barrier()
     if partial.exists():

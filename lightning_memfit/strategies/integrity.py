@@ -63,6 +63,14 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
+def got_full(path: str | Path) -> CheckpointError:
+    """The error of a checkpoint for which the disk had no room in the end."""
+    return CheckpointError(
+        f"The disk got full while {str(path)!r} was written. What was there before is untouched. Free some space and "
+        "go on from it."
+    )
+
+
 def stored_bytes(value: Any) -> int:
     """Bytes that tensors in nested containers take in a file: those of each storage once, and of this rank's parts.
 

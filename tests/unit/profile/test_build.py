@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.memory import Category
+from lightning_memfit.memory.cache_files import write_file
 from lightning_memfit.profile import step
 from lightning_memfit.profile.build import batch_size, measure_step, profile_module, resize_batch, sequence_length
 from lightning_memfit.profile.record import ModelProfile
@@ -128,7 +129,7 @@ def test_from_a_batch_of_one_every_size_is_had_exactly(tmp_path):
     profile = profile_module(OneIsAnother(), samples(1), emulation=Emulation("cpu"))
     assert (profile.micro_batch_size, profile.slopes, profile.knows_every_size) == (1, None, True)
     assert profile.only_this_size == ""
-    profile.save(tmp_path / "profile.npz")
+    write_file(tmp_path / "profile.npz", profile.write)
     for known in (profile, ModelProfile.load(tmp_path / "profile.npz")):
         for count in (1, 2, 7):
             traced = trace_cpu(OneIsAnother(), samples(count)).events

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_memfit.estimate.estimate import estimate_step
+from lightning_memfit.memory.cache_files import write_file
 from lightning_memfit.profile.budget import TraceLimits
 from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.events import leave_out
@@ -251,7 +252,7 @@ def test_memory_that_grows_is_named_and_predicted_for_an_epoch(tmp_path):
     assert "Memory grows by" in estimate_step(profile).to_dict()["cautions"][0]
     twice = estimate_step(profile, 64).allocated_bytes
     assert twice > figure(profile) + 90 * profile.growth.bytes_per_batch
-    profile.save(tmp_path / "profile.npz")
+    write_file(tmp_path / "profile.npz", profile.write)
     assert ModelProfile.load(tmp_path / "profile.npz").growth == profile.growth
 
 

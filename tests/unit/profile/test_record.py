@@ -3,6 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from lightning_memfit.memory.cache_files import write_file
 from lightning_memfit.profile.record import ModelProfile, ParameterInfo
 
 from .test_events import HAND_MADE
@@ -30,7 +31,7 @@ def profile():
 
 def test_what_is_saved_is_loaded(profile, tmp_path):
     path = tmp_path / "deep" / "folder" / "profile.npz"
-    profile.save(path)
+    write_file(path, profile.write)
     loaded = ModelProfile.load(path)
     for field in dataclasses.fields(profile):
         mine, its = getattr(profile, field.name), getattr(loaded, field.name)
@@ -47,8 +48,8 @@ def test_what_is_saved_is_loaded(profile, tmp_path):
 
 def test_a_profile_without_slopes_and_an_overwritten_one(profile, tmp_path):
     path = tmp_path / "profile.npz"
-    profile.save(path)
-    dataclasses.replace(profile, slopes=None, only_this_size="ragged").save(path)
+    write_file(path, profile.write)
+    write_file(path, dataclasses.replace(profile, slopes=None, only_this_size="ragged").write)
     loaded = ModelProfile.load(path)
     assert loaded.slopes is None
     with pytest.raises(ValueError, match=r"micro_batch_size=2.*Net is known at 4 only \(ragged\)"):
@@ -58,7 +59,7 @@ def test_a_profile_without_slopes_and_an_overwritten_one(profile, tmp_path):
 
 def test_another_format_is_refused(profile, tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_memfit.profile.record.FORMAT", 999)
-    profile.save(tmp_path / "profile.npz")
+    write_file(tmp_path / "profile.npz", profile.write)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="another format"):
         ModelProfile.load(tmp_path / "profile.npz")
