@@ -84,16 +84,38 @@ class CheckpointedForward(ReplacedForward):
         contexts = partial(_contexts, self.choice, call)
         if self.inputs_on_host is None:
             saved = call.saved
-            result = checkpoint(call, *saved, use_reentrant=False, context_fn=contexts)
+            result = _checkpointed(call, contexts)
             call.try_again(saved)
             return result
         with self.inputs_on_host.saving(self.block):
-            return checkpoint(call, *call.saved, use_reentrant=False, context_fn=contexts)
+            return _checkpointed(call, contexts)
 
     def options(self) -> dict[str, Any]:
         """Options of `torch.utils.checkpoint` for a compiled block."""
         kept = kept_operators(self.choice)
         return {"context_fn": selective_contexts(kept)} if kept else {}
+
+
+def _checkpointed(call: "_Call", contexts: Callable[[], tuple[Any, Any]]) -> Any:
+    """Run a call in torch's `checkpoint`, and raise its error behind it.
+
+    With torch 2.11, an error inside leaves modes and hooks on until the error is freed, perhaps in the midst of
+    the next run, whose own it then takes off.
+    """
+    errors: list[BaseException] = []
+
+    def run(*saved: Any) -> Any:
+        if not call.is_first:
+            return call(*saved)
+        try:
+            return call(*saved)
+        except BaseException as error:
+            errors.append(error)
+
+    result = checkpoint(run, *call.saved, use_reentrant=False, context_fn=contexts)
+    if errors:
+        raise errors.pop()
+    return result
 
 
 def _contexts(choice: Choice, call: "_Call") -> tuple[Any, Any]:
@@ -274,14 +296,17 @@ class _Call:
         """Run for the first time, or again."""
         if self._arguments is None:
             return self._run_again(saved)
-        args, kwargs = self._arguments
-        self._arguments = None
+        (args, kwargs), self._arguments = self._arguments, None
         try:
             return self._run_first(args, kwargs)
         except RuntimeError as error:
-            # With torch 2.11, the contexts around this run don't see its errors: they are left when the error is freed.
             self.refuse_limits(error)
             raise
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has not run yet."""
+        return self._arguments is not None
 
     def _run_first(self, args: Any, kwargs: Any) -> Any:
         state = self._state

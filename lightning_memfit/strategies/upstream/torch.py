@@ -28,9 +28,19 @@ def is_imagined(mesh: DeviceMesh) -> bool:
 
 
 def distribute_packed(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: int) -> DTensor:
-    """Divide each of `parts` equal parts of a dimension among the ranks of a mesh, with the first rank's values."""
+    """Divide each of `parts` equal parts of a dimension among the ranks of a mesh, with the first rank's values.
+
+    Raises:
+        ValueError: If this torch takes the placement for a part of FSDP2's, as 2.11 does.
+    """
     whole = distribute_tensor(tensor, mesh, [Replicate()])
-    packed: DTensor = whole.redistribute(placements=[_StridedShard(dim, split_factor=parts)])
+    try:
+        packed: DTensor = whole.redistribute(placements=[_StridedShard(dim, split_factor=parts)])
+    except ValueError as error:
+        raise ValueError(
+            f"torch {torch.__version__} can't divide fused projections such as `q|k|v` among ranks. Take torch 2.13, "
+            "or a model whose projections are separate (Llama, Qwen)."
+        ) from error
     expected = packed_slice(whole.to_local(), dim, parts, mesh)
     if not is_imagined(mesh):
         same = torch.equal(packed.to_local(), expected)

@@ -1,6 +1,7 @@
 """A step traced as one rank of many."""
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -120,10 +121,13 @@ def test_gradients_of_ddp_stay_in_its_buckets() -> None:
     assert largest(copies, Category.GRADIENT) >= largest(alone, Category.GRADIENT)
 
 
-def small_language_model() -> Any:
-    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4}
-    config = {"model_type": "gpt2", "vocab_size": 32, **sizes, "bos_token_id": 0, "eos_token_id": 0}
-    return CausalLM(pretrained=None, config=config)
+def small_language_model(is_fused: bool = False) -> Any:
+    if is_fused:
+        config = {"model_type": "gpt2", "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4}
+    else:
+        widths = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = {"model_type": "llama", "max_position_embeddings": 16, **widths}
+    return CausalLM(pretrained=None, config={**config, "vocab_size": 32, "bos_token_id": 0, "eos_token_id": 0})
 
 
 class BuiltOnTheDevice(pl.LightningModule):
@@ -161,6 +165,23 @@ def test_traces_of_one_process_do_not_share_groups() -> None:
     first = peak(tensor_parallel_size=2)
     assert peak(tensor_parallel_size=2, sharding_size=2) > 0  # other groups, a mesh of the same shape
     assert peak(tensor_parallel_size=2) == first
+
+
+def test_fused_projections_are_divided_or_refused() -> None:
+    """torch 2.11 has the placement, and can't divide by it."""
+    ranks = Ranks(lambda: FullyShardedStrategy(tensor_parallel_size=2), 2)
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    given = {"input_ids": ids, "labels": ids}
+    divides = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    with nullcontext() if divides else pytest.raises(TraceError, match="can't divide fused projections .* torch 2.13"):
+        trace_step(
+            small_language_model(is_fused=True),
+            given,
+            StepOptions(),
+            Emulation("cpu"),
+            check_assumptions=False,
+            ranks=ranks,
+        )
 
 
 def test_other_sizes_follow_from_two_traces() -> None:
