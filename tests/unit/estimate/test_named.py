@@ -53,7 +53,7 @@ def test_every_kind_of_batch_trains(name):
 
 def test_a_folder_or_file_with_a_configuration(folder):
     profile = profile_named(NamedRun(str(folder), 2))
-    assert profile == replace(profile, sequence_length=128)
+    assert profile.sequence_length == 128
     real = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     assert profile.num_parameters == sum(p.numel() for p in real.parameters())
     assert architecture_of(str(folder / "config.json")).model_class == "LlamaForCausalLM"

@@ -61,7 +61,8 @@ def test_any_nesting_is_split_and_the_rest_passed_whole() -> None:
     assert second["ids"][:, 0].tolist() == [3, 4]
     assert isinstance(first["pair"], Pair)
     assert second["pair"].y[1]["deep"][0].tolist() == [3, 4]
-    assert second["record"] == Record(second["record"].x, "train")
+    assert isinstance(second["record"], Record)
+    assert second["record"].name == "train"
     assert second["record"].x.tolist() == [3, 4]
     assert second["array"].tolist() == [3, 4]
     assert second["names"] == ["d", "e"]
