@@ -46,7 +46,7 @@ def run_ranks(
     The processes are forked and independent of each other, as those of a launcher on several machines are.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = free_port()
     context = multiprocessing.get_context("fork")
     begin = time.monotonic()
     processes = [
@@ -68,7 +68,7 @@ def run_ranks(
     return [_ended(folder, rank, process.exitcode, ends.get(rank, seconds)) for rank, process in enumerate(processes)]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port below those that systems give to any connection, so that none takes it before the ranks listen."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)

@@ -1,39 +1,78 @@
-"""Start `tests.helpers.strategy_runs` as a user would, and collect what it found."""
+"""Run the cases of `tests.helpers.strategy_runs` in one process per rank, and collect what they found."""
 
+import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.ranks import free_port
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 420
+OF_RANKS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_PORT", "MASTER_ADDR", "PL_GLOBAL_SEED")
 
 
-def launch(folder: Path, cases: dict[str, dict[str, Any]], *command: str) -> dict[str, Any]:
-    """Run cases in one process per rank; those of a failed or hanging run are killed together.
+def launch(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Run cases in one process per rank, forked from a server that has imported the libraries: seven seconds less each.
+
+    The processes find what Lightning's launcher would have told them. Those of a failed or hanging run end together.
 
     Args:
         folder: Where files are put, and the working directory.
-        cases: See `strategy_runs`; with more than one device, Lightning starts the other processes.
+        cases: See `strategy_runs`; all for as many devices.
+    """
+    (ranks,) = {case.get("devices", 1) for case in cases.values()}
+    (folder / "cases.json").write_text(json.dumps(cases))
+    environment = _environment()
+    if ranks > 1:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["tests.helpers.preloaded"])
+    processes = []
+    with _environment_of_server(environment):
+        for rank in range(ranks):
+            of_rank = {"NODE_RANK": "0", "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            processes.append(server.Process(target=_run, args=(folder, environment | of_rank)))
+            processes[-1].start()
+    end = time.monotonic() + SECONDS
+    try:
+        while any(process.is_alive() for process in processes) and time.monotonic() < end:
+            if any(process.exitcode for process in processes):
+                end = min(end, time.monotonic() + 10)  # for the others to say why
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+    return _results(folder, [process.exitcode for process in processes])
+
+
+def launch_anew(folder: Path, cases: dict[str, dict[str, Any]], *command: str) -> dict[str, Any]:
+    """Run cases as a user would: with a new interpreter, from which Lightning starts the other ranks.
+
+    Args:
+        folder: Where files are put, and the working directory.
+        cases: See `strategy_runs`.
         command: What stands in place of the plain interpreter, such as torchrun with its options.
     """
     return finish(folder, start(folder, cases, *command))
 
 
 def start(folder: Path, cases: dict[str, dict[str, Any]], *command: str) -> subprocess.Popen:
-    """Start a run without waiting for it."""
+    """Start a run with a new interpreter, without waiting for it."""
     (folder / "cases.json").write_text(json.dumps(cases))
     python = command or (sys.executable,)
     arguments = [*python, "-m", "tests.helpers.strategy_runs", str(folder / "cases.json"), str(folder / "results.json")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_PORT", "MASTER_ADDR", "PL_GLOBAL_SEED"):
-        environment.pop(name, None)
     log = (folder / "log.txt").open("w")
-    return subprocess.Popen(arguments, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
+    return subprocess.Popen(arguments, cwd=folder, env=_environment(), stdout=log, stderr=log, start_new_session=True)
 
 
 def finish(folder: Path, *processes: subprocess.Popen) -> dict[str, Any]:
@@ -44,5 +83,42 @@ def finish(folder: Path, *processes: subprocess.Popen) -> dict[str, Any]:
         for process in processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+    return _results(folder, codes)
+
+
+def _results(folder: Path, codes: list[int | None]) -> dict[str, Any]:
     assert codes == [0] * len(codes), (folder / "log.txt").read_text()[-6000:]
-    return json.loads((folder / "results.json").read_text())
+    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+def _environment() -> dict[str, str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return {name: value for name, value in environment.items() if name not in OF_RANKS}
+
+
+@contextlib.contextmanager
+def _environment_of_server(environment: dict[str, str]):
+    """The server starts with the first process: what it imports reads these variables."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _run(folder: Path, environment: dict[str, str]) -> None:
+    """In the process of a rank."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    from tests.helpers.strategy_runs import main
+
+    main(str(folder / "cases.json"), str(folder / "results.json"))

@@ -1,13 +1,13 @@
 """`MemFit` and `memfit: auto` on two ranks that torchrun or SLURM has started: one plan, made by the first rank."""
 
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.strategy_launch import finish, launch, start
+from tests.helpers.ranks import free_port
+from tests.helpers.strategy_launch import finish, launch_anew, start
 
 pytestmark = pytest.mark.slow
 PLANNED = "tests.helpers.strategy_scenarios.planned"
@@ -26,19 +26,12 @@ CASES = {
 TOO_TIGHT = {"scenario": PLANNED, "strategy": "memfit_ddp", "devices": 2, "limit": 200_000}
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     options = ("--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
     folder = tmp_path_factory.mktemp("torchrun")
     cases = CASES | {"too tight": TOO_TIGHT}
-    return launch(folder, cases, sys.executable, "-m", "torch.distributed.run", *options)
+    return launch_anew(folder, cases, sys.executable, "-m", "torch.distributed.run", *options)
 
 
 def check(found: dict[str, Any]) -> None:
