@@ -4,7 +4,8 @@
     python -m tests.faults --page     # only the page, docs/reliability.md
 
 Every case is provoked for real: a second process, a signal, a small file system, flipped bytes. The quick ones are part
-of `make test`; kills of sharded runs are repeated as often as `MEMFIT_KILLS` says, 20 times here.
+of `make test`. Here, kills of sharded runs are repeated 20 times (`MEMFIT_KILLS`), and memory runs out at 20 random
+moments (`MEMFIT_MOMENTS`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.micro_batching.record import write
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
 PAGE = ROOT / "docs" / "reliability.md"
-KILLS = "20"
+KILLS = MOMENTS = "20"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             (
                 "at 20 random moments of forward, backward, step and validation",
                 "the same",
-                "test_twenty_random_moments",
+                "test_random_moments",
             ),
         ),
         *_cases(
@@ -280,6 +281,7 @@ def run() -> dict[str, Any]:
     """Run all cases in one process of pytest, and say how the tests of each ended."""
     started = time.monotonic()
     os.environ.setdefault("MEMFIT_KILLS", KILLS)
+    os.environ.setdefault("MEMFIT_MOMENTS", MOMENTS)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         tests = sorted({f"{ROOT}/tests/{case.test}" for case in cases()})

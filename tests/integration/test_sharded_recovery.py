@@ -3,6 +3,7 @@
 One set of processes trains many small runs, one after the other, each disturbed at other moments.
 """
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded_steps import Moments, Tagger, close, run_out_of_memory, train
 
 TOLERANCE = 1e-6
+MOMENTS = int(os.environ.get("MEMFIT_MOMENTS", 5))
+"""At how many random moments memory runs out; `make faults` has 20."""
 VALIDATED: dict[str, Any] = {"num_sanity_val_steps": 1, "limit_val_batches": 3, "val_check_interval": 1}
 DISTURBED: dict[str, tuple[str, tuple[int, ...]]] = {
     "at first": ("training step", (1,)),
@@ -96,10 +99,10 @@ def test_so_it_does_in_validation(strategy: dict[str, Any], tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_twenty_random_moments(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_moments(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any moment of a run of six steps with validation, of which there are some 230; optimizer steps are copied."""
     monkeypatch.setattr("lightning_memfit.fitting.step.callback.find_device_memory", lambda trainer: Full())
-    moments = random.Random(world_size).sample(range(1, 200), 20)
+    moments = random.Random(world_size).sample(range(1, 200), MOMENTS)
     runs = {str(moment): ("", (moment,)) for moment in moments}
     ended = run_ranks(lambda: disturbed(runs, 1, VALIDATED), world_size, tmp_path, seconds=300)
     late = [name for name in runs if ended[1].result and not ended[1].result[name][0]]
