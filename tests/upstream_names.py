@@ -10,6 +10,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,7 @@ NAMES: dict[str, str] = {
 _NOT_UPSTREAM = ("_", "_exit", "_fields")
 
 
+@cache
 def own_sources() -> dict[str, ast.Module]:
     """Every file of the package by its path as the documentation names it: `fitting/auto.py`, `cli/fit.py`."""
     package = ROOT / "lightning_memfit"
@@ -186,6 +188,7 @@ def own_sources() -> dict[str, ast.Module]:
     return {name: ast.parse(path.read_text()) for name, path in sorted(files.items())}
 
 
+@cache
 def used_names() -> dict[str, set[str]]:
     """Private names of upstream's, and the files that use them.
 

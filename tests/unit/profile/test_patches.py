@@ -1,6 +1,5 @@
+import ctypes
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -26,8 +25,9 @@ from lightning_memfit.profile.patches import (
 )
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError, trace_step
+from tests.helpers.ranks import run_ranks
 
-from .modules import Classifier, peak, really_run, trace_cpu
+from .modules import Classifier, batch, peak, really_run, trace_cpu
 
 
 class Recurrent(Classifier):
@@ -201,40 +201,40 @@ def test_everything_is_put_back():
 
 # --- addresses and grouped products -----------------------------------------------------------------------------------
 
-READS_MEMORY = """
-import ctypes, torch
-from tests.unit.profile.modules import Classifier, batch, trace_cpu
-from lightning_memfit.profile.trace import TraceError
 
 class Reads(Classifier):
+    """Reads the memory of its activations, which a trace's don't have."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
     def training_step(self, batch, batch_idx):
-        x = self.net(batch["x"])
-        {line}
+        self.read(self, self.net(batch["x"]))
         return self.loss(batch)
 
-try:
-    trace_cpu(Reads(), batch())
-except TraceError as error:
-    assert "reads the memory of a tensor" in str(error), error
-    print("refused")
-"""
+
+READ = {
+    "string": lambda module, x: ctypes.string_at(x.data_ptr(), 4),
+    "array": lambda module, x: (ctypes.c_float * 4).from_address(x.data_ptr())[0],
+    "weight": lambda module, x: ctypes.string_at(module.head.weight.untyped_storage().data_ptr(), 4),
+    "dlpack": lambda module, x: torch.utils.dlpack.to_dlpack(x.detach()),
+    "apply_": lambda module, x: x.detach().apply_(lambda value: value),
+}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "ctypes.string_at(x.data_ptr(), 4)",
-        "(ctypes.c_float * 4).from_address(x.data_ptr())[0]",
-        "ctypes.string_at(self.head.weight.untyped_storage().data_ptr(), 4)",
-        "torch.utils.dlpack.to_dlpack(x.detach())",
-        "x.detach().apply_(lambda value: value)",
-    ],
-)
-@pytest.mark.slow
-def test_reading_memory_is_refused_and_the_process_goes_on(line):
-    command = [sys.executable, "-c", READS_MEMORY.format(line=line)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.stdout.strip().endswith("refused"), run.stderr[-500:]
+def refusal(how):
+    try:
+        trace_cpu(Reads(READ[how]), batch())
+    except TraceError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("how", READ)
+def test_reading_memory_is_refused_and_the_process_goes_on(how, tmp_path):
+    (run,) = run_ranks(refusal, 1, tmp_path, how)  # a process of its own, which a read would kill
+    assert run.code == 0, run.output
+    assert "reads the memory of a tensor" in run.result
 
 
 def test_addresses_tell_which_tensors_share_memory(fakes):
