@@ -52,6 +52,7 @@ SAMPLE = (
 QUICK = ("token_labels", "class_weights", "spectral_norm", "teacher_in_step", "inputs_in_place", "time_first")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SAMPLE]
 )

@@ -33,6 +33,7 @@ def test_equal_or_refused(name: str) -> None:
     assert {one["verdict"] for one in row["verdicts"].values()} <= {"equal", "refused"}, row
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["falcon", "cohere2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_budget_holds_where_forward_has_the_peak(name: str) -> None:
     """Weights and old gradients are most of it, so that what is tried again in forward must not come on top."""

@@ -172,6 +172,7 @@ def known() -> dict[str, Facts]:
     return {name: situation.facts() for name, situation in SITUATIONS.items()}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_validate_says_what_the_run_says(name: str, known: dict[str, Facts]) -> None:
     for setting in settings():
@@ -266,6 +267,7 @@ class Ruled(TechniqueCallback):
         pass
 
 
+@pytest.mark.medium
 def test_a_trace_for_another_device_is_not_refused() -> None:
     """What is predicted for CUDA is traced on the CPU, where offloading is refused."""
     from lightning_memfit.profile.build import profile_module

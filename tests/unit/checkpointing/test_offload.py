@@ -103,6 +103,7 @@ def counted(monkeypatch):
     return copies
 
 
+@pytest.mark.medium
 def test_storages_leave_one_block_later():
     blocks = [Block() for _ in range(3)]
     x = torch.randn(8, 8, requires_grad=True)
@@ -179,6 +180,7 @@ def test_a_graph_that_is_dropped_leaves_nothing_behind():
     assert not pool._copies
 
 
+@pytest.mark.medium
 def test_a_trace_sees_what_the_device_holds():
     """On fake tensors the host side takes no memory: what is alive after forward is little more than one block's."""
     peaks = {}

@@ -134,6 +134,7 @@ def test_a_callback_of_the_recipe_is_counted(capsys, recipe, tmp_path):
     assert figures[1] - figures[0] == pytest.approx(weights, rel=0.06)  # rounded up tensor by tensor
 
 
+@pytest.mark.medium
 def test_what_is_left_out_is_said(capsys, recipe):
     _, report = estimate(
         capsys, *recipe, "--device", "12GiB", "--trainer.devices=2", "--trainer.strategy=fsdp",
@@ -208,6 +209,7 @@ def test_missing_weights_are_a_mistake_with_a_way_out(capsys, recipe, monkeypatc
 # --- a named model ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_named_model(capsys):
     code, report = estimate(
         capsys, "--model", "gpt2", "--micro-batch-size", "2", "--sequence-length", "128", "--precision", "bf16-mixed",
@@ -219,12 +221,14 @@ def test_named_model(capsys):
     assert report["largest_micro_batch_size"] > 2
 
 
+@pytest.mark.medium
 def test_batch_of_one_still_tells_the_largest(capsys):
     _, report = estimate(capsys, "--model", "gpt2", "--sequence-length", "64", "--device", "12GiB")
     assert report["micro_batch_size"] == 1
     assert report["largest_micro_batch_size"] > 1
 
 
+@pytest.mark.medium
 def test_a_micro_batch_of_any_size_has_its_figures_and_is_not_made(capsys):
     """A real batch of 2^31 samples would take a TiB. Both smaller ones are traced as they are."""
     named = ["--model", "gpt2", "--sequence-length", "64", "--device", "12GiB", "--micro-batch-size"]
@@ -237,6 +241,7 @@ def test_a_micro_batch_of_any_size_has_its_figures_and_is_not_made(capsys):
     assert needed[2_147_483_647] == pytest.approx(2_147_483_647 * per_sample, rel=1e-3)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("device", "code", "words"), [("MI250X", 2, "Cannot tell"), ("MI300X", 2, "Cannot tell")])
 def test_an_amd_device_gets_a_lower_bound_and_no_claim(capsys, device, code, words):
     named = ["--model", "gpt2", "--sequence-length", "64", "--device", device, "--precision", "bf16-mixed"]
@@ -289,6 +294,7 @@ def test_a_recipe_under_fsdp2_has_the_figures_of_a_rank(capsys, recipe):
     assert report["verdict"]["fits"]
 
 
+@pytest.mark.medium
 def test_a_named_model_under_fsdp2_has_the_figures_of_a_rank(capsys):
     options = ["--model", "gpt2", "--sequence-length", "32", "--device", "8x 24GiB", "--checkpointing", "full"]
     _, report = estimate(capsys, *options, "--strategy", "fsdp2")
@@ -336,6 +342,7 @@ def test_the_table_of_a_rank_names_every_place(capsys, recipe):
     assert "Host memory for 2 ranks of a machine" in output
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["zero_offload", "memfit_zero_offload"])
 def test_a_named_model_is_divided_by_a_named_strategy(capsys, name):
     named = ["--model", "gpt2", "--sequence-length", "64", "--precision", "bf16-mixed", "--device", "12GiB"]
@@ -348,6 +355,7 @@ def test_a_named_model_is_divided_by_a_named_strategy(capsys, name):
     assert report["verdict"]["host_needed_bytes"] == 4 * sum(peak["host"].values())
 
 
+@pytest.mark.medium
 def test_ddp_adds_its_buckets(capsys):
     named = ["--model", "gpt2", "--sequence-length", "64", "--device", "12GiB"]
     _, alone = estimate(capsys, *named)
@@ -356,6 +364,7 @@ def test_ddp_adds_its_buckets(capsys):
     assert ddp["peak"]["total_bytes"] > alone["peak"]["total_bytes"]
 
 
+@pytest.mark.medium
 def test_named_model_without_device_gets_no_verdict(capsys, monkeypatch):
     monkeypatch.setattr("lightning_memfit.estimate.target.live_target", lambda: None)
     code, report = estimate(capsys, "--model", "gpt2", "--sequence-length", "64")
@@ -479,6 +488,7 @@ def test_a_recipe_imports_nothing_that_it_does_not_name(recipe):
     assert run.stderr.splitlines()[-1] == "[]"
 
 
+@pytest.mark.medium
 def test_a_recipe_of_several_files_is_estimated(recipe, tmp_path, monkeypatch, capsys):
     """What a file within a recipe names is known, too: nothing of it is scanned before it is parsed."""
     monkeypatch.chdir(tmp_path)

@@ -120,6 +120,7 @@ def test_aliases_that_add_up_to_little_are_no_bomb(run):
     assert run("fit", "--print_config", text="trainer: &t {max_steps: 3}\n", trainer={})[0] == 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("command", ["fit", "estimate", "plan"])
 def test_plain_mistakes_are_not_said_to_be_untraceable(run, command):
     code, told = run(command, init_args=HEADS, trainer={"callbacks": [callback("lightning_memfit.MemoryPrediction")]})
@@ -153,6 +154,7 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(run, tmp_path):
     assert left(tmp_path) == []
 
 
+@pytest.mark.medium
 def test_folders_of_earlier_runs_stay(run, tmp_path):
     earlier = tmp_path / "runs" / "fuzz" / "version_0"
     earlier.mkdir(parents=True)
@@ -162,6 +164,7 @@ def test_folders_of_earlier_runs_stay(run, tmp_path):
     assert (earlier / "config.yaml").read_text() == "mine"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("debug", [False, True])
 def test_what_ends_a_run_that_had_begun(run, tmp_path, debug):
     """A run that trained keeps its folder; its error is one line, with the traceback in a file or shown on demand."""

@@ -268,6 +268,7 @@ def test_fragmentation_counts_with_caching():
     assert caching.allocator.num_ooms == 1
 
 
+@pytest.mark.medium
 def test_training_recovers_from_an_error_with_exact_figures():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))

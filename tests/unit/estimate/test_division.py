@@ -65,6 +65,7 @@ def stage_profile(precision: str, device: Any = "cpu") -> ModelProfile:
     return profile_of(json.dumps(model["config"]), precision, device=device)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ZERO_STAGES)
 def test_the_peak_of_a_rank_is_that_measured(name: str) -> None:
     """Live tensors and the growth of resident memory, with the bar of `tests/docs/test_offload_host_memory.py`."""
@@ -75,6 +76,7 @@ def test_the_peak_of_a_rank_is_that_measured(name: str) -> None:
     assert found.by_phase[found.phase] == found.allocated_bytes
 
 
+@pytest.mark.medium
 def test_the_peak_of_ddp_is_that_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its new buckets are made beside the old ones, which no trace of one device shows.
 
@@ -90,6 +92,7 @@ def test_the_peak_of_ddp_is_that_measured(monkeypatch: pytest.MonkeyPatch) -> No
     profile_of.cache_clear()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", [name for name in BETWEEN_STEPS["rows"] if name not in ("ddp", "fsdp2")])
 def test_bytes_between_steps_are_those_measured(name: str) -> None:
     profile = profile_of(json.dumps(BETWEEN_STEPS["config"]), "bf16-true")
@@ -119,6 +122,7 @@ def test_the_host_memory_of_a_rank_is_that_measured(row: dict[str, Any]) -> None
 # --- what follows from it ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_offloaded_states_are_off_the_device() -> None:
     profile = stage_profile("bf16-true", "cuda")
     share = profile.num_parameters / 2
@@ -142,6 +146,7 @@ def test_more_ranks_need_less_and_larger_batches_more() -> None:
         assert (estimate_rank(profile, division("zero_3"), size, runtime).total_bytes <= usable) is fits
 
 
+@pytest.mark.medium
 def test_ranks_share_the_memory_of_their_machine() -> None:
     profile = stage_profile("bf16-true")
     report = build_report(profile, Target("cpu", "cpu", 300 * MIB), division=division("zero_2", 2))
@@ -187,6 +192,7 @@ def test_what_is_not_modelled_is_refused(strategy: Any, reason: str) -> None:
         division_of(strategy, "x", 2, 2)
 
 
+@pytest.mark.medium
 def test_eight_bit_states_stay_so_and_others_are_wide() -> None:
     profile = stage_profile("bf16-true")
     assert division("zero_2").run_of(profile).state_bytes == pytest.approx(8, rel=1e-3)  # bf16 in the trace

@@ -40,6 +40,7 @@ def test_parameters_are_those_of_the_model_card(architecture):
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["bert-base", "t5-small", "vit-base", "llama-3.2-1b"])
 def test_every_kind_of_batch_trains(name):
     architecture = find_architecture(name)
@@ -51,6 +52,7 @@ def test_every_kind_of_batch_trains(name):
     assert profile.events.breakdown_at(len(profile.events) // 2).get(Category.PARAMETER) > 0
 
 
+@pytest.mark.medium
 def test_a_folder_or_file_with_a_configuration(folder):
     profile = profile_named(NamedRun(str(folder), 2))
     assert profile.sequence_length == 128
@@ -151,6 +153,7 @@ def test_arithmetic_needs_no_torch():
     assert run_python(code).returncode == 0
 
 
+@pytest.mark.medium
 def test_cache_is_keyed_by_the_run_and_the_configuration(folder, tmp_path):
     cache = ProfileCache(tmp_path / "cache")
     run = NamedRun(str(folder), 2)

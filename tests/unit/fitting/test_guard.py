@@ -96,6 +96,7 @@ def test_a_real_shortage_is_survived_tensor_by_tensor() -> None:
     assert optimizer.param_groups[0]["foreach"] is True
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("after", [False, True])
 def test_a_retry_that_fails_is_repeated(after: bool) -> None:
     guard = StepGuard(FullMemory())
@@ -103,6 +104,7 @@ def test_a_retry_that_fails_is_repeated(after: bool) -> None:
     assert guard.num_retries == 3
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("after", [False, True])
 def test_a_step_that_never_fits_leaves_weights_and_states_as_they_were(after: bool) -> None:
     module = nn.Linear(4, 4)
@@ -163,6 +165,7 @@ def test_steps_of_a_gradient_scaler_are_copied_as_seldom_as_others(monkeypatch: 
     assert copies == [optimizer]
 
 
+@pytest.mark.medium
 def test_without_room_for_a_copy_the_step_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(optimizer: Any) -> Any:
         raise MemoryError

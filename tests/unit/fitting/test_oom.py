@@ -85,6 +85,7 @@ def test_circular_chains_end() -> None:
     assert list(error_chain(first)) == [first, second]
 
 
+@pytest.mark.medium
 def test_release_frees_what_the_traceback_held() -> None:
     references = []
 

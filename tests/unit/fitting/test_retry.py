@@ -134,6 +134,7 @@ def trained(module: Fragile, folder: Path, *callbacks: pl.Callback, **options: A
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
 def test_errors_between_backward_and_the_next_step_change_nothing(place: str, accumulate: int, tmp_path: Path) -> None:
@@ -159,6 +160,7 @@ def test_errors_between_backward_and_the_next_step_change_nothing(place: str, ac
     assert files[0] == files[1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("place", PLACES)
 def test_errors_that_stay_end_the_run_in_words(place: str, tmp_path: Path) -> None:
     module = Fragile(place, range(3, 100))
@@ -173,6 +175,7 @@ def test_without_recovery_errors_are_as_they_were(tmp_path: Path) -> None:
             trained(Fragile(place, {2}), tmp_path, MicroBatching(micro_batch_size=5, recover=False))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("place", ["on_before_optimizer_step", "clipping"])
 def test_scaled_gradients_are_unscaled_again(place: str, tmp_path: Path) -> None:
     def run(module: Fragile) -> pl.Trainer:
@@ -188,6 +191,7 @@ def test_scaled_gradients_are_unscaled_again(place: str, tmp_path: Path) -> None
     assert found.precision_plugin.scaler.state_dict() == expected.precision_plugin.scaler.state_dict()
 
 
+@pytest.mark.medium
 def test_lbfgs_and_a_failing_hook(tmp_path: Path) -> None:
     class WithLbfgs(Fragile):
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -210,6 +214,7 @@ def test_a_transfer_that_changed_tensors_in_place_is_refused(tmp_path: Path) -> 
         trained(InPlace("on_after_batch_transfer", {3}), tmp_path, MicroBatching(micro_batch_size=5))
 
 
+@pytest.mark.medium
 def test_lightnings_own_transfer_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.core import hooks
 
@@ -257,6 +262,7 @@ def test_elsewhere_the_error_says_where_and_what_helps(tmp_path: Path) -> None:
         trained(Elsewhere("on_train_batch_end", {2}), tmp_path, MicroBatching())
 
 
+@pytest.mark.medium
 def test_with_several_devices_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="With several devices"):
         fit_on_two_ranks(
@@ -264,6 +270,7 @@ def test_with_several_devices_it_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.medium
 def test_everything_is_taken_off(tmp_path: Path) -> None:
     for calls in ((), range(3, 100)):
         trainer = quiet_trainer(MicroBatching(), precision="64-true")
@@ -316,6 +323,7 @@ def test_errors_of_the_system_are_explained_too() -> None:
     assert "which all devices would have to do together" in str(late)
 
 
+@pytest.mark.medium
 def test_a_scheduler_with_parts_is_put_back(tmp_path: Path) -> None:
     class Factor:
         """A function with state, as `LambdaLR` may have."""

@@ -300,6 +300,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.medium
 @given(values)
 def test_any_value_is_like_itself_and_unlike_a_list_with_one_more(value: Any) -> None:
     assert alike(reading_of(value), reading_of(value), 0.0)

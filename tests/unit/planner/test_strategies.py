@@ -188,6 +188,7 @@ def test_one_device_is_offered_what_offloads_and_several_everything() -> None:
     assert offered(2) == offered(1) | {"ddp", "fsdp2", "zero_1", "zero_2", "zero_3"}
 
 
+@pytest.mark.medium
 def test_bounds_are_bounds_and_nothing_is_faster() -> None:
     for usable, devices, rates in ((1000, 4, SLOW), (560, 1, FAST), (1100, 2, FAST)):
         found, outcome = search(usable, devices=devices, rates=rates)

@@ -45,6 +45,7 @@ def test_time_with_a_core_counts(monkeypatch):
         budget.check_time()
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux tells")
 def test_a_program_on_the_same_core_makes_it_wait():
     cores = os.sched_getaffinity(0)
@@ -141,6 +142,7 @@ def test_a_step_that_never_ends_is_refused_with_its_line(profile, name):
     assert signal.getsignal(signal.SIGURG) is before
 
 
+@pytest.mark.medium
 def test_so_it_is_in_another_thread():
     errors = []
 
@@ -157,6 +159,7 @@ def test_so_it_is_in_another_thread():
     assert "in `turn`" in errors[0]
 
 
+@pytest.mark.medium
 def test_so_it_is_where_the_program_uses_the_signal():
     before = signal.signal(signal.SIGURG, lambda *_: None)
     try:
@@ -237,6 +240,7 @@ def test_so_it_is_before_the_first_step(profile, place):
         profile(Meets(place, turn), batch(), limits=TraceLimits(seconds=0.5))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("profile", [profile_module, measure_step])
 def test_so_it_is_in_the_making_of_an_optimizer(profile):
     with pytest.raises(TraceError, match="was not known after 0.5 s, .* at .*in `turn`"):

@@ -127,6 +127,7 @@ def keeps_outputs() -> Any:
     return LambdaCallback(on_train_batch_end=keep)
 
 
+@pytest.mark.medium
 def test_hooks_set_on_a_callback_are_like_those_of_its_class() -> None:
     assert acts_in_step(keeps_outputs())
     assert acts_in_step(LambdaCallback(on_before_zero_grad=lambda *_: None))
@@ -145,6 +146,7 @@ def test_own_callbacks_and_usual_ones_are_left_out() -> None:
 MADE = [WeightAveraging, EMAWeightAveraging, KeepsAverage, KeepsOutputs, ScalesGradients]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", MADE)
 def test_what_a_callback_needs_is_in_the_figures(kind: Any) -> None:
     torch.manual_seed(0)
@@ -168,6 +170,7 @@ def test_the_callback_is_left_alone(kind: Any) -> None:
     assert all(value is None or vars(callback)[name] == value for name, value in before.items())
 
 
+@pytest.mark.medium
 def test_what_is_made_for_every_block_is_not_taken_for_one() -> None:
     data = torch.zeros(4, 16)
     profiles = [

@@ -160,6 +160,7 @@ class InItsHook(Classifier):
             self.copies = [p.detach().clone() for p in self.parameters()]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("module", "batches"),
     [
@@ -200,6 +201,7 @@ def test_a_history_that_grows_over_several_steps_is_measured():
     assert figure(measure_step(module, batch())) == pytest.approx(true_peak(same, batch, 12), rel=0.01)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "draw",
     [
@@ -256,6 +258,7 @@ def test_memory_that_grows_is_named_and_predicted_for_an_epoch(tmp_path):
     assert ModelProfile.load(tmp_path / "profile.npz").growth == profile.growth
 
 
+@pytest.mark.medium
 def test_growth_is_named_where_the_epoch_is_unknown():
     profile = profiled(KeepsOutputs())
     assert profile.growth.batches == profile.traced_batches
@@ -306,6 +309,7 @@ class JoinsOutputs(KeepsOutputs):
         self.outputs.clear()
 
 
+@pytest.mark.medium
 def test_what_an_epochs_end_makes_is_named():
     words = "Tensors that `on_train_epoch_end` may make are not in the figures, as no trial step ran with it."
     assert words in profiled(JoinsOutputs()).cautions
@@ -357,6 +361,7 @@ def test_what_does_not_end_is_refused(module, reason):
             measure_step(module(), batch(), limits=limits)
 
 
+@pytest.mark.medium
 def test_time_is_a_limit():
     started = time.monotonic()
     with pytest.raises(TraceError, match=r"was not known after 1 s at .*(test_course|modules).py"):
@@ -368,6 +373,7 @@ class OneIsIdle(TwoOptimizers):
     every, at = 10_000_000, 1
 
 
+@pytest.mark.medium
 def test_an_optimizer_that_never_steps_is_named():
     with pytest.raises(TraceError, match=r"40 batches \(steps: Adam 1, Adam 40\)"):
         profiled(OneIsIdle(), limits=TraceLimits(batches=40))

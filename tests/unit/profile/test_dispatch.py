@@ -138,6 +138,7 @@ class Mixture(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_mixtures_of_experts_of_transformers_are_traced_for_cuda(precision):
     def expert_flops(length):

@@ -345,6 +345,7 @@ def test_globals_are_put_back(profile: Callable[..., Any], act: Callable[..., An
     assert not any(isinstance(function(size), FakeTensor) for function in (mask, small_mask) for size in (2, 3))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("profile", [profile_module, measure_step])
 def test_closures_of_what_a_module_holds_are_put_back(profile: Callable[..., Any]) -> None:
     seen: list[Any] = []
@@ -424,6 +425,7 @@ def process() -> dict[str, Any]:
     }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("profile", [profile_module, measure_step])
 @pytest.mark.parametrize("act", [set_process, set_torch])
 def test_settings_are_put_back(profile: Callable[..., Any], act: Callable[..., Any]) -> None:

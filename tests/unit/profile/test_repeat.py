@@ -21,6 +21,7 @@ class SgdStack(Stack):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("device", "module", "options", "callbacks"),
     [
@@ -46,6 +47,7 @@ def test_five_unrolled_blocks_are_the_full_trace_event_for_event(device, module,
     assert shortened.parameters == full.parameters
 
 
+@pytest.mark.medium
 def test_a_transformer_unrolls_to_its_full_trace():
     module = LanguageModel(tiny_gpt2(n_layer=8))
     shortened, full = (
@@ -127,6 +129,7 @@ class Flattens(Stack):
         self.norm = torch.cat([p.grad.flatten() for p in self.parameters()]).norm()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("module", [EveryThird, Scaled, Keeps, AtTheEighth, Skips, Longer, Flattens])
 def test_blocks_that_are_not_all_are_traced_one_by_one(module):
     module = module(num_blocks=9)
@@ -146,6 +149,7 @@ def test_unlike_blocks_are_refused_by_the_events_alone():
         unroll(events, 12)
 
 
+@pytest.mark.medium
 def test_temporaries_that_outlive_their_block_do_not_pile_up():
     """A loop over parameters holds one block's last temporaries until the next block's are made, never all of them."""
     module, batch = Stack(num_blocks=30, width=32), torch.randn(1, 32)

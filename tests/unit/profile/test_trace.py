@@ -334,6 +334,7 @@ class MeasuresUnchecked(Measures):
     validates = False
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("module", "make_batch", "options", "assumes"), CASES)
 def test_the_figure_is_that_of_a_real_run(module, make_batch, options, assumes):
     torch.manual_seed(0)
@@ -380,6 +381,7 @@ def test_a_step_that_reaches_the_module_itself_is_refused(run, has_gradients):
     assert all(parameter.grad is before for parameter, before in zip(module.parameters(), held, strict=True))
 
 
+@pytest.mark.medium
 def test_gradient_checkpointing_of_hugging_face():
     peaks = {}
     for reentrant in (None, False, True):
@@ -438,6 +440,7 @@ class DrawsLots(Classifier):
         return loss
 
 
+@pytest.mark.medium
 def test_random_states_are_given_back():
     def states():
         return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
@@ -542,11 +545,13 @@ class OneOfMany(Experts):
         return self.experts[0](x.repeat(2, 1) if (chosen == 3).all() else x)[: len(x)]
 
 
+@pytest.mark.medium
 def test_choices_among_values_are_not_taken_for_a_routing():
     with pytest.raises(TraceError, match="only real data can tell: the top 1 of 4 unknown scores"):
         trace_cpu(OneOfMany(), batch())
 
 
+@pytest.mark.medium
 def test_what_other_routings_take_is_told():
     found = trace_cpu(ExpertsByMasks(), batch()).assumptions
     assert len(found) == 1

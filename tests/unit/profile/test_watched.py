@@ -129,6 +129,7 @@ class LastBatch(Larger):
         return self.larger(batch, self.trainer.is_last_batch)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "module",
     [
@@ -207,6 +208,7 @@ class CountsItself(pl.Callback):
         self.kept = torch.zeros(100_000) if self.seen == 6 else None
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", [ActsAtTheEnd, ActsAtTheStart, CountsItself])
 def test_a_callback_may_act_in_some_batches(kind):
     found, _ = figures(Classifier, [kind])
@@ -253,6 +255,7 @@ class CountsEpochs(Larger):
         return self.larger(batch, self.epochs == 4)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("module", "callbacks"),
     [
