@@ -16,8 +16,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 types: $(STAMP)
-	$(BIN)/mypy lightning_memfit
-	$(BIN)/mypy cli
+	$(BIN)/mypy lightning_memfit cli
 
 # Kernels have to be built and loaded with one ninja: another version finds every command changed, and builds them again.
 WITH_OWN_NINJA := PATH=$(abspath $(BIN)):$$PATH
