@@ -21,6 +21,7 @@ from lightning.pytorch.cli import ArgsType
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.preemption import Preemption
+from lightning_memfit.fitting.recovery.whole_steps import WholeSteps
 from lightning_memfit.measure.guarded_loggers import guard_loggers
 from lightning_memfit.memory.kind import allows_cuda
 from lightning_memfit.planner.plan import is_technique
@@ -80,8 +81,9 @@ class FitCLI(MemFitCLI):
         self._folder = RunFolder(self.trainer)
         guard_loggers(self.trainer.loggers)
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        if self.subcommand == "fit" and not any(isinstance(callback, Preemption) for callback in callbacks):
-            callbacks.append(Preemption())
+        if self.subcommand == "fit":
+            named = {type(callback) for callback in callbacks}
+            callbacks.extend(kind() for kind in (WholeSteps, Preemption) if kind not in named)
 
     def _check_device(self, planned: str) -> None:
         from lightning_memfit.planner.feedback import device_name

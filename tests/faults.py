@@ -161,6 +161,22 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         ("code is hidden in a file", "it never runs", "test_code_hidden_in_a_file_never_runs"),
         ("code is hidden in a folder of shards", "it never runs", "test_code_hidden_in_a_sharded_folder_never_runs"),
     ),
+    "Accumulation windows": _cases(
+        "integration/test_whole_steps.py",
+        (
+            "a save is due inside a window: by time, steps, a validation or an epoch's end",
+            "it waits for the window's step; resumed bitwise",
+            "test_every_checkpoint_goes_on_exactly",
+        ),
+        ("the same under FSDP2, ZeRO-2 and ZeRO-3", "the same", "test_under_strategies"),
+        ("a run is stopped inside a window", "the window is finished", "test_a_stop_waits_for_the_step"),
+        (
+            "a hook saves inside a window",
+            "a warning names the batches that are not in it",
+            "test_what_cannot_wait_is_saved_with_a_warning",
+        ),
+        ("an error ends a window", "the same", "test_an_error_says_what_its_checkpoint_lacks"),
+    ),
     "Data": _cases(
         "integration/test_data_position.py",
         (
