@@ -251,7 +251,16 @@ GROUPS: dict[str, tuple[Case, ...]] = {
                 "the run ends, and leaves a checkpoint",
                 "test_several_in_a_row_end_the_run",
             ),
-            ("on one of two ranks", "both leave the step out", "test_ranks_agree"),
+            (
+                "on one of two ranks, under DDP, FSDP2 and ZeRO-1 to -3",
+                "both leave the step out; weights are DDP's within 1e-6",
+                "test_ranks_agree",
+            ),
+            (
+                "in `memfit fit`, without a word of it in the recipe",
+                "the run ends with a checkpoint of finite weights",
+                "test_the_command_has_one_unless_it_is_told",
+            ),
         ),
     ),
 }

@@ -6,17 +6,16 @@ import os
 import signal
 import threading
 from collections.abc import Iterable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
+from lightning_memfit.fitting.recovery.whole_steps import checkpoint_folder
 from lightning_memfit.memory.attach import hide_idle_hooks
 
 SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if name in signal.Signals.__members__)
@@ -219,15 +218,9 @@ class Preemption(Callback):
         if not told:
             return
         self._stop_timer()
-        path = self._folder(trainer) / f"preempted-step={trainer.global_step}.ckpt"
+        path = checkpoint_folder(trainer, self.dirpath) / f"preempted-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         raise self._ends(self._received or signal.SIGTERM, f"saved {path}. Go on with `--ckpt_path {path}`.")
-
-    def _folder(self, trainer: Trainer) -> Path:
-        if self.dirpath is not None:
-            return Path(self.dirpath)
-        named = (c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
-        return Path(next(named, None) or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints")
 
 
 def _is_requeued(trainer: Trainer) -> bool:

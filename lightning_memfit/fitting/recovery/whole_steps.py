@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
@@ -191,3 +192,11 @@ def _batches(trainer: Trainer) -> tuple[int, int]:
     """The first and the last of the batches of this epoch, from 1, that belong to the step that has begun."""
     last, size = _ready(trainer), trainer.accumulate_grad_batches
     return (last - 1) // size * size + 1, last
+
+
+def checkpoint_folder(trainer: Trainer, dirpath: str | None) -> Path:
+    """A folder that was named, else that of the first `ModelCheckpoint`, else `checkpoints` in the run's."""
+    if dirpath is not None:
+        return Path(dirpath)
+    named = (c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
+    return Path(next(named, None) or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints")
