@@ -100,17 +100,37 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         *_cases(
             "integration/test_preemption.py",
             (
-                "by SIGTERM, SIGINT or SIGUSR1 in forward, backward, step, save or validation",
-                "a checkpoint at the next step; exit code 143, 130 or 138; resumed bitwise",
+                "by SIGTERM, SIGINT, SIGUSR1 or SIGHUP in forward, backward, step, save or validation",
+                "a checkpoint at the next step; exit code 143, 130, 138 or 129; resumed bitwise",
                 "test_the_run_ends_at_a_step_and_goes_on_exactly",
             ),
             (
-                "by a signal to one of two ranks",
-                "both end at the same step",
+                "by a signal to one of two ranks, under DDP, FSDP2, ZeRO-2 and ZeRO-3",
+                "both end at the same step; resumed bitwise",
                 "test_a_signal_for_one_of_two_ranks_ends_both",
             ),
             ("while a size is looked for", "it ends, and nothing is lost", "test_inside_the_search_for_a_size"),
             ("before its first step", "it ends at once", "test_before_the_first_step_the_run_ends_at_once"),
+            (
+                "by the end of its terminal",
+                "a checkpoint at the next step, whatever is printed meanwhile",
+                "test_the_end_of_a_terminal",
+            ),
+            (
+                "by SLURM, which requeues it (USR1)",
+                "`hpc_ckpt_N.ckpt` at the next step, from which it goes on bitwise",
+                "test_slurm_requeues_at_a_step",
+            ),
+            (
+                "by Ctrl-C, with loader processes alive",
+                "they go on until the step is done",
+                "test_workers_of_a_loader_go_on_until_the_step_is_done",
+            ),
+            (
+                "by a signal in `memfit fit`",
+                "exit code 128 + its number",
+                "test_the_command_ends_with_the_signals_code",
+            ),
             ("and the next step takes longer than the grace time", "it ends then", "test_the_grace_time_is_an_end"),
         ),
         *_cases(
