@@ -181,6 +181,19 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         ("code is hidden in a file", "it never runs", "test_code_hidden_in_a_file_never_runs"),
         ("code is hidden in a folder of shards", "it never runs", "test_code_hidden_in_a_sharded_folder_never_runs"),
     ),
+    "Hidden code": _cases(
+        "integration/test_payloads.py",
+        (
+            "in a checkpoint of one device, FSDP2 or ZeRO, for `fit`, `export` and `generate`",
+            "it never runs; one message and exit code 2",
+            "test_checkpoints_of_each_strategy",
+        ),
+        ("in a plan or a lock", "the same", "test_plans_and_locks"),
+        ("in entries of the cache", "it never runs, and they are made anew", "test_cache_entries_are_made_anew"),
+        ("in a file of data", "it never runs; one message and exit code 2", "test_data_files"),
+        ("in tokens that were kept", "the same", "test_tokens_in_the_cache_of_data"),
+        ("beside a model or tokenizer", "the same", "test_code_beside_a_model_or_tokenizer"),
+    ),
     "Accumulation windows": _cases(
         "integration/test_whole_steps.py",
         (
@@ -197,14 +210,26 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         ),
         ("an error ends a window", "the same", "test_an_error_says_what_its_checkpoint_lacks"),
     ),
-    "Data": _cases(
-        "integration/test_data_position.py",
-        (
-            "resumed with another batch size, accumulation, number of ranks or workers",
-            "each sample exactly once an epoch",
-            "test_each_sample_once_an_epoch",
+    "Data": (
+        *_cases(
+            "integration/test_data_position.py",
+            (
+                "resumed with another batch size, accumulation, number of ranks or workers",
+                "each sample exactly once an epoch",
+                "test_each_sample_once_an_epoch",
+            ),
+            ("after two such changes", "the same", "test_after_two_changes"),
         ),
-        ("after two such changes", "the same", "test_after_two_changes"),
+        *_cases(
+            "unit/data/test_text.py",
+            (
+                "a row without text, of another type, not UTF-8 or no JSON",
+                "one message with the file and the line",
+                "test_the_file_and_the_line_of_a_fault_are_named",
+            ),
+            ("a link to nothing", "one message with its name", "test_links_to_nothing"),
+            ("an empty file", "the same", "test_empty_file"),
+        ),
     ),
     "Caches and plans": (
         *_cases(
