@@ -1,6 +1,7 @@
 """What goes wrong, what is promised, and the test that provokes it: `python -m tests.faults`.
 
     python -m tests.faults            # run all of them (`make faults`): benchmarks/results/faults.json, and the page
+    python -m tests.faults --only preemption     # those whose test has this in its name; the others' figures stay
     python -m tests.faults --page     # only the page, docs/reliability.md
 
 Every case is provoked for real: a second process, a signal, a small file system, flipped bytes. The quick ones are part
@@ -136,7 +137,8 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         *_cases(
             "integration/test_checkpoint_kills.py",
             (
-                "by SIGKILL while `last.ckpt` is rewritten, under each strategy",
+                "by SIGKILL at a random moment while `last.ckpt` is rewritten: one device, DDP, FSDP2, ZeRO-1 to -3, "
+                "to the host and to disk, tensor parallelism",
                 "the last complete checkpoint loads",
                 "test_the_last_complete_checkpoint_always_loads",
             ),
@@ -343,37 +345,60 @@ def _shown(row: dict[str, Any] | None) -> str:
         return "not run"
     if row["failed"]:
         return f"**{row['failed']} failed**"
-    return f"{row['passed']} passed" + (f", {row['skipped']} skipped" if row["skipped"] else "")
+    more = [f"{number} {name}" for name, number in row.get("figures", {}).items()]
+    return ", ".join([f"{row['passed']} passed", *([f"{row['skipped']} skipped"] if row["skipped"] else []), *more])
 
 
-def run() -> dict[str, Any]:
-    """Run all cases in one process of pytest, and say how the tests of each ended."""
+def run(only: str = "") -> dict[str, Any]:
+    """Run cases in one process of pytest, and say how the tests of each ended.
+
+    Args:
+        only: A part of the names of their tests.
+    """
     started = time.monotonic()
     os.environ.setdefault("MEMFIT_KILLS", KILLS)
+    chosen = [case for case in cases() if only in case.test]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        tests = sorted({f"{ROOT}/tests/{case.test}" for case in cases()})
+        tests = sorted({f"{ROOT}/tests/{case.test}" for case in chosen})
         options = ["-q", "-n", "2", "--dist", "loadfile", "--timeout", "900", f"--junitxml={report}"]
         pytest.main([*options, *tests])
         found = list(ElementTree.parse(report).iter("testcase"))
-    rows = []
-    for case in cases():
-        file, _, function = case.test.partition("::")
-        module = "tests." + file.removesuffix(".py").replace("/", ".")
-        own = [t for t in found if t.get("classname") == module and (t.get("name") or "").split("[")[0] == function]
-        failed = sum(t.find("failure") is not None or t.find("error") is not None for t in own)
-        skipped = sum(t.find("skipped") is not None for t in own)
-        passed = len(own) - failed - skipped
-        rows.append({"test": case.test, "passed": passed, "failed": failed or int(not own), "skipped": skipped})
+    rows = [_row(case, found) for case in chosen]
     return {"rows": rows, "seconds": round(time.monotonic() - started, 1), "kills": os.environ["MEMFIT_KILLS"]}
+
+
+def _row(case: Case, found: list[ElementTree.Element]) -> dict[str, Any]:
+    """How the tests of a case ended, and the sums of the numbers that they recorded."""
+    file, _, function = case.test.partition("::")
+    module = "tests." + file.removesuffix(".py").replace("/", ".")
+    own = [t for t in found if t.get("classname") == module and (t.get("name") or "").split("[")[0] == function]
+    failed = sum(t.find("failure") is not None or t.find("error") is not None for t in own)
+    skipped = sum(t.find("skipped") is not None for t in own)
+    row = {"test": case.test, "passed": len(own) - failed - skipped, "failed": failed or int(not own)}
+    figures: dict[str, int] = {}
+    for noted in (noted for test in own for noted in test.iter("property")):
+        figures[noted.get("name") or ""] = figures.get(noted.get("name") or "", 0) + int(noted.get("value") or 0)
+    return row | {"skipped": skipped} | ({"figures": figures} if figures else {})
+
+
+def _merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """A record with the rows of some cases replaced, in the order of the page."""
+    rows = {row["test"]: row for row in (*before["rows"], *now["rows"])}
+    ordered = [rows[case.test] for case in cases() if case.test in rows]
+    return {"rows": ordered, "seconds": round(before["seconds"] + now["seconds"], 1), "kills": now["kills"]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run everything, or write the page alone."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="only write the page from the last results")
-    if not parser.parse_args(argv).page:
-        write(RESULTS, run())
+    parser.add_argument("--only", default="", metavar="WORD", help="run the cases whose test has this in its name")
+    options = parser.parse_args(argv)
+    if not options.page:
+        found = run(options.only)
+        before = json.loads(RESULTS.read_text(encoding="utf-8")) if options.only and RESULTS.exists() else None
+        write(RESULTS, found if before is None else _merged(before, found))
     record = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else None
     PAGE.write_text(page(record), encoding="utf-8")
     return int(record is not None and any(row["failed"] for row in record["rows"]))
