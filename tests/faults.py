@@ -183,6 +183,24 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         ("code is hidden in a file", "it never runs", "test_code_hidden_in_a_file_never_runs"),
         ("code is hidden in a folder of shards", "it never runs", "test_code_hidden_in_a_sharded_folder_never_runs"),
     ),
+    "Several at once": _cases(
+        "unit/strategies/test_two_writers.py",
+        (
+            "two runs write one checkpoint, a file or a folder",
+            "what is there is whole at any moment, and neither fails",
+            "test_two_runs_that_write_one_checkpoint",
+        ),
+        (
+            "a link, to a checkpoint or to nothing, in a checkpoint's place",
+            "the link is replaced, and what it leads to stays",
+            "test_a_link_in_a_checkpoints_place_is_replaced",
+        ),
+        (
+            "a rank can't write its part, under ZeRO-2, ZeRO-3 and FSDP2",
+            "all ranks end the save at once, and name it",
+            "test_a_rank_that_fails_inside_a_save_ends_the_others",
+        ),
+    ),
     "Hidden code": _cases(
         "integration/test_payloads.py",
         (
