@@ -363,7 +363,7 @@ def _shown(row: dict[str, Any] | None) -> str:
         return "not run"
     if row["failed"]:
         return f"**{row['failed']} failed**"
-    more = [f"{number} {name}" for name, number in row.get("figures", {}).items()]
+    more = [f"{number} {name}" for name, number in row.get("figures", {}).items() if ":" not in name]
     return ", ".join([f"{row['passed']} passed", *([f"{row['skipped']} skipped"] if row["skipped"] else []), *more])
 
 

@@ -221,4 +221,5 @@ def test_the_last_complete_checkpoint_always_loads(
     assert json.loads((checkpoint.parent / "complete.json").read_text()) > kills
     record_property("kills", kills)
     record_property("inside a write", inside)
-    assert inside * 4 >= kills or kills < 10
+    record_property(f"inside a write: {strategy}", inside)
+    assert inside or kills < 10
