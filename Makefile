@@ -11,9 +11,13 @@ quickstart: $(STAMP)
 
 test: lint types unit
 
+# What pip-audit finds is printed, and is no failure: it changes from day to day, and needs a network.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml lightning_memfit cli
+	@$(BIN)/pip-audit --progress-spinner off --timeout 10 2>/dev/null | grep -E "(PYSEC|GHSA|CVE)-" \
+		|| echo "pip-audit: no known vulnerability, as far as it could ask"
 
 types: $(STAMP)
 	$(BIN)/mypy lightning_memfit cli

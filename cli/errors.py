@@ -14,6 +14,7 @@ import lightning_memfit
 DEBUG_OPTION = "--debug"
 DEBUG_VARIABLE = "MEMFIT_DEBUG"
 USER_ERROR = 2
+INTERRUPTED = 130
 RUN_FAILED = 1
 """A run that had begun ended in an error; before that nothing is lost, and the code is that of a mistake."""
 

@@ -20,7 +20,9 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType
 from typing_extensions import override
 
+from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard
 from lightning_memfit.fitting.recovery.preemption import Preemption
+from lightning_memfit.fitting.recovery.whole_steps import WholeSteps
 from lightning_memfit.measure.guarded_loggers import guard_loggers
 from lightning_memfit.memory.kind import allows_cuda
 from lightning_memfit.planner.plan import is_technique
@@ -70,7 +72,7 @@ class FitCLI(MemFitCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        """Watch whether the run begins, let signals end it at a step, and loggers end it never.
+        """Watch whether the run begins, guard its steps, let signals end it at one, and loggers end it never.
 
         Raises:
             ValueError: If the run is on another device than its plan was made for.
@@ -80,8 +82,9 @@ class FitCLI(MemFitCLI):
         self._folder = RunFolder(self.trainer)
         guard_loggers(self.trainer.loggers)
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        if self.subcommand == "fit" and not any(isinstance(callback, Preemption) for callback in callbacks):
-            callbacks.append(Preemption())
+        if self.subcommand == "fit":
+            named = {type(callback) for callback in callbacks}
+            callbacks.extend(kind() for kind in (NonFiniteGuard, WholeSteps, Preemption) if kind not in named)
 
     def _check_device(self, planned: str) -> None:
         from lightning_memfit.planner.feedback import device_name

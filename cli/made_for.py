@@ -37,7 +37,7 @@ _WATCHERS = frozenset(
         *("EarlyStopping", "ModelCheckpoint", "OnExceptionCheckpoint", "LearningRateMonitor", "DeviceStatsMonitor"),
         *("ModelSummary", "RichModelSummary", "RichProgressBar", "TQDMProgressBar", "Timer"),
         *("MemoryMonitor", "MemoryPrediction", "MemoryLimit", "OutOfMemoryReport", "RunSummary", "RunTimeline"),
-        *("FlopsMonitor", "DataWaitMonitor", "NonFiniteGuard", "Preemption"),
+        *("FlopsMonitor", "DataWaitMonitor", "NonFiniteGuard", "Preemption", "WholeSteps"),
     }
 )
 """Callbacks without a part in what a plan decides, so that they may come and go."""

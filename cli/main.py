@@ -7,7 +7,7 @@ from importlib import import_module
 
 from lightning_memfit import __version__
 
-from .errors import DEBUG_OPTION, DEBUG_VARIABLE, original, readable_errors, report_unexpected
+from .errors import DEBUG_OPTION, DEBUG_VARIABLE, INTERRUPTED, original, readable_errors, report_unexpected
 
 # Name, module in this folder, description. A module has `main(argv: list[str]) -> int`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -56,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             rest = arguments if module == "fit" else arguments[1:]
             outcome.code = import_module(f".{module}", __package__).main(rest)
         return outcome.code
+    except KeyboardInterrupt:  # while something is imported, or traced; `fit` ends by itself once it trains
+        if debug:
+            raise
+        print("memfit: stopped.", file=sys.stderr)
+        return INTERRUPTED
     except Exception as error:
         if not debug:
             return report_unexpected(error)

@@ -57,7 +57,8 @@ def load_exported(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     if not Path(folder).is_dir():
         raise ValueError(f"`--folder {folder}`: there is no such folder.")
     try:
-        network = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype="auto")
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        network = auto_class(config).from_pretrained(folder, dtype="auto", trust_remote_code=False)
     except OSError as error:
         raise ValueError(f"`--folder {folder}` is not a complete Hugging Face folder: {error}") from error
     return network.eval(), load_tokenizer(folder)

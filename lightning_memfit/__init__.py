@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard as NonFiniteGuard
     from lightning_memfit.fitting.recovery.oom_report import OutOfMemoryReport as OutOfMemoryReport
     from lightning_memfit.fitting.recovery.preemption import Preemption as Preemption
+    from lightning_memfit.fitting.recovery.whole_steps import WholeSteps as WholeSteps
     from lightning_memfit.fitting.size.prediction import MemoryPrediction as MemoryPrediction
     from lightning_memfit.fitting.step.callback import MicroBatching as MicroBatching
     from lightning_memfit.measure.data_wait import DataWaitMonitor as DataWaitMonitor
@@ -107,6 +108,7 @@ _PUBLIC = {
     "TF32": "lightning_memfit.techniques.tf32",
     "TextData": "lightning_memfit.data",
     "TorchCompile": "lightning_memfit.techniques.torch_compile",
+    "WholeSteps": "lightning_memfit.fitting.recovery.whole_steps",
     "ZeroGradAfterStep": "lightning_memfit.techniques.zero_grad_after_step",
     "ZeroInfinityStrategy": "lightning_memfit.strategies",
     "ZeroStrategy": "lightning_memfit.strategies",

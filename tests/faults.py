@@ -1,6 +1,7 @@
 """What goes wrong, what is promised, and the test that provokes it: `python -m tests.faults`.
 
     python -m tests.faults            # run all of them (`make faults`): benchmarks/results/faults.json, and the page
+    python -m tests.faults --only preemption     # those whose test has this in its name; the others' figures stay
     python -m tests.faults --page     # only the page, docs/reliability.md
 
 Every case is provoked for real: a second process, a signal, a small file system, flipped bytes. The quick ones are part
@@ -101,23 +102,44 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         *_cases(
             "integration/test_preemption.py",
             (
-                "by SIGTERM, SIGINT or SIGUSR1 in forward, backward, step, save or validation",
-                "a checkpoint at the next step; exit code 143, 130 or 138; resumed bitwise",
+                "by SIGTERM, SIGINT, SIGUSR1 or SIGHUP in forward, backward, step, save or validation",
+                "a checkpoint at the next step; exit code 143, 130, 138 or 129; resumed bitwise",
                 "test_the_run_ends_at_a_step_and_goes_on_exactly",
             ),
             (
-                "by a signal to one of two ranks",
-                "both end at the same step",
+                "by a signal to one of two ranks, under DDP, FSDP2, ZeRO-2 and ZeRO-3",
+                "both end at the same step; resumed bitwise",
                 "test_a_signal_for_one_of_two_ranks_ends_both",
             ),
             ("while a size is looked for", "it ends, and nothing is lost", "test_inside_the_search_for_a_size"),
             ("before its first step", "it ends at once", "test_before_the_first_step_the_run_ends_at_once"),
+            (
+                "by the end of its terminal",
+                "a checkpoint at the next step, whatever is printed meanwhile",
+                "test_the_end_of_a_terminal",
+            ),
+            (
+                "by SLURM, which requeues it (USR1)",
+                "`hpc_ckpt_N.ckpt` at the next step, from which it goes on bitwise",
+                "test_slurm_requeues_at_a_step",
+            ),
+            (
+                "by Ctrl-C, with loader processes alive",
+                "they go on until the step is done",
+                "test_workers_of_a_loader_go_on_until_the_step_is_done",
+            ),
+            (
+                "by a signal in `memfit fit`",
+                "exit code 128 + its number",
+                "test_the_command_ends_with_the_signals_code",
+            ),
             ("and the next step takes longer than the grace time", "it ends then", "test_the_grace_time_is_an_end"),
         ),
         *_cases(
             "integration/test_checkpoint_kills.py",
             (
-                "by SIGKILL while `last.ckpt` is rewritten, under each strategy",
+                "by SIGKILL at a random moment while `last.ckpt` is rewritten: one device, DDP, FSDP2, ZeRO-1 to -3, "
+                "to the host and to disk, tensor parallelism",
                 "the last complete checkpoint loads",
                 "test_the_last_complete_checkpoint_always_loads",
             ),
@@ -162,14 +184,73 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         ("code is hidden in a file", "it never runs", "test_code_hidden_in_a_file_never_runs"),
         ("code is hidden in a folder of shards", "it never runs", "test_code_hidden_in_a_sharded_folder_never_runs"),
     ),
-    "Data": _cases(
-        "integration/test_data_position.py",
+    "Several at once": _cases(
+        "unit/strategies/test_two_writers.py",
         (
-            "resumed with another batch size, accumulation, number of ranks or workers",
-            "each sample exactly once an epoch",
-            "test_each_sample_once_an_epoch",
+            "two runs write one checkpoint, a file or a folder",
+            "what is there is whole at any moment, and neither fails",
+            "test_two_runs_that_write_one_checkpoint",
         ),
-        ("after two such changes", "the same", "test_after_two_changes"),
+        (
+            "a link, to a checkpoint or to nothing, in a checkpoint's place",
+            "the link is replaced, and what it leads to stays",
+            "test_a_link_in_a_checkpoints_place_is_replaced",
+        ),
+        (
+            "a rank can't write its part, under ZeRO-2, ZeRO-3 and FSDP2",
+            "all ranks end the save at once, and name it",
+            "test_a_rank_that_fails_inside_a_save_ends_the_others",
+        ),
+    ),
+    "Hidden code": _cases(
+        "integration/test_payloads.py",
+        (
+            "in a checkpoint of one device, FSDP2 or ZeRO, for `fit`, `export` and `generate`",
+            "it never runs; one message and exit code 2",
+            "test_checkpoints_of_each_strategy",
+        ),
+        ("in a plan or a lock", "the same", "test_plans_and_locks"),
+        ("in entries of the cache", "it never runs, and they are made anew", "test_cache_entries_are_made_anew"),
+        ("in a file of data", "it never runs; one message and exit code 2", "test_data_files"),
+        ("in tokens that were kept", "the same", "test_tokens_in_the_cache_of_data"),
+        ("beside a model or tokenizer", "the same", "test_code_beside_a_model_or_tokenizer"),
+    ),
+    "Accumulation windows": _cases(
+        "integration/test_whole_steps.py",
+        (
+            "a save is due inside a window: by time, steps, a validation or an epoch's end",
+            "it waits for the window's step; resumed bitwise",
+            "test_every_checkpoint_goes_on_exactly",
+        ),
+        ("the same under FSDP2, ZeRO-2 and ZeRO-3", "the same", "test_under_strategies"),
+        ("a run is stopped inside a window", "the window is finished", "test_a_stop_waits_for_the_step"),
+        (
+            "a hook saves inside a window",
+            "a warning names the batches that are not in it",
+            "test_what_cannot_wait_is_saved_with_a_warning",
+        ),
+        ("an error ends a window", "the same", "test_an_error_says_what_its_checkpoint_lacks"),
+    ),
+    "Data": (
+        *_cases(
+            "integration/test_data_position.py",
+            (
+                "resumed with another batch size, accumulation, number of ranks or workers",
+                "each sample exactly once an epoch",
+                "test_each_sample_once_an_epoch",
+            ),
+            ("after two such changes", "the same", "test_after_two_changes"),
+        ),
+        *_cases(
+            "unit/data/test_text.py",
+            (
+                "a row without text, of another type, not UTF-8 or no JSON",
+                "one message with the file and the line",
+                "test_the_file_and_the_line_of_a_fault_are_named",
+            ),
+            ("a link to nothing", "one message with its name", "test_links_to_nothing"),
+            ("an empty file", "the same", "test_empty_file"),
+        ),
     ),
     "Caches and plans": (
         *_cases(
@@ -236,7 +317,16 @@ GROUPS: dict[str, tuple[Case, ...]] = {
                 "the run ends, and leaves a checkpoint",
                 "test_several_in_a_row_end_the_run",
             ),
-            ("on one of two ranks", "both leave the step out", "test_ranks_agree"),
+            (
+                "on one of two ranks, under DDP, FSDP2 and ZeRO-1 to -3",
+                "both leave the step out; weights are DDP's within 1e-6",
+                "test_ranks_agree",
+            ),
+            (
+                "in `memfit fit`, without a word of it in the recipe",
+                "the run ends with a checkpoint of finite weights",
+                "test_the_command_has_one_unless_it_is_told",
+            ),
         ),
     ),
 }
@@ -274,38 +364,61 @@ def _shown(row: dict[str, Any] | None) -> str:
         return "not run"
     if row["failed"]:
         return f"**{row['failed']} failed**"
-    return f"{row['passed']} passed" + (f", {row['skipped']} skipped" if row["skipped"] else "")
+    more = [f"{number} {name}" for name, number in row.get("figures", {}).items() if ":" not in name]
+    return ", ".join([f"{row['passed']} passed", *([f"{row['skipped']} skipped"] if row["skipped"] else []), *more])
 
 
-def run() -> dict[str, Any]:
-    """Run all cases in one process of pytest, and say how the tests of each ended."""
+def run(only: str = "") -> dict[str, Any]:
+    """Run cases in one process of pytest, and say how the tests of each ended.
+
+    Args:
+        only: A part of the names of their tests.
+    """
     started = time.monotonic()
     os.environ.setdefault("MEMFIT_KILLS", KILLS)
     os.environ.setdefault("MEMFIT_MOMENTS", MOMENTS)
+    chosen = [case for case in cases() if only in case.test]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        tests = sorted({f"{ROOT}/tests/{case.test}" for case in cases()})
+        tests = sorted({f"{ROOT}/tests/{case.test}" for case in chosen})
         options = ["-q", "-n", "2", "--dist", "loadfile", "--timeout", "900", f"--junitxml={report}"]
         pytest.main([*options, *tests])
         found = list(ElementTree.parse(report).iter("testcase"))
-    rows = []
-    for case in cases():
-        file, _, function = case.test.partition("::")
-        module = "tests." + file.removesuffix(".py").replace("/", ".")
-        own = [t for t in found if t.get("classname") == module and (t.get("name") or "").split("[")[0] == function]
-        failed = sum(t.find("failure") is not None or t.find("error") is not None for t in own)
-        skipped = sum(t.find("skipped") is not None for t in own)
-        passed = len(own) - failed - skipped
-        rows.append({"test": case.test, "passed": passed, "failed": failed or int(not own), "skipped": skipped})
+    rows = [_row(case, found) for case in chosen]
     return {"rows": rows, "seconds": round(time.monotonic() - started, 1), "kills": os.environ["MEMFIT_KILLS"]}
+
+
+def _row(case: Case, found: list[ElementTree.Element]) -> dict[str, Any]:
+    """How the tests of a case ended, and the sums of the numbers that they recorded."""
+    file, _, function = case.test.partition("::")
+    module = "tests." + file.removesuffix(".py").replace("/", ".")
+    own = [t for t in found if t.get("classname") == module and (t.get("name") or "").split("[")[0] == function]
+    failed = sum(t.find("failure") is not None or t.find("error") is not None for t in own)
+    skipped = sum(t.find("skipped") is not None for t in own)
+    row = {"test": case.test, "passed": len(own) - failed - skipped, "failed": failed or int(not own)}
+    figures: dict[str, int] = {}
+    for noted in (noted for test in own for noted in test.iter("property")):
+        figures[noted.get("name") or ""] = figures.get(noted.get("name") or "", 0) + int(noted.get("value") or 0)
+    return row | {"skipped": skipped} | ({"figures": figures} if figures else {})
+
+
+def _merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """A record with the rows of some cases replaced, in the order of the page."""
+    rows = {row["test"]: row for row in (*before["rows"], *now["rows"])}
+    ordered = [rows[case.test] for case in cases() if case.test in rows]
+    return {"rows": ordered, "seconds": round(before["seconds"] + now["seconds"], 1), "kills": now["kills"]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run everything, or write the page alone."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="only write the page from the last results")
-    if not parser.parse_args(argv).page:
-        write(RESULTS, run())
+    parser.add_argument("--only", default="", metavar="WORD", help="run the cases whose test has this in its name")
+    options = parser.parse_args(argv)
+    if not options.page:
+        found = run(options.only)
+        before = json.loads(RESULTS.read_text(encoding="utf-8")) if options.only and RESULTS.exists() else None
+        write(RESULTS, found if before is None else _merged(before, found))
     record = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else None
     PAGE.write_text(page(record), encoding="utf-8")
     return int(record is not None and any(row["failed"] for row in record["rows"]))

@@ -58,6 +58,8 @@ NAMES: dict[str, str] = {
     "_call_lightning_module_hook": "lightning.pytorch.trainer.call",
     "_call_strategy_hook": "lightning.pytorch.trainer.call",
     "_cdata": "torch.UntypedStorage",
+    "_data_fetcher": "lightning.pytorch.loops.fit_loop._FitLoop",
+    "_should_check_val_fx": "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
     "_compiled_call_impl": "torch.nn.Module",
     "_computed": "torchmetrics.Metric",
     "_configure_launcher": "lightning.pytorch.strategies.Strategy",

@@ -204,6 +204,6 @@ class PairData(PairedText):
         columns = []
         for argument in ("source_column", "target_column"):
             name = getattr(self, argument)
-            check_texts(rows, name, argument)
+            check_texts(rows, name, argument, self.dataset)
             columns.append(list(rows[name]))
         return list(zip(*columns, strict=True))

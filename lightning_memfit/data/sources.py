@@ -6,6 +6,7 @@ The files are read as one document per row; `validation_mask` splits documents i
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ def load_documents(dataset: str, dataset_config: str | None, split: str, cache_d
         if dataset_config is not None or split != "train":
             raise ValueError(f"`dataset={dataset!r}` is local: `dataset_config` and other splits are for the hub.")
         return _load_files(path, cache_dir)
+    if path.is_symlink():
+        raise ValueError(f"`dataset={dataset!r}` is a link to {str(path.readlink())!r}, which is not there. Mend it.")
     if dataset.startswith((".", "/", "~")) or path.suffix in _READERS or dataset.count("/") > 1:
         raise ValueError(f"`dataset={dataset!r}` is a path, but there is no such file or folder.")
     return _load_from_hub(dataset, dataset_config, split, cache_dir)
@@ -51,11 +54,27 @@ def _load_files(path: Path, cache_dir: str | None) -> Dataset:
     files = local_files(path)
     reader, options = _READERS[files[0].suffix]
     names = [str(file) for file in files]
+    if reader == "parquet":
+        for file in files:
+            _check_parquet(file)
     try:
         return load_dataset(reader, data_files={"train": names}, split="train", cache_dir=cache_dir, **options)
     except Exception as error:
-        cause = error.__cause__ or error
-        raise ValueError(f"`dataset={str(path)!r}` cannot be read as {reader} files: {cause}") from error
+        place = next((found for file in files if (found := _fault_in(file))), "")
+        cause = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"`dataset={str(path)!r}` cannot be read as {reader} files: {place or cause}") from error
+
+
+def _check_parquet(file: Path) -> None:
+    """Refuse a file that is no parquet file, of which `datasets` would log a traceback."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_schema
+
+    try:
+        read_schema(file)
+    except (ArrowException, OSError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"`dataset`: the file {str(file)!r} is no parquet file: {reason}.") from error
 
 
 def local_files(path: Path) -> list[Path]:
@@ -82,7 +101,7 @@ def local_files(path: Path) -> list[Path]:
     return files
 
 
-def check_texts(documents: Dataset, column: str, argument: str) -> None:
+def check_texts(documents: Dataset, column: str, argument: str, dataset: str = "") -> None:
     """Refuse a column that has something else than text in any row, or nothing at all.
 
     Files of lines may lose a column half-way; the rows after that must not be left out without a word.
@@ -91,23 +110,70 @@ def check_texts(documents: Dataset, column: str, argument: str) -> None:
         documents: From `load_documents`.
         column: Name of the column.
         argument: The argument that names it, for messages.
+        dataset: What was read, to name the file and the line.
 
     Raises:
         ValueError: If the column is missing, isn't text, or has rows without a value.
     """
+    from pyarrow import ArrowInvalid
+
     if column not in documents.column_names:
         there = ", ".join(documents.column_names)
         raise ValueError(f"`{argument}={column!r}` is not in the data. Its columns: {there}.")
     kind = getattr(documents.features[column], "dtype", None)
     values = documents.data.column(column)
+    fault = ""
     if values.null_count:
         first = values.is_null().to_numpy().argmax() + 1
-        raise ValueError(
-            f"`{argument}={column!r}` has something else than text: {values.null_count:,} of {len(values):,} documents "
-            f"have no value, number {first:,} the first of them. Fill them in or remove them."
+        fault = (
+            f"{values.null_count:,} of {len(values):,} documents have no value, number {first:,} the first of them. "
+            "Fill them in or remove them"
         )
-    if kind not in ("string", "large_string"):
-        raise ValueError(f"`{argument}={column!r}` has something else than text: {documents.features[column]}.")
+    elif kind not in ("string", "large_string"):
+        fault = str(documents.features[column])
+    else:
+        try:
+            values.validate(full=True)
+        except ArrowInvalid:
+            fault = "bytes that are not UTF-8"
+    if fault:
+        files = local_files(Path(dataset).expanduser()) if dataset and Path(dataset).expanduser().exists() else []
+        place = next((found for file in files if (found := _fault_in(file, column))), "")
+        raise ValueError(f"`{argument}={column!r}` has something else than text: {fault}. {place}".rstrip())
+
+
+def _fault_in(file: Path, column: str | None = None) -> str | None:
+    """Name the first line of a file that is not UTF-8, no JSON, or has no text in a column; None if there is none.
+
+    It is only asked when something is wrong: reading lines is slow.
+    """
+    if file.suffix == ".parquet":
+        return None
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            reason = _fault_of(line, column, file.suffix == ".jsonl")
+            if reason is not None:
+                return f"In {str(file)!r}, line {number:,} {reason}."
+    return None
+
+
+def _fault_of(line: bytes, column: str | None, is_json: bool) -> str | None:
+    try:
+        text = line.decode("utf-8-sig")
+        row = json.loads(text) if is_json and text.strip() else None
+    except UnicodeDecodeError as error:
+        return (
+            f"is not UTF-8 (byte {error.start + 1} of it is {error.object[error.start]:#04x}): save the file as UTF-8"
+        )
+    except (ValueError, RecursionError) as error:
+        return f"is no JSON: {error}"
+    if row is None or isinstance(row, list):
+        return None
+    if not isinstance(row, dict):
+        return f"is {type(row).__name__} instead of an object"
+    if column is None or isinstance(row.get(column), str):
+        return None
+    return f"has no {column!r}" if row.get(column) is None else f"has {type(row[column]).__name__} as {column!r}"
 
 
 def _load_from_hub(dataset: str, dataset_config: str | None, split: str, cache_dir: str | None) -> Dataset:

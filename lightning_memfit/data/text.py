@@ -30,7 +30,7 @@ _ROWS = 1000
 
 
 def tokenize_documents(
-    documents: Dataset, column: str, tokenizer: PreTrainedTokenizerBase, num_processes: int
+    documents: Dataset, column: str, tokenizer: PreTrainedTokenizerBase, num_processes: int, dataset: str = ""
 ) -> Dataset:
     """Tokenize every document through `datasets.map`, whose cache makes the second run immediate.
 
@@ -39,6 +39,7 @@ def tokenize_documents(
         column: Column with the text.
         tokenizer: From `load_tokenizer`.
         num_processes: Number of processes that tokenize.
+        dataset: What was read, for messages.
 
     Returns:
         A data set with the columns `tokens` (end of sequence included) and `hash`, without empty documents.
@@ -49,7 +50,7 @@ def tokenize_documents(
     from datasets import Features, Sequence, Value
     from datasets.fingerprint import Hasher
 
-    check_texts(documents, column, "text_column")
+    check_texts(documents, column, "text_column", dataset)
     kind = str(token_dtype(len(tokenizer)))
     tokenized = documents.map(
         partial(_tokenize, column=column, tokenizer=tokenizer),
@@ -206,7 +207,7 @@ class TextData(PackedText):
 
     def _tokenized(self, split: str) -> Dataset:
         documents = load_documents(self.dataset, self.dataset_config, split, self.cache_dir)
-        return tokenize_documents(documents, self.text_column, self.tokenizer, self.tokenize_workers)
+        return tokenize_documents(documents, self.text_column, self.tokenizer, self.tokenize_workers, self.dataset)
 
     def _write(self, documents: Dataset, name: str, keep: np.ndarray | None = None) -> np.ndarray:
         from datasets import config

@@ -31,7 +31,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     folder = Path(name).expanduser()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

@@ -42,7 +42,7 @@ def resolve_config(
         return _inline_config(changes)
     argument = "pretrained" if pretrained else "config_name"
     with _readable(argument, named):
-        base: PretrainedConfig = AutoConfig.from_pretrained(_local_or_hub(argument, named))
+        base: PretrainedConfig = AutoConfig.from_pretrained(_local_or_hub(argument, named), trust_remote_code=False)
     given_type = changes.pop("model_type", base.model_type)
     if given_type != base.model_type:
         raise ValueError(
@@ -72,7 +72,8 @@ def build(config: PretrainedConfig, pretrained: str | None, attn_implementation:
     else:
         with _readable("pretrained", pretrained):
             folder = _local_or_hub("pretrained", pretrained)
-            network = auto_class(config).from_pretrained(folder, config=config, use_safetensors=True, **options)
+            options |= {"use_safetensors": True, "trust_remote_code": False}
+            network = auto_class(config).from_pretrained(folder, config=config, **options)
     network.config.use_cache = False  # keys and values of past tokens, which training never reads
     if not is_encoder_decoder(config):
         network.loss_type = "ForCausalLM"  # GPT-2's class is named otherwise, and transformers would warn

@@ -69,7 +69,9 @@ def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
 
     from lightning_memfit.adapters.lora import merge_into
 
-    network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(_base_of(checkpoint), dtype="auto")
+    network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        _base_of(checkpoint), dtype="auto", trust_remote_code=False
+    )
     weights = {f"{_PREFIX}{name}": value for name, value in network.state_dict().items()}
     trained = checkpoint["state_dict"]
     merge_into(weights, trained, checkpoint[ADAPTERS]["layers"])

@@ -15,6 +15,7 @@ from lightning_memfit.strategies.integrity import (
     SignedFile,
     got_full,
     is_full,
+    partial_of,
     require_room,
     stored_bytes,
     sync_folder,
@@ -43,7 +44,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a file; an existing one stays until the new one is whole.
+        """Write a file; an existing one stays until the new one is whole. A link is replaced, not what it leads to.
 
         Raises:
             CheckpointError: If the disk is too small, or gets full meanwhile.
@@ -55,23 +56,22 @@ class AtomicCheckpointIO(CheckpointIO):
             raise TypeError("`storage_options` is for paths that are not local: leave it out.")
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_dir():
+        if target.is_dir() and not target.is_symlink():
             raise CheckpointError(f"{str(path)!r} is a folder, and is not overwritten by a file. Name another.")
-        partial = target.with_name(f"{target.name}.partial")
-        partial.unlink(missing_ok=True)
         require_room(target.parent, stored_bytes(checkpoint))
-        signed: SignedFile | None = None
-        try:
-            with partial.open("wb") as file:
-                signed = SignedFile(file)
+        with (
+            partial_of(target, is_folder=False) as (partial, descriptor),
+            open(descriptor, "wb", closefd=False) as file,
+        ):
+            signed = SignedFile(file)
+            try:
                 torch.save(checkpoint, cast(IO[bytes], signed))
                 signed.sign()
-        except BaseException as error:
-            partial.unlink(missing_ok=True)
-            if is_full(error) or (signed is not None and is_full(signed.error)):
-                raise got_full(path) from error
-            raise
-        partial.replace(target)
+            except BaseException as error:
+                if is_full(error) or is_full(signed.error):
+                    raise got_full(path) from error
+                raise
+            partial.replace(target)
         sync_folder(target.parent)
 
     @override

@@ -8,7 +8,8 @@ import ctypes
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial as partial_function
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,19 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.strategies.integrity import (
     CheckpointError,
+    all_succeed,
     finish_seal,
     gathered,
     got_full,
     is_full,
+    own_place,
+    partial_of,
     place,
+    remove,
     require_room,
     seal,
     sync_folder,
+    tell_peers,
 )
 from lightning_memfit.strategies.safe_loading import load
 from lightning_memfit.strategies.saved_run import SavedRun, pieces_of
@@ -49,7 +55,9 @@ def rewritten(
 
     All ranks enter and leave together. An earlier checkpoint at `path` stays until then: the two change places in one
     call where the system has it (Linux), elsewhere in two. A run that dies in between leaves it untouched, together
-    with a folder `<path>.partial`, which the next save replaces.
+    with a folder `<path>.partial`, which the next save replaces. Two runs may write to one place: each has a folder of
+    its own, and the last is there in the end. A link at `path` is replaced, and what it leads to stays. What fails on
+    one rank ends all of them.
 
     Args:
         path: Where the checkpoint is to be.
@@ -64,46 +72,71 @@ def rewritten(
         CheckpointError: If there is no room for it, or the disk gets full meanwhile.
     """
     target = Path(path)
-    partial, former = (target.with_name(f"{target.name}.{suffix}") for suffix in ("partial", "former"))
     if target.exists() and not (target / mark).is_file():
         raise FileExistsError(
             f"{str(target)!r} is not a checkpoint of this strategy (a folder with {mark!r}), and is not overwritten. "
             "Name another."
         )
     barrier()  # no rank writes before all have looked
-    for is_turn in _turns(is_writer):
-        if is_turn:
-            _remove(partial)
-        barrier()
     _require_room_for_all(target.parent, needed_bytes)
-    try:
-        yield partial
-    except BaseException as error:
-        if is_writer:
-            shutil.rmtree(partial, ignore_errors=True)  # another machine may share the folder and do the same
-        if is_full(error):
-            raise got_full(path) from error
-        raise
-    barrier()
-    if partial.exists():
-        seal(partial, *share)
-    barrier()
-    for is_turn in _turns(is_writer):
-        if is_turn and partial.exists():  # another machine may share the folder and have had its turn
-            finish_seal(partial)
-            _remove(former)
-            if not target.exists():
-                partial.rename(target)
-            elif _exchanged(partial, target):
-                sync_folder(target.parent)
-                _remove(partial)
-            else:
-                target.rename(former)
-                partial.rename(target)
-                sync_folder(target.parent)
-                _remove(former)
+    with ExitStack() as stack:
+        partial = _begin(target, is_writer, stack)
+        try:
+            try:
+                yield partial
+            except Exception as error:
+                tell_peers(error)
+                raise
+            all_succeed(path)  # no rank digests files before all have written theirs
+            all_succeed(path, lambda: seal(partial, *share) if partial.exists() else None)
+            for is_turn in _turns(is_writer):
+                is_there = is_turn and partial.exists()  # another machine may share the folder and have had its turn
+                all_succeed(path, partial_function(_put_in_place, partial, target, stack) if is_there else None)
+        except BaseException as error:
+            if is_full(error):
+                raise got_full(path) from error
+            raise
+
+
+def _begin(target: Path, is_writer: bool, stack: ExitStack) -> Path:
+    """Make the folder to write to: the first rank chooses its name, and the first of other machines use it, too."""
+    found: list[Path] = []
+
+    def choose() -> None:
+        found.append(stack.enter_context(partial_of(target, is_folder=True))[0])
+
+    all_succeed(target, choose if place()[0] == 0 else None)
+    partial = Path(gathered(found[0] if found else None)[0])
+
+    def follow() -> None:
+        if not partial.is_dir():  # on a machine that doesn't share the folder
+            partial.mkdir(parents=True)
+            stack.callback(shutil.rmtree, partial, ignore_errors=True)
+
+    all_succeed(target, follow if is_writer and not found else None)
+    return partial
+
+
+def _put_in_place(partial: Path, target: Path, stack: ExitStack) -> None:
+    """Let a folder whose shares are sealed take the place of an earlier one."""
+    finish_seal(partial)
+    former = target.with_name(f"{target.name}.former")
+    remove(former)
+    if not os.path.lexists(target):
+        with suppress(OSError):  # another run may have put one there since
+            partial.rename(target)
             sync_folder(target.parent)
-        barrier()
+            return
+    old = own_place(target)
+    if old is not None:
+        stack.callback(os.close, old)  # it is about to have the name of a folder that others may write to
+    if not _exchanged(partial, target):
+        target.rename(former)
+        partial.rename(target)
+    sync_folder(target.parent)
+    remove(partial)
+    remove(former)
+    sync_folder(target.parent)
 
 
 def _turns(is_writer: bool) -> list[bool]:
@@ -133,11 +166,6 @@ def _exchanged(one: Path, other: Path) -> bool:
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return bool(call(here, os.fsencode(one), here, os.fsencode(other), ctypes.c_uint(exchange)) == 0)
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
 
 
 def read_run(path: str | Path, weights_only: bool | None = None) -> SavedRun:

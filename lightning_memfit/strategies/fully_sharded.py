@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,7 +25,7 @@ from typing_extensions import override
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import FSDP2_MARK, read_run, rewritten
-from lightning_memfit.strategies.integrity import stored_bytes, verify
+from lightning_memfit.strategies.integrity import check_peers, stored_bytes, told_by, verify
 from lightning_memfit.strategies.launched import check_num_nodes
 from lightning_memfit.strategies.saved_run import PARAMETERS, group_names, numbered_optimizer, parameter_names
 from lightning_memfit.strategies.shards import load_divided
@@ -193,7 +194,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
         needed, share = stored_bytes(checkpoint), (self.global_rank, self.world_size)
         path = self.broadcast(filepath)
         with rewritten(path, self.is_global_zero, self.barrier, FSDP2_MARK, needed, share) as folder:
-            super().save_checkpoint(checkpoint, folder, storage_options)
+            try:
+                super().save_checkpoint(checkpoint, folder, storage_options)
+            except CheckpointException as error:  # on all ranks; its words are tracebacks
+                rank, (cause, _) = next(iter(error.failures.items()))
+                check_peers(path, [told_by(rank, cause)], cause)
+                raise
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -9,10 +9,11 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +30,9 @@ MARKS = ("latest", "meta.pt")
 """Files by which a folder is known to be a checkpoint, of DeepSpeed and of FSDP2."""
 
 _SIGN, _HEX, _CHUNK = b"memfit-sha256:", 64, 1 << 22
+
+_MOST_SECONDS = 60.0
+"""How long another run may take to put its folder in place, or to remove one."""
 
 
 class CheckpointError(ValueError):
@@ -69,6 +73,100 @@ def got_full(path: str | Path) -> CheckpointError:
         f"The disk got full while {str(path)!r} was written. What was there before is untouched. Free some space and "
         "go on from it."
     )
+
+
+@contextmanager
+def partial_of(target: Path, is_folder: bool) -> Iterator[tuple[Path, int]]:
+    """Give an empty file or folder beside a checkpoint's place, `NAME.partial`, which no other run writes to.
+
+    Whoever writes holds a lock on it, which ends with its process: what a killed run has left is used anew, and while
+    another run writes a checkpoint of this name there is `NAME.2.partial`.
+
+    Yields:
+        Its path and a descriptor; the file is gone afterwards, unless it was renamed.
+    """
+    number = 1
+    while True:
+        partial = target.with_name(f"{target.name}.partial" if number == 1 else f"{target.name}.{number}.partial")
+        descriptor = _own(partial, is_folder)
+        if descriptor is not None:
+            break
+        number += 1
+    try:
+        yield partial, descriptor
+    finally:
+        if is_at(partial, descriptor):
+            remove(partial)
+        os.close(descriptor)
+
+
+def _own(partial: Path, is_folder: bool) -> int | None:
+    """Make, lock and empty a file or folder; None if another run has it."""
+    if partial.is_symlink() or (partial.exists() and is_folder and not partial.is_dir()):
+        partial.unlink()
+    elif partial.is_dir() and not is_folder:
+        return None
+    if is_folder:
+        partial.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY if is_folder else os.O_RDWR | os.O_CREAT, 0o666)
+    if not locked(descriptor) or not is_at(partial, descriptor):
+        os.close(descriptor)
+        return None
+    if is_folder:
+        for path in partial.iterdir():
+            remove(path)
+    else:
+        os.ftruncate(descriptor, 0)
+    return descriptor
+
+
+def locked(descriptor: int, seconds: float = 0.0) -> bool:
+    """Lock a file or folder that is open, until it is closed; False if another process has it for longer than this."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.005)
+        except (ImportError, OSError):  # a system or file system without locks
+            return True
+        else:
+            return True
+
+
+def own_place(target: Path) -> int | None:
+    """Open and lock the folder at a path: another run may be about to put its own there, or to remove this one.
+
+    Returns:
+        A descriptor; None for a link.
+    """
+    while not target.is_symlink():
+        descriptor = os.open(target, os.O_RDONLY)
+        if not locked(descriptor, _MOST_SECONDS) or is_at(target, descriptor):
+            return descriptor
+        os.close(descriptor)
+    return None
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether what is open is what a path leads to."""
+    try:
+        there, own = path.lstat(), os.fstat(descriptor)
+    except FileNotFoundError:
+        return False
+    return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def stored_bytes(value: Any) -> int:
@@ -228,6 +326,56 @@ def verify(path: str | Path) -> None:
     raise CheckpointError(f"`ckpt_path={str(path)!r}` {found} {hint}")
 
 
+class PeerError(CheckpointError):
+    """Another rank could not write its part of a checkpoint."""
+
+
+def all_succeed(path: str | Path, action: Callable[[], None] | None = None) -> None:
+    """Do something on every rank, and go on when all have; an error on one of them is an error on all.
+
+    Args:
+        path: The checkpoint, for messages.
+        action: What to do; None waits for the others.
+
+    Raises:
+        PeerError: If it has failed on another rank, which it names.
+    """
+    try:
+        if action is not None:
+            action()
+    except Exception as error:
+        tell_peers(error)
+        raise
+    check_peers(path, gathered(None))
+
+
+def tell_peers(error: Exception) -> None:
+    """End the others' next `all_succeed`; one that such an end has caused is known already."""
+    if not isinstance(error, PeerError):
+        gathered(told_by(place()[0], error))
+
+
+def told_by(rank: int, error: BaseException) -> str:
+    """What a rank tells the others of its error."""
+    return f"rank {rank} failed in {type(error).__name__}: {error}."
+
+
+def check_peers(path: str | Path, told: list[Any], cause: BaseException | None = None) -> None:
+    """Raise the first error that ranks told each other.
+
+    Args:
+        path: The checkpoint, for messages.
+        told: What each rank told; None if it has nothing to tell.
+        cause: The error itself, if it is known here.
+
+    Raises:
+        PeerError: If there is one.
+    """
+    found = next((words for words in told if words), None)
+    if found is not None:
+        raise PeerError(f"{str(path)!r} was not saved: {found} What was there before is untouched.") from cause
+
+
 def gathered(value: Any) -> list[Any]:
     """The value of every rank; of this process alone where there are no others."""
     _, world_size = place()
@@ -257,7 +405,8 @@ def last_good(path: Path) -> Path | None:
     """The newest checkpoint in the folder of another one that is whole."""
     if not path.parent.is_dir():
         return None
-    others = [other for other in path.parent.iterdir() if other != path and _looks_like_one(other)]
+    beside = [other for other in path.parent.iterdir() if other != path and other.exists()]  # no links to nothing
+    others = [other for other in beside if _looks_like_one(other)]
     for other in sorted(others, key=lambda one: one.stat().st_mtime, reverse=True):
         if _problem(other, 0, 1) is None:
             return other

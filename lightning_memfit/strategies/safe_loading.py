@@ -66,7 +66,7 @@ def load(
     """
     options: dict[str, Any] = {"map_location": "cpu", "mmap": isinstance(file, (str, Path))}
     if weights_only is False:
-        return torch.load(file, weights_only=False, **options)
+        return torch.load(file, weights_only=False, **options)  # nosec B614  # asked for by name
     try:
         with torch.serialization.safe_globals(_known(of_deepspeed)):
             return torch.load(file, weights_only=True, **options)

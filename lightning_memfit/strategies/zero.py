@@ -32,6 +32,7 @@ from lightning_memfit.strategies.upstream.deepspeed import (
     broadcast_scalars,
     checkpoint_bytes,
     disable_shared_memory_collectives,
+    failing_together,
     keep_adagrad,
     take_run,
 )
@@ -300,7 +301,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         beside = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         needed = stored_bytes(beside) + checkpoint_bytes(self.deepspeed_engine)
         path, share = self.broadcast(filepath), (self.local_rank, self.num_processes)
-        with rewritten(path, self.local_rank == 0, self.barrier, ZERO_MARK, needed, share) as folder:
+        written = rewritten(path, self.local_rank == 0, self.barrier, ZERO_MARK, needed, share)
+        with written as folder, failing_together(path, self.deepspeed_engine):
             super().save_checkpoint(checkpoint, folder, storage_options)
 
     @override

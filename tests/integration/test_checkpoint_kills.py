@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from tests.helpers import ranks
 from tests.helpers.aio import AIO_REASON, aio_is_compiled
 from tests.helpers.ranks import run_ranks
@@ -24,25 +27,27 @@ from tests.helpers.trainers import quiet_trainer
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("MEMFIT_KILLS", "3"))
-"""Of each strategy. `MEMFIT_KILLS=20` takes some four minutes."""
+KILLS = int(os.environ.get("MEMFIT_KILLS", "0"))
+"""Of each strategy. `MEMFIT_KILLS=20` takes some four minutes; by default five of them get one each."""
 
 WIDTH, BLOCKS = 256, 4
 WIDE = 768  # a rank's share has to be larger than 1 MiB to be put on disk
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one device": ("auto", {}),
     "ddp": ("DataParallelStrategy", {"process_group_backend": "gloo"}),
     "fsdp2": ("FullyShardedStrategy", {"process_group_backend": "gloo"}),
+    "zero_2": ("ZeroStrategy", {"stage": 2}),
+    "zero_3": ("ZeroStrategy", {"stage": 3}),
+    "zero_1": ("ZeroStrategy", {"stage": 1}),
     "fsdp2, one file": (
         "FullyShardedStrategy",
         {"process_group_backend": "gloo", "save_distributed_checkpoint": False},
     ),
-    "zero_1": ("ZeroStrategy", {"stage": 1}),
     "tensor parallel": ("FullyShardedStrategy", {"process_group_backend": "gloo", "tensor_parallel_size": 2}),
-    "zero_2": ("ZeroStrategy", {"stage": 2}),
-    "zero_3": ("ZeroStrategy", {"stage": 3}),
     "zero_offload": ("ZeroStrategy", {"stage": 2, "offload_optimizer": True}),
     "zero_infinity": ("ZeroInfinityStrategy", {"disk_reserve": "16MiB"}),
 }
+CHOSEN = list(STRATEGIES) if KILLS else ["one device", "ddp", "fsdp2", "zero_2", "zero_3"]
 
 
 class Block(nn.Module):
@@ -69,6 +74,8 @@ class Counts(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
         data = torch.zeros(2 * ranks.num_ranks * 10_000, 1)
+        if ranks.num_ranks == 1:
+            return DataLoader(data, 2)  # type: ignore[arg-type]
         return DataLoader(data, 2, sampler=DistributedSampler(data))  # type: ignore[arg-type]
 
 
@@ -90,7 +97,10 @@ class Sums(Counts):
 
 
 class SavesAndChecks(pl.Callback):
-    """Writes one checkpoint anew after every step, and notes the last that was complete."""
+    """Writes one checkpoint anew after every step, and notes the last that was complete.
+
+    While the strategy writes, there is a marker for each rank.
+    """
 
     def __init__(self, checkpoint: Path, is_killed: bool, seconds: float) -> None:
         self.checkpoint, self.is_killed, self.seconds = checkpoint, is_killed, seconds
@@ -105,6 +115,7 @@ class SavesAndChecks(pl.Callback):
         self.sums = state_dict["sums"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        wrap_method(trainer.strategy, "save_checkpoint", self.write)
         step = trainer.global_step
         complete = json.loads(self.noted.read_text()) if self.noted.exists() else 0
         assert step >= complete, f"the checkpoint of step {complete} was complete, but this is {step}"
@@ -115,6 +126,12 @@ class SavesAndChecks(pl.Callback):
         for parameter in pl_module.parameters():
             whole = _whole(parameter)
             assert whole.unique().tolist() == [float(step)], f"{whole.unique().tolist()} in the weights of step {step}"
+
+    def write(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        marker = marker_of(self.checkpoint, int(os.environ.get("KILLED_RANK", "0")))
+        marker.touch()
+        save(*args, **kwargs)
+        marker.unlink()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self.sums = _sums(pl_module) if isinstance(pl_module, Sums) else None
@@ -127,6 +144,11 @@ class SavesAndChecks(pl.Callback):
         self.num_saved += 1
         if self.num_saved == 1 and self.is_killed:
             threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def marker_of(checkpoint: Path, rank: int) -> Path:
+    """The file that is there while a rank writes the checkpoint."""
+    return checkpoint.with_name(f"writing-{rank}")
 
 
 def _sums(module: pl.LightningModule) -> list[float]:
@@ -148,26 +170,31 @@ def train(strategy: str, checkpoint: Path, killed: tuple[bool, ...], seconds: fl
 
     name, options = STRATEGIES[strategy]
     rank = int(os.environ["RANK"])
+    os.environ["KILLED_RANK"] = str(rank)
     is_on_disk = name == "ZeroInfinityStrategy"
     if is_on_disk:
         options = options | {"nvme_path": str(checkpoint.parent)}
     saves = SavesAndChecks(checkpoint, killed[rank], seconds)
     trainer = quiet_trainer(
         saves,
-        strategy=getattr(strategies, name)(**options),
+        strategy=getattr(strategies, name)(**options) if options else name,
         devices=ranks.num_ranks,
         use_distributed_sampler=False,
         max_steps=-1,
         max_time=None if any(killed) else {"seconds": 1},
         limit_val_batches=0,
     )
+    use_atomic_checkpoints(trainer.strategy)
     module = Sums() if strategy == "tensor parallel" else Counts(WIDE if is_on_disk else WIDTH)
     trainer.fit(module, ckpt_path=checkpoint if checkpoint.exists() else None)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", CHOSEN)
 def test_the_last_complete_checkpoint_always_loads(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
 ) -> None:
     if strategy.startswith("zero"):
         pytest.importorskip("deepspeed")
@@ -177,13 +204,22 @@ def test_the_last_complete_checkpoint_always_loads(
     chance = random.Random(strategy)
     checkpoint = tmp_path / "run" / "last.ckpt"
     checkpoint.parent.mkdir()
-    for number in range(KILLS + 1):
-        killed = chance.choice([(True, True), (True, False), (False, True)]) if number < KILLS else (False, False)
+    kills, inside, world_size = max(1, KILLS), 0, 1 if strategy == "one device" else 2
+    for number in range(kills + 1):
+        killed = chance.choice([(True, True), (True, False), (False, True)])[-world_size:]
+        killed = (killed if any(killed) else (True,)) if number < kills else (False,) * world_size
         seconds = chance.uniform(0, 0.15)
-        ended = run_ranks(train, 2, tmp_path / str(number), strategy, checkpoint, killed, seconds, seconds=60)
-        for one, was_killed in zip(ended, killed, strict=True):
+        ended = run_ranks(train, world_size, tmp_path / str(number), strategy, checkpoint, killed, seconds, seconds=60)
+        markers = [marker_of(checkpoint, rank) for rank in range(world_size)]
+        inside += any(kill and marker.exists() for kill, marker in zip(killed, markers, strict=True))
+        for one, was_killed, marker in zip(ended, killed, markers, strict=True):
             assert "AssertionError" not in one.error, f"after {number} kills: {one.output[-3000:]}"
             assert one.code == (-signal.SIGKILL if was_killed else one.code), one.output[-3000:]
             assert one.seconds < 60
             assert any(killed) or one.code == 0, one.output[-3000:]
-    assert json.loads((checkpoint.parent / "complete.json").read_text()) > KILLS
+            marker.unlink(missing_ok=True)
+    assert json.loads((checkpoint.parent / "complete.json").read_text()) > kills
+    record_property("kills", kills)
+    record_property("inside a write", inside)
+    record_property(f"inside a write: {strategy}", inside)
+    assert inside or kills < 10

@@ -1,15 +1,19 @@
 """Steps whose gradients are no numbers change nothing, on all ranks, and end the run if they don't stop."""
 
 import os
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from lightning_memfit import MicroBatching, NonFiniteGuard
+from cli.main import main
+from lightning_memfit import GradientRelease, MicroBatching, NonFiniteGuard, strategies
+from tests.fuzz import RECIPE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import quiet_trainer
 
@@ -38,7 +42,7 @@ def train(module, *callbacks, **options):
     data = torch.randn(32, 4, generator=torch.Generator().manual_seed(2))
     trainer = quiet_trainer(*callbacks, max_epochs=1, **options)
     trainer.fit(module, DataLoader(data, batch_size=4))
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    return torch.cat([whole(parameter).flatten() for parameter in module.parameters()])
 
 
 @pytest.mark.parametrize("more", [(), (MicroBatching(micro_batch_size=2),)])
@@ -73,17 +77,66 @@ def test_half_precision_with_a_scaler():
     assert guard.skipped[-1:] == [2]
 
 
-def on_two():
-    guard = NonFiniteGuard()
-    strategy = DDPStrategy(process_group_backend="gloo")
-    weights = train(Breaks({2}, rank=1), guard, devices=2, strategy=strategy)
-    return os.environ["RANK"], guard.skipped, weights.tolist()
+STRATEGIES = {
+    "ddp": ("DataParallelStrategy", {"process_group_backend": "gloo"}),
+    "fsdp2": ("FullyShardedStrategy", {"process_group_backend": "gloo"}),
+    "zero_1": ("ZeroStrategy", {"stage": 1}),
+    "zero_2": ("ZeroStrategy", {"stage": 2}),
+    "zero_2 on the host": ("ZeroStrategy", {"stage": 2, "offload_optimizer": True}),
+    "zero_3": ("ZeroStrategy", {"stage": 3}),
+}
 
 
-def test_ranks_agree(tmp_path):
-    first, second = (ended.result for ended in run_ranks(on_two, 2, tmp_path))
-    assert first[1:] == second[1:]
-    assert first[1] == [2]
+def on_two(names, window):
+    """What each strategy skipped, and the weights: batch 2 of rank 1 has no number."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    rank, found = os.environ["RANK"], {}
+    for name in names:
+        kind, options = STRATEGIES[name]
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", NODE_RANK="0")
+        guard = NonFiniteGuard()
+        strategy = getattr(strategies, kind)(**options)
+        options = {"devices": 2, "strategy": strategy, "accumulate_grad_batches": window}
+        module = Breaks({2}, rank=1)
+        weights = train(module, guard, **options).tolist()
+        found[name] = guard.skipped, weights
+    return found
+
+
+def whole(parameter):
+    if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter)
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_ranks_agree(window, tmp_path):
+    names = [*STRATEGIES] if window == 1 else ["ddp", "fsdp2", "zero_2", "zero_3"]
+    if not find_spec("deepspeed"):
+        names = names[:2]
+    first, second = run_ranks(on_two, 2, tmp_path, names, window, seconds=200)
+    assert first.result, first.output[-5000:]
+    assert first.result == second.result
+    skipped, expected = first.result["ddp"]
+    assert skipped == [2 // window]
+    for name, (also, weights) in first.result.items():
+        assert also == skipped, name
+        assert weights == pytest.approx(expected, abs=1e-6), name
+
+
+def test_losses_are_watched_where_gradients_are_gone(tmp_path):
+    guard = NonFiniteGuard(patience=2)
+    with pytest.raises(RuntimeError, match=r"step 3: the loss is not finite, 2 steps in a row. Lower[^.]*.$"):
+        train(Breaks({2}), GradientRelease(), guard)
+    assert guard.skipped == []
+
+
+def test_null_looks_at_nothing():
+    guard = NonFiniteGuard(patience=None)
+    assert not train(Breaks({2}), guard).isfinite().all()
+    assert guard.skipped == []
 
 
 def test_sparse_gradients_are_looked_at():
@@ -108,3 +161,26 @@ def test_sparse_gradients_are_looked_at():
 def test_patience():
     with pytest.raises(ValueError, match="`patience=0` must be at least 1"):
         NonFiniteGuard(patience=0)
+
+
+def test_the_command_has_one_unless_it_is_told(tmp_path, monkeypatch, capsys):
+    """Without one the run would go on to its end with weights that are no numbers."""
+    (tmp_path / "spoils.py").write_text(
+        "from lightning.pytorch import Callback\n"
+        "class Spoils(Callback):\n"
+        "    def on_after_backward(self, trainer, module):\n"
+        "        if trainer.global_step: next(module.parameters()).grad.fill_(float('nan'))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    callbacks = [{"class_path": "spoils.Spoils"}]
+    trainer = {**RECIPE["trainer"], "callbacks": callbacks, "max_steps": 8}
+    Path("recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "trainer": trainer}))
+    assert main(["fit", "--config", "recipe.yaml"]) == 1
+    assert "step 5: gradients are not finite, first in parameter order" in capsys.readouterr().err
+    (path,) = tmp_path.rglob("non-finite-step=5.ckpt")
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert all(value.isfinite().all() for value in state.values())
+    callbacks.append({"class_path": "NonFiniteGuard", "init_args": {"patience": None}})
+    Path("recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "trainer": trainer}))
+    assert main(["fit", "--config", "recipe.yaml"]) == 0

@@ -1,20 +1,23 @@
 """A second process that gets a real signal, anywhere in a run, leaves a checkpoint from which it goes on exactly."""
 
+import fcntl
 import os
 import signal
+import termios
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, TensorDataset
 
 import cli.fit  # noqa: F401  before processes are forked
 from cli.main import main
-from lightning_memfit import MemoryPrediction, MicroBatching, Preemption
+from lightning_memfit import MemoryPrediction, MicroBatching, Preemption, strategies
 from lightning_memfit.data.batched import EffectiveBatchSampler, ResumableLoader
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import quiet_trainer
@@ -84,7 +87,10 @@ def saves(folder):
 
 def interrupted(folder: Path, place: str, number: int, *more) -> None:
     callbacks = [*more, saves(folder)] if place == "save" else list(more)
-    preemption = Preemption(dirpath=str(folder))
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # which a shell may have taken from those in its background
+    preemption = Preemption(grace_seconds=300, dirpath=str(folder))
     options = {"enable_checkpointing": True} if place == "save" else {}
     try:
         train(Told(place, number), *callbacks, preemption, **options)
@@ -100,6 +106,7 @@ def interrupted(folder: Path, place: str, number: int, *more) -> None:
         ("step", signal.SIGUSR1),
         ("validation", signal.SIGTERM),
         ("save", signal.SIGTERM),
+        ("forward", signal.SIGHUP),
     ],
 )
 def test_the_run_ends_at_a_step_and_goes_on_exactly(tmp_path, place, number):
@@ -112,26 +119,133 @@ def test_the_run_ends_at_a_step_and_goes_on_exactly(tmp_path, place, number):
     assert torch.load(path, weights_only=False)["global_step"] in (2, 3)
 
 
-def on_two(folder: Path, path: Path | None = None) -> list[float]:
-    """Train on this rank, the second of which gets a signal unless a run is resumed."""
-    rank = int(os.environ["RANK"])
-    module = Told("forward" if rank == 1 and path is None else "")
-    preemption = Preemption(dirpath=str(folder))
-    strategy = DDPStrategy(process_group_backend="gloo")
-    try:
-        weights = train(module, preemption, path=path, devices=2, strategy=strategy, rank=rank)
-    except SystemExit:
-        raise AssertionError(f"ended with {preemption.error.exit_code}") from None
-    return [weight.tolist() for weight in weights]
+STRATEGIES = {
+    "ddp": ("DataParallelStrategy", {"process_group_backend": "gloo"}),
+    "fsdp2": ("FullyShardedStrategy", {"process_group_backend": "gloo"}),
+    "zero_2": ("ZeroStrategy", {"stage": 2}),
+    "zero_3": ("ZeroStrategy", {"stage": 3}),
+}
+
+
+def on_two(
+    folder: Path, names: list[str], number: int | None, resumes: bool = False
+) -> dict[str, tuple[int, list[float]]]:
+    """Train on this rank, the second of which gets a signal; how each strategy's run ended, and its weights."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    rank, found = os.environ["RANK"], {}
+    for name in names:
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", NODE_RANK="0")
+        kind, options = STRATEGIES[name]
+        module = Told("forward" if rank == "1" and number else "", number or 0)
+        preemption = Preemption(grace_seconds=300, dirpath=str(folder / name))
+        path = next((folder / name).glob("preempted-*")) if resumes else None
+        weights, code = [], 0
+        try:
+            strategy = getattr(strategies, kind)(**options)
+            train(module, preemption, path=path, devices=2, strategy=strategy, rank=int(rank))
+            weights = torch.cat([whole(parameter).flatten() for parameter in module.parameters()]).tolist()
+        except SystemExit:
+            code = preemption.error.exit_code
+        found[name] = code, weights
+    return found
+
+
+def whole(parameter):
+    if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter)
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
 
 
 def test_a_signal_for_one_of_two_ranks_ends_both(tmp_path):
-    ended = run_ranks(on_two, 2, tmp_path / "run", tmp_path)
-    assert [rank.error for rank in ended] == ["AssertionError: ended with 143"] * 2, ended[0].output + ended[1].output
-    (path,) = tmp_path.glob("preempted-*.ckpt")
-    whole = run_ranks(on_two, 2, tmp_path / "whole", tmp_path, tmp_path / "none")
-    resumed = run_ranks(on_two, 2, tmp_path / "resumed", tmp_path, path)
-    assert whole[0].result == resumed[0].result == resumed[1].result
+    names = [*STRATEGIES] if find_spec("deepspeed") else [*STRATEGIES][:2]
+    runs = []
+    for case, (number, resumes) in enumerate([(None, False), (signal.SIGTERM, False), (None, True)]):
+        ended = run_ranks(on_two, 2, tmp_path / str(case), tmp_path, names, number, resumes, seconds=300)
+        assert ended[0].result == ended[1].result != None, ended[0].output[-3000:] + ended[1].output[-3000:]  # noqa: E711
+        runs.append(ended[0].result)
+    undisturbed, stopped, resumed = runs
+    assert {name: code for name, (code, _) in stopped.items()} == dict.fromkeys(names, 143)
+    assert resumed == undisturbed
+
+
+SCONTROL = """#!/bin/sh
+echo "$@" >> "$SCONTROL_CALLS"
+"""
+
+
+def test_slurm_requeues_at_a_step(tmp_path, monkeypatch):
+    """Lightning alone saves inside the signal's handler, in the middle of a forward pass, and loses that batch."""
+    program = tmp_path / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(SCONTROL)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SCONTROL_CALLS", str(tmp_path / "calls"))
+    for name, value in {"JOB_ID": "7", "NTASKS": "1", "JOB_NAME": "train", "PROCID": "0", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    options = {"default_root_dir": tmp_path}
+    undisturbed = train(Told(), default_root_dir=tmp_path / "other")
+
+    def run():
+        return train(Told("forward", signal.SIGUSR1), Preemption(), **options)
+
+    (ended,) = run_ranks(run, 1, tmp_path / "run")
+    assert all(torch.equal(a, b) for a, b in zip(undisturbed, ended.result, strict=True)), ended.output
+    assert (tmp_path / "calls").read_text() == "requeue 7\n"
+    assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)["global_step"] == 3
+    begins = LambdaCallback(on_train_start=lambda trainer, _: print("begins at", trainer.global_step))
+    (again,) = run_ranks(lambda: train(Told(), begins, Preemption(), **options), 1, tmp_path / "again")
+    assert "begins at 3" in again.output
+    assert all(torch.equal(a, b) for a, b in zip(undisturbed, again.result, strict=True))
+
+
+class Prints(Callback):
+    def on_train_batch_end(self, *_):
+        os.write(1, b"a progress bar\n")
+
+
+def test_the_end_of_a_terminal(tmp_path):
+    """The kernel sends SIGHUP, and what is then printed to the terminal is an error."""
+
+    def run():
+        output = os.dup(1)
+        master, terminal = os.openpty()
+        os.setsid()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+        for stream in (1, 2):
+            os.dup2(terminal, stream)
+        os.close(terminal)
+
+        class HangsUp(Told):
+            def reach(self, place):
+                if place == "forward" and self.global_step == 2:
+                    os.close(master)
+
+        preemption = Preemption(grace_seconds=300, dirpath=str(tmp_path))
+        try:
+            train(HangsUp(), Prints(), preemption)
+        except SystemExit:
+            raise AssertionError(str(preemption.error)) from None
+        finally:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+
+    (ended,) = run_ranks(run, 1, tmp_path / "run", seconds=60)
+    assert "SIGHUP: saved" in ended.error, ended.error + ended.output
+
+
+def test_signals_that_a_process_ignores_stay_ignored(tmp_path):
+    """As those of `nohup`."""
+
+    def run():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        train(Told("forward", signal.SIGHUP), Preemption(dirpath=str(tmp_path)))
+        return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+    (ended,) = run_ranks(run, 1, tmp_path / "run", seconds=60)
+    assert ended.result is True, ended.output
 
 
 def test_inside_the_search_for_a_size(tmp_path):
@@ -181,8 +295,7 @@ def test_the_grace_time_is_an_end(tmp_path):
             def training_step(self, batch, batch_idx):
                 if self.global_step == 2:
                     os.kill(os.getpid(), self.number)
-                    signal.pause()  # for the end of the grace time
-                    signal.pause()
+                    time.sleep(60)  # which the end of the grace time interrupts
                 return super().training_step(batch, batch_idx)
 
         preemption = Preemption(grace_seconds=0.5, dirpath=str(tmp_path))
@@ -218,6 +331,7 @@ def test_workers_of_a_loader_go_on_until_the_step_is_done(tmp_path):
 
     def run():
         os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
         class ToAll(Told):
             def reach(self, place):
@@ -243,22 +357,24 @@ def test_handlers_are_given_back(tmp_path):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
-def test_the_command_ends_with_the_signals_code(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_command_ends_with_the_signals_code(number, tmp_path, monkeypatch):
     (tmp_path / "told.py").write_text(
         "import os, signal\n"
         "from lightning.pytorch import Callback\n"
         "class Tells(Callback):\n"
         "    def on_before_optimizer_step(self, trainer, *_):\n"
-        "        if trainer.global_step == 1: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        if trainer.global_step == 1: os.kill(os.getpid(), int(os.environ['NUMBER']))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NUMBER", str(int(number)))
     from tests.fuzz import RECIPE
 
     trainer = {**RECIPE["trainer"], "callbacks": [{"class_path": "told.Tells"}], "max_steps": 8}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "trainer": trainer}))
     (ended,) = run_ranks(lambda: main(["fit", "--config", "recipe.yaml"]), 1, tmp_path / "run")
-    assert ended.result == 143, ended.output
+    assert ended.result == 128 + number, ended.output
     assert [path.name for path in tmp_path.rglob("preempted-*.ckpt")] == ["preempted-step=2.ckpt"]
 
 

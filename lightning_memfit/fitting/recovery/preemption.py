@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
+from lightning_memfit.fitting.recovery.whole_steps import checkpoint_folder
 from lightning_memfit.memory.attach import hide_idle_hooks
 
-SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if name in signal.Signals.__members__)
+SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if name in signal.Signals.__members__)
 """Those of them that this system has."""
+
+_HANGUP = getattr(signal, "SIGHUP", None)
 
 
 class PreemptedError(KeyboardInterrupt):
@@ -37,7 +39,7 @@ class PreemptedError(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """The code by which shells know a program that a signal ended: 143 for SIGTERM, 130 for SIGINT."""
+        """The code by which shells know a program that a signal ended: SIGTERM 143, SIGINT 130, SIGHUP 129."""
         return 128 + self.number
 
 
@@ -51,8 +53,13 @@ class Preemption(Callback):
     the checkpoint is being saved, the grace time counts no longer. Processes that load data go on meanwhile, except
     after a SIGTERM that they get themselves.
 
-    Lightning then ends as after Ctrl-C, with `SystemExit`; `memfit` exits with 128 plus the signal's number. Under
-    SLURM with automatic requeueing, SIGTERM and SIGUSR1 are left to Lightning, which saves and requeues.
+    Lightning then ends as after Ctrl-C, with `SystemExit`; `memfit` exits with 128 plus the signal's number. After
+    SIGHUP, the terminal's end, what is printed to it goes nowhere. SIGHUP and SIGINT that the process ignores from its
+    start (`nohup`, `&` in a script) stay ignored.
+
+    Under SLURM with automatic requeueing, Lightning's own `hpc_ckpt_N.ckpt` is written, and the job requeued, at the
+    step boundary after the requeue signal, on all ranks together, where Lightning would save in the middle of a step;
+    the run then goes on until SLURM ends it. SIGTERM is left to Lightning there.
 
     Put it last among the callbacks: those after it don't see the last batch.
 
@@ -92,6 +99,9 @@ class Preemption(Callback):
         self._saved_step = -1
         self._before: dict[int, Any] = {}
         self._timer: threading.Timer | None = None
+        self._requeue: Callable[[], Any] | None = None
+        self._is_requeued = False
+        self._terminals: list[int] = []
         hide_idle_hooks(self)
 
     # --- signals ----------------------------------------------------------------------------------------------------
@@ -102,6 +112,7 @@ class Preemption(Callback):
         self._restore()
         self._before = {}
         self.error, self._received, self._is_over, self._has_stepped = None, None, False, False
+        self._requeue, self._is_requeued = None, False
         self._install(trainer)
 
     @override
@@ -114,13 +125,28 @@ class Preemption(Callback):
     def _install(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # Python gives signals to the main thread alone
+        is_requeued = _is_requeued(trainer)
         for number in self.signals:
             handler = signal.getsignal(number)
-            if handler != self._handle and (number == signal.SIGINT or not _is_requeued(trainer)):
+            is_unwanted = handler == signal.SIG_IGN and number in (signal.SIGINT, _HANGUP)
+            is_slurms = is_requeued and number in (signal.SIGTERM, signal.SIGUSR1)
+            if handler != self._handle and not is_unwanted and not is_slurms:
                 self._before.setdefault(number, handler)
                 signal.signal(number, self._handle)
+        requeue = _requeue_signal(trainer)
+        handler = signal.getsignal(requeue)
+        if is_requeued and callable(handler) and handler not in (self._handle_requeue, self._handle):
+            self._before[requeue] = handler  # Lightning's, which is there from the start of training
+            self._requeue = partial(handler, requeue, None)
+            signal.signal(requeue, self._handle_requeue)
+        self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self._is_active = True
         self._process = os.getpid()
+
+    def _handle_requeue(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process and self._is_active:
+            self._is_requeued = True
+            rank_zero_info(f"{signal.Signals(number).name}: a checkpoint is saved at the end of this step.")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a worker of a loader, which the run needs until its step is done
@@ -132,6 +158,8 @@ class Preemption(Callback):
             signal.signal(number, self._before.get(number) or signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        if number == _HANGUP:
+            self._leave_terminals()
         if self._is_over or self._received is not None or not self._has_stepped:
             why = "no step was done yet" if not self._has_stepped else "no step boundary came in time"
             if self._received is not None and not self._is_over and self._has_stepped:
@@ -143,6 +171,13 @@ class Preemption(Callback):
         self._timer = threading.Timer(self.grace_seconds, self._end_grace, (number,))
         self._timer.daemon = True
         self._timer.start()
+
+    def _leave_terminals(self) -> None:
+        """Print to nowhere what would be printed to a terminal that is gone, as that is an error."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in self._terminals:
+            os.dup2(nowhere, stream)
+        os.close(nowhere)
 
     def _end_grace(self, number: int) -> None:
         if self._timer is None:  # taken back meanwhile, as the checkpoint is being saved
@@ -213,21 +248,23 @@ class Preemption(Callback):
             self._end_if_told(trainer)
 
     def _end_if_told(self, trainer: Trainer) -> None:
-        told = self._received is not None
+        told, is_requeued = self._received is not None, self._is_requeued
         if self._consensus is not None:
-            (told,) = self._consensus.any_of([told])
+            told, is_requeued = self._consensus.any_of([told, is_requeued])
+        if is_requeued and self._requeue is not None:
+            self._is_requeued = False
+            self._requeue()
         if not told:
             return
         self._stop_timer()
-        path = self._folder(trainer) / f"preempted-step={trainer.global_step}.ckpt"
+        path = checkpoint_folder(trainer, self.dirpath) / f"preempted-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         raise self._ends(self._received or signal.SIGTERM, f"saved {path}. Go on with `--ckpt_path {path}`.")
 
-    def _folder(self, trainer: Trainer) -> Path:
-        if self.dirpath is not None:
-            return Path(self.dirpath)
-        named = (c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
-        return Path(next(named, None) or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints")
+
+def _requeue_signal(trainer: Trainer) -> signal.Signals:
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return signal.Signals(getattr(environment, "requeue_signal", None) or signal.SIGUSR1)
 
 
 def _is_requeued(trainer: Trainer) -> bool:

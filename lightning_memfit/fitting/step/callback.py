@@ -24,6 +24,7 @@ from lightning_memfit.fitting.recovery.ladder import LAST_RESORTS, LastResort
 from lightning_memfit.fitting.recovery.lockstep import consensus_for
 from lightning_memfit.fitting.recovery.rank_watch import RankWatch
 from lightning_memfit.fitting.recovery.retry import TrainerGuard, explain_where
+from lightning_memfit.fitting.recovery.whole_steps import WholeSteps
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
 from lightning_memfit.fitting.size.prediction import SizePrediction, predict_sizes
 from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearchResult
@@ -132,6 +133,7 @@ class MicroBatching(Callback):
         self._loop: MicroBatchLoop | None = None
         self._guard: TrainerGuard | None = None
         self._watch: RankWatch | None = None
+        self._whole_steps = WholeSteps()
         self._ranks: RankConsensus | None = None
         self._session: FitSession | None = None
         self._evaluation: EvaluationSplitter | None = None
@@ -179,6 +181,7 @@ class MicroBatching(Callback):
         self._predictor = self.options.predictor
         if self._predictor is None and self._searches(trainer):
             self._predictor = predict_sizes(trainer, pl_module)
+        self._whole_steps.setup(trainer, pl_module, stage)
         self._loop = MicroBatchLoop(trainer)
         self._loop.begin = lambda: self._begin(trainer, pl_module)
         self._loop.install()
@@ -222,6 +225,7 @@ class MicroBatching(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore what was replaced."""
+        self._whole_steps.remove()
         self._undo(trainer)
 
     @override

@@ -361,7 +361,7 @@ def metric_values(module: nn.Module) -> dict[str, Any]:
                 child._computed, child._to_sync = None, False
             with torch.no_grad():
                 values[name] = metric.compute()
-        except Exception:  # too few samples for this metric: nothing to compare
+        except Exception:  # nosec B112  # too few samples for this metric: nothing to compare
             continue
         finally:
             for child, computed, to_sync in before:

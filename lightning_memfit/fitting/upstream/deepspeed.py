@@ -56,6 +56,16 @@ class ZeroEngine:
         """Whether optimizer states or weights are on disk."""
         return any(getattr(self._zero, name, False) for name in ("swap_optimizer", "params_in_nvme_and_cpu"))
 
+    @property
+    def left_out_step(self) -> bool:
+        """Whether the last step was left out on all ranks, as gradients were not finite."""
+        return bool(self._zero.overflow)
+
+    def leave_out_non_finite_steps(self) -> None:
+        """Look at all gradients before a step; by itself DeepSpeed 0.19 doesn't in float32, except with stage 3."""
+        if hasattr(self._zero, "check_grad_overflow"):
+            self._zero.check_grad_overflow = True
+
     def settle(self) -> None:
         """Divide weights that are left gathered, so that `held_weight` is what the next forward uses."""
         if hasattr(self._zero, "_partition_all_parameters"):

@@ -3,7 +3,8 @@
 Written for DeepSpeed 0.19.8; `test_upstream_names.py` and `test_zero_infinity.py` fail if these names move.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memfit.strategies.integrity import stored_bytes
+from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.strategies.integrity import all_succeed, stored_bytes
 from lightning_memfit.strategies.safe_loading import load
 from lightning_memfit.strategies.saved_run import (
     EXTRA_STATE,
@@ -35,6 +37,36 @@ def disable_shared_memory_collectives() -> None:
     from deepspeed.ops import __compatible_ops__
 
     __compatible_ops__["deepspeed_shm_comm"] = False
+
+
+@contextmanager
+def failing_together(path: str | Path, engine: Any) -> Iterator[None]:
+    """Let ranks that wait for each other while DeepSpeed saves a checkpoint learn that one of them has failed.
+
+    They would wait in its barriers until the communication's timeout, half an hour.
+
+    Args:
+        path: The checkpoint, for messages.
+        engine: The engine that saves; with stage 3 it gathers weights afterwards.
+    """
+    from deepspeed import comm
+
+    def barrier(*_: Any, **__: Any) -> None:
+        all_succeed(path)
+
+    def after_all(epilogue: Callable[[], None]) -> None:
+        all_succeed(path)
+        epilogue()
+
+    has_epilogue = hasattr(engine.optimizer, "checkpoint_event_epilogue")
+    unwrap = wrap_method(engine.optimizer, "checkpoint_event_epilogue", after_all) if has_epilogue else None
+    before, comm.barrier = comm.barrier, barrier
+    try:
+        yield
+    finally:
+        comm.barrier = before
+        if unwrap is not None:
+            unwrap()
 
 
 def broadcast_scalars() -> None:

@@ -116,6 +116,39 @@ def test_broken_file(tmp_path, cache):
         TextData(str(tmp_path / "broken.jsonl"), "bytes", cache_dir=cache).load_tokens()
 
 
+ROWS = [f'{{"text": "number {number} and some more"}}' for number in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "words"),
+    [
+        ("a.jsonl", b'{"body": "x"}', "line 31 has no 'text'"),
+        ("a.jsonl", b'{"text": null}', "line 31 has no 'text'"),
+        ("a.jsonl", b'{"text": 7}', "line 31 has int as 'text'"),
+        ("a.jsonl", b'{"text": "caf\xe9"}', r"line 31 is not UTF-8 \(byte 14 of it is 0xe9\): save the file as UTF-8"),
+        ("a.jsonl", b'{"text": "x', "line 31 is no JSON"),
+        ("a.txt", b"caf\xe9", r"line 31 is not UTF-8 \(byte 4 of it is 0xe9\): save the file as UTF-8"),
+        ("a.parquet", b"", "a.parquet' is no parquet file"),
+    ],
+)
+def test_the_file_and_the_line_of_a_fault_are_named(tmp_path, cache, name, row, words):
+    """After good ones, which must not be trained on as if they were all."""
+    lines = [line.encode() for line in ROWS]
+    (tmp_path / name).write_bytes(b"\n".join([*lines[:30], row, *lines[30:]]))
+    with pytest.raises(ValueError, match=words) as caught:
+        TextData(str(tmp_path / name), "bytes", cache_dir=cache).load_tokens()
+    assert str(tmp_path / name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_links_to_nothing(tmp_path, cache):
+    (tmp_path / "a.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(ValueError, match=r"a.jsonl'` is a link to 'gone.jsonl', which is not there"):
+        TextData(str(tmp_path / "a.jsonl"), "bytes", cache_dir=cache).load_tokens()
+    with pytest.raises(ValueError, match=r"the file '.*a.jsonl' can't be read: No such file or directory"):
+        TextData(str(tmp_path), "bytes", cache_dir=cache).load_tokens()
+
+
 def test_hub_out_of_reach(cache, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

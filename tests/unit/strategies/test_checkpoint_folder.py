@@ -9,7 +9,7 @@ from lightning_memfit.strategies.checkpoints import rewritten
 
 def save(path, content):
     with rewritten(path, True, lambda: None) as folder:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "latest").write_text("checkpoint")
         (folder / "weights").write_text(content)
 
@@ -24,7 +24,7 @@ def test_a_second_save_replaces_the_first(tmp_path):
 def test_a_failed_save_leaves_the_former_one(tmp_path):
     save(tmp_path / "last.ckpt", "first")
     with pytest.raises(OSError, match="disk full"), rewritten(tmp_path / "last.ckpt", True, lambda: None) as folder:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         raise OSError("disk full")
     assert (tmp_path / "last.ckpt" / "weights").read_text() == "first"
     save(tmp_path / "last.ckpt", "second")
@@ -64,7 +64,7 @@ def test_whenever_the_run_dies_a_whole_checkpoint_is_there(tmp_path, mark):
 
     def write(content):
         with rewritten(target, True, lambda: None, mark) as folder:
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             (folder / "weights").write_text(content)
             (folder / mark).write_text(content)
 

@@ -152,7 +152,7 @@ def test_a_disk_that_gets_full_leaves_the_former_one(tmp_path: Path) -> None:
 def test_a_folder_on_a_full_disk_leaves_the_former_one(tmp_path: Path) -> None:
     def write(path: Path, size: int, needed_bytes: int = 0) -> None:
         with rewritten(path, True, lambda: None, needed_bytes=needed_bytes) as folder:
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             (folder / "weights").write_bytes(os.urandom(size))
             (folder / "latest").write_text("checkpoint")
 
@@ -353,7 +353,7 @@ def test_code_hidden_in_a_sharded_folder_never_runs(tmp_path: Path, make: Any, p
 def test_a_damaged_folder_is_refused_with_the_last_good_one(tmp_path: Path, how: str, words: str) -> None:
     for name in ("good.ckpt", "last.ckpt"):
         with rewritten(tmp_path / name, True, lambda: None) as folder:
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             (folder / "weights").write_bytes(bytes(1000))
             (folder / "latest").write_text("checkpoint")
         verify(tmp_path / name)
