@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from typing import Any
 
 _NEGATIVE = re.compile(r"-[0-9.]+")
 """A value, not an option, also for argparse."""
@@ -85,8 +86,8 @@ def split_device(name: str | None) -> tuple[int | None, str | None]:
     return parse_device_count(name)
 
 
-def add_batch_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options that say where a recipe's batch comes from."""
+def add_batch_options(parser: Any) -> None:
+    """Add the options that say where a recipe's batch comes from to a parser, or a group of its arguments."""
     parser.add_argument(
         "--batch-shape",
         metavar="SHAPES",

@@ -28,6 +28,7 @@ _NAMED_CLASS = (
     re.compile(r"Given value: (?P<path>[\w.]+)\s*$", re.MULTILINE),
     re.compile(r"Expected a path but (?P<path>[\w.]+) either"),
 )
+_MISSING = re.compile(r"^[\s-]*(?P<told>\S.* needs [\w.]+: pip install .+?)$", re.MULTILINE)
 _TOP_OPTION = re.compile(r"(?:does not accept option|Option) '(?P<key>[\w.]+)'")
 
 
@@ -38,6 +39,8 @@ def explain(message: str, parser: argparse.ArgumentParser) -> str:
         message: Message of jsonargparse.
         parser: The parser, which knows the valid names.
     """
+    if match := _MISSING.search(message):
+        return match["told"]
     found = _PARSER_KEY.search(message)
     where = f"`{found['key']}`: " if found else ""
     paths = {match["path"]: None for pattern in _NAMED_CLASS for match in pattern.finditer(message)}
