@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from typing import Any
 
 _NEGATIVE = re.compile(r"-[0-9.]+")
 """A value, not an option, also for argparse."""
@@ -83,3 +84,17 @@ def split_device(name: str | None) -> tuple[int | None, str | None]:
     from lightning_memfit.planner.workload import parse_device_count
 
     return parse_device_count(name)
+
+
+def add_batch_options(parser: Any) -> None:
+    """Add the options that say where a recipe's batch comes from to a parser, or a group of its arguments."""
+    parser.add_argument(
+        "--batch-shape",
+        metavar="SHAPES",
+        help="shapes of a batch, to read no data, such as input_ids=4x128:int64,labels=4:int64 or 4x3x224x224,4:int64",
+    )
+    parser.add_argument(
+        "--real-batch",
+        action="store_true",
+        help="take a batch from the recipe's data (default: only where its shapes aren't known otherwise)",
+    )

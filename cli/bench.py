@@ -36,7 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "memfit bench", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--experiment", required=True, metavar="NAME|FILE", help="name in a checkout, or a YAML file")
+    parser.add_argument(
+        "--experiment", required=True, metavar="NAME|FILE", help="bert_large, gpt2xl, ..., or a YAML file"
+    )
     parser.add_argument("--device", choices=MODELLED, default=CPU, help="default: cpu")
     parser.add_argument(
         "--scale", default="full", metavar="NAME", help="one of the experiment's scales (default: full)"
@@ -121,8 +123,9 @@ def _show(experiment: Experiment, runner: Runner, results: list[Result], as_json
 # --- experiments of a checkout by name, and the recipes that their rows name ------------------------------------------
 
 
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "experiments"
-"""Folder of the experiments. Only a checkout has it; with an installed package, give files."""
+_ROOT = Path(__file__).resolve().parent.parent
+FOLDER = next((path for path in (_ROOT / "benchmarks" / "experiments", _ROOT / "experiments") if path.is_dir()), _ROOT)
+"""Folder of the experiments, in a checkout or in an installed package."""
 
 
 def experiment_file(name: str) -> Path:

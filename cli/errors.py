@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lightning_memfit
+from lightning_memfit.extras import how_to_install, missing_package
 
 DEBUG_OPTION = "--debug"
 DEBUG_VARIABLE = "MEMFIT_DEBUG"
@@ -46,14 +47,27 @@ def readable_errors(debug: bool = False) -> Iterator[Outcome]:
     outcome = Outcome()
     try:
         yield outcome
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be flushed to it at exit
     except SystemExit as stop:
         outcome.code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
-        mistake = user_mistake(error)
+        mistake = missing_extra(error) or user_mistake(error)
         if debug or os.environ.get(DEBUG_VARIABLE) or mistake is None:
             raise
         print(f"memfit: error: {mistake}", file=sys.stderr)
         outcome.code = USER_ERROR
+
+
+def missing_extra(error: BaseException) -> str | None:
+    """Say which optional package an error misses, and how to install it; None if it is another error."""
+    package = missing_package(original(error))
+    if package is None:
+        return None
+    command = how_to_install(package)
+    told = next((line.strip(" -") for line in str(error).splitlines() if command in line), None)
+    return told or f"this needs {package}, which is not installed: {command}"
 
 
 def user_mistake(error: BaseException) -> BaseException | None:

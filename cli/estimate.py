@@ -26,7 +26,7 @@ from rich.text import Text
 from lightning_memfit.memory import GIB, Category, Tier, format_bytes
 from lightning_memfit.profile.quiet import collector_paused
 
-from .arguments import LARGEST_COUNT, NAMED_OPTIONS, positive, split_arguments, split_device
+from .arguments import LARGEST_COUNT, NAMED_OPTIONS, add_batch_options, positive, split_arguments, split_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,8 +102,13 @@ def make_parser() -> argparse.ArgumentParser:
     recipe = parser.add_argument_group("for a recipe")
     recipe.add_argument("--config", "-c", action="append", metavar="RECIPE", help="file or name, as for `memfit fit`")
     recipe.add_argument("--measure", action="store_true", help="run two real steps here if tracing fails")
+    add_batch_options(recipe)
     named = parser.add_argument_group("for a model that is only named")
-    named.add_argument("--model", metavar="NAME", help="gpt2-xl, llama-3.1-8b, ..., or a folder with a config.json")
+    named.add_argument(
+        "--model",
+        metavar="NAME",
+        help="gpt2-xl, llama-3.1-8b, ..., OWNER/NAME on the hub, or a folder with a config.json",
+    )
     named.add_argument("--sequence-length", type=positive, metavar="N", help="tokens per sample")
     named.add_argument("--precision", help="32-true, bf16-mixed, 16-mixed, bf16-true or 16-true (default: 32-true)")
     named.add_argument("--optimizer", help="adamw, adamw_fused, sgd, adamw_8bit, ... (default: adamw)")
@@ -337,6 +342,8 @@ def _estimate(arguments: argparse.Namespace) -> EstimateReport:
         raise ValueError(f"`--device` names {count} devices, `--devices` {arguments.devices}. Drop one.")
     arguments.devices = count or arguments.devices
     target = named_target(named) if named is not None else live_target() or unnamed_target()
+    if arguments.batch_shape is not None or arguments.real_batch:
+        raise ValueError("`--batch-shape` and `--real-batch` are for a recipe (`--config`).")
     if arguments.measure:
         raise ValueError("`--measure` needs a recipe (`--config`): a model that is only named has no weights to train.")
     given = {name: getattr(arguments, name) for name in NAMED_OPTIONS if getattr(arguments, name) is not None}

@@ -52,8 +52,8 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
             raise ValueError(
                 f"`{option}` is for `--model NAME`. A recipe states it: override `trainer`, `model` or `data`."
             )
-    with quiet():
-        run = load_recipe(overrides)
+    source = (arguments.batch_shape, arguments.real_batch)
+    with quiet(), load_recipe(overrides, *source, weights=arguments.measure) as run:
         count, device = split_device(arguments.device)
         run = run if count is None else _on_devices(run, count)
         target = target_of(device, run)

@@ -5,10 +5,15 @@ Written for the messages of jsonargparse 4.40 to 4.53; messages that are not rec
 
 import argparse
 import inspect
+import os
 import re
+import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import lightning_memfit
 
@@ -18,6 +23,12 @@ _CLASS_PATH = re.compile(r"class_path '(?P<path>[^']+)':\s*(module '[\w.]+' has 
 _SHORT_NAME = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
 _COMMAND_LINE = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[\w.]+)")
 _HELP_OPTION = re.compile(r"argument --(?P<key>trainer\.callbacks)\.help: expected one argument")
+_NAMED_CLASS = (
+    re.compile(r"class_path['\"]?\s*[:=]?\s*['\"](?P<path>[\w.]+)['\"]"),
+    re.compile(r"Given value: (?P<path>[\w.]+)\s*$", re.MULTILINE),
+    re.compile(r"Expected a path but (?P<path>[\w.]+) either"),
+)
+_MISSING = re.compile(r"^[\s-]*(?P<told>\S.* needs [\w.]+: pip install .+?)$", re.MULTILINE)
 _TOP_OPTION = re.compile(r"(?:does not accept option|Option) '(?P<key>[\w.]+)'")
 
 
@@ -28,8 +39,14 @@ def explain(message: str, parser: argparse.ArgumentParser) -> str:
         message: Message of jsonargparse.
         parser: The parser, which knows the valid names.
     """
+    if match := _MISSING.search(message):
+        return match["told"]
     found = _PARSER_KEY.search(message)
     where = f"`{found['key']}`: " if found else ""
+    paths = {match["path"]: None for pattern in _NAMED_CLASS for match in pattern.finditer(message)}
+    for path in paths:
+        if (failure := _import_failure(path)) is not None:
+            return f"{where}{failure}"
     if match := _CLASS_OPTION.search(message):
         name = match["path"].rpartition(".")[2]
         return f"{where}{name} has no argument `{match['key']}`. {closest(match['key'], _arguments(match['path']))}"
@@ -42,6 +59,41 @@ def explain(message: str, parser: argparse.ArgumentParser) -> str:
     if match := _COMMAND_LINE.search(message) or _TOP_OPTION.search(message):
         return f"there is no option `{match['key']}`. {_closest_option(match['key'], set(options_of(parser)))}"
     return message
+
+
+def _import_failure(class_path: str) -> str | None:
+    """Say why the module of a class can't be imported; None if it can."""
+    module, _, name = class_path.rpartition(".")
+    if not module or not name:
+        return None
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            return _raised(class_path, error)
+        if "." in error.name or error.name in sys.stdlib_module_names or find_spec(error.name) is not None:
+            return None  # a part of a package that is there, whose classes may be suggested
+        return (
+            f"there is no module `{error.name}` for the class `{class_path}`: none is installed, and the working "
+            f"directory ({os.getcwd()}) has no {error.name}.py."
+        )
+    except Exception as error:
+        return _raised(class_path, error)
+    own = Path(*module.split(".")).with_suffix(".py")
+    file = getattr(found, "__file__", None)
+    if hasattr(found, name) or not own.is_file() or (file is not None and own.resolve() == Path(file).resolve()):
+        return None
+    return f"`{module}` is the installed module {file or module}, not {own} here. Give your file another name."
+
+
+def _raised(class_path: str, error: Exception) -> str:
+    """Name the error that a module raised while it was imported, and its line in the user's files."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(Path.cwd())]
+    place = f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}"
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        place = f"{error.filename}:{error.lineno}"
+    return f"`{class_path}` can't be imported: {type(error).__name__}: {error} ({place})."
 
 
 def import_public_names() -> None:

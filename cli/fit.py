@@ -30,7 +30,7 @@ from lightning_memfit.planner.plan import is_technique
 from .errors import RunFailedError
 from .lightning_cli import MemFitCLI
 from .recipe_schema import MADE_FOR
-from .run_folder import RunFolder
+from .run_folder import RunFolder, SaveConfig
 
 PLAN_VARIABLE = "MEMFIT_AUTO_PLAN"
 """Variable with the plan's file for the processes that a strategy starts, so that all of them use one plan."""
@@ -58,11 +58,12 @@ class FitCLI(MemFitCLI):
     def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
         self._folder: RunFolder | None = None
         try:
-            super().__init__(args, run, **options)
+            super().__init__(args, run, **{"save_config_callback": SaveConfig, **options})
         except BaseException as error:
             if self._folder is None:
                 raise
-            ended = [c.error for c in self.trainer.callbacks if isinstance(c, Preemption) and c.error]
+            callbacks = self.trainer.callbacks if hasattr(self, "trainer") else []
+            ended = [c.error for c in callbacks if isinstance(c, Preemption) and c.error]
             if isinstance(error, SystemExit) and ended:
                 error = SystemExit(ended[0].exit_code)
             self._folder.remove_if_unused()
@@ -79,7 +80,8 @@ class FitCLI(MemFitCLI):
         """
         if self.planned_for is not None and self.subcommand == "fit":
             self._check_device(self.planned_for)
-        self._folder = RunFolder(self.trainer)
+        if self._folder is not None:
+            self._folder.follow(self.trainer)
         guard_loggers(self.trainer.loggers)
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         if self.subcommand == "fit":
@@ -100,6 +102,12 @@ class FitCLI(MemFitCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
+        """Plan if the recipe says so, and make the run's folder."""
+        self._plan()
+        if getattr(self, "subcommand", None) is not None:
+            self._folder = RunFolder(self.config[self.subcommand].trainer)
+
+    def _plan(self) -> None:
         """Replace the recipe's techniques if it says `memfit: auto`: by `MemFit`, or before ranks start by a plan."""
         if getattr(self, "subcommand", None) != "fit" or self.config.fit.memfit != "auto":
             return

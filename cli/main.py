@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 from lightning_memfit import __version__
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"memfit: error: {_unknown(command)}", file=sys.stderr)
         return 2
     try:
-        with readable_errors(debug) as outcome:
+        with readable_errors(debug) as outcome, _working_directory_modules():
             # One parser handles all Lightning commands, and reads the command's name itself.
             module, _ = COMMANDS[command]
             rest = arguments if module == "fit" else arguments[1:]
@@ -66,6 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report_unexpected(error)
         unexpected = original(error)
     raise unexpected
+
+
+@contextmanager
+def _working_directory_modules() -> Iterator[None]:
+    """Let modules of the working directory be imported, after everything that is installed."""
+    folder = os.getcwd()
+    if any(os.path.abspath(entry) == folder for entry in sys.path):  # `python -m cli` has it in front
+        yield
+        return
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
 
 
 def _help() -> str:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from lightning_memfit.memory import GIB, format_bytes
 
-from .arguments import split_arguments
+from .arguments import add_batch_options, split_arguments
 from .recipe_files import resolve
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
         "(default: exact,tf32,bf16,stochastic,8bit)",
     )
     _add_limits(parser)
+    add_batch_options(parser)
     parser.add_argument("--out", metavar="FILE.yaml", help="write what `fit --config RECIPE --config FILE` trains with")
     parser.add_argument(
         "--lock", metavar="FILE", help="keep the plan here, and reuse it until something that it depends on changes"
@@ -151,8 +152,8 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
     from lightning_memfit.planner.lock import PlanLock, Sources, plan_key
 
     recipes = [Path(resolve(name)) for name in arguments.config]
-    names = ("allow", "host_memory", "pinned_memory", "disk", "nvme_path", "disk_writes_per_day", "verify")
-    limits = {name: getattr(arguments, name) for name in names}
+    of_limits = ("allow", "host_memory", "pinned_memory", "disk", "nvme_path", "disk_writes_per_day", "verify")
+    limits = {name: getattr(arguments, name) for name in (*of_limits, "batch_shape", "real_batch")}
     key = plan_key(recipes, overrides, arguments.device or "", limits)
     lock, free = None, None
     if arguments.lock is not None:

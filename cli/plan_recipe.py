@@ -59,8 +59,7 @@ def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[di
         The plan as plain data with its overlay, and the files and folders that it was made from, some of which may not
         exist.
     """
-    with quiet():
-        run = load_recipe(overrides)
+    with quiet(), load_recipe(overrides, arguments.batch_shape, arguments.real_batch) as run:
         named, device = (None, None) if arguments.device is None else parse_device_count(arguments.device)
         workload = workload_of(run, target_of(device, run), arguments, named)
         try:

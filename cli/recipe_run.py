@@ -1,10 +1,17 @@
-"""`load_recipe`: a recipe's model, one real batch and settings, without a GPU, loggers or writing to disk."""
+"""`load_recipe`: a recipe's model, one batch and settings, without a GPU, loggers or writing to disk.
+
+Weights are not loaded, and no data are read where the data module knows the shapes of a batch (`example_batch`), or the
+user gives them.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -12,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -49,7 +57,7 @@ class RecipeRun:
 
     module: pl.LightningModule
     batch: Any
-    """One real batch from the recipe's own loader, in host memory."""
+    """One batch of the recipe's shapes, or a real one from its own loader, in host memory."""
     options: StepOptions
     callbacks: tuple[pl.Callback, ...]
     accelerator: str
@@ -94,9 +102,17 @@ class _RecipeCLI(MemFitCLI):
         if "strategy" in words:
             import_module("lightning_memfit.strategies")  # registers the names that `trainer.strategy` takes
 
+    def __init__(self, arguments: list[str], weights: bool, context: ExitStack) -> None:
+        self._weights, self._context = weights, context
+        super().__init__(arguments, run=False, save_config_callback=None)
+
     @override
     def before_instantiate_classes(self) -> None:
-        """Record the recipe's hardware, precision and loggers, and replace them by stand-ins."""
+        """Record the recipe's hardware, precision and loggers, and replace them by stand-ins; leave out weights."""
+        if not self._weights and _may_load_weights(self.config.get("model")):
+            from lightning_memfit.estimate.pretrained import without_weights
+
+            self._context.enter_context(without_weights())
         self.as_written = self.config.clone()
         trainer = self.config.trainer
         self.recipe = {name: trainer[name] for name in _STAND_IN}
@@ -112,16 +128,38 @@ def _names_file(text: str, folders: Collection[Path]) -> bool:
     return any(os.path.isfile(folder / value) for value in values for folder in folders)
 
 
-def load_recipe(arguments: list[str]) -> RecipeRun:
-    """Instantiate a recipe and fetch a batch.
+def _may_load_weights(model: Any) -> bool:
+    """Whether a model's class, or one that it is derived from, stands in a file that names transformers."""
+    module, _, name = str((model or {}).get("class_path")).rpartition(".")
+    kind = getattr(import_module(module), name, None) if module else None
+    files = {getattr(sys.modules.get(base.__module__), "__file__", None) for base in getattr(kind, "__mro__", ())}
+    own = (file for file in files if file is not None and "/torch/" not in file and "/lightning/" not in file)
+    return any("transformers" in Path(file).read_text(encoding="utf-8", errors="replace") for file in own)
+
+
+@contextmanager
+def load_recipe(
+    arguments: list[str], batch_shape: str | None = None, real_batch: bool = False, weights: bool = False
+) -> Iterator[RecipeRun]:
+    """Instantiate a recipe, make or fetch a batch, and yield both, for as long as models come without weights.
 
     Args:
         arguments: Command-line arguments as for `memfit fit`.
+        batch_shape: Shapes of the batch; see `parse_batch_shape`.
+        real_batch: Take the batch from the recipe's own loader.
+        weights: Load pretrained weights, for steps that really run.
 
     Raises:
         ValueError: If the recipe has no training data, or a precision that estimates don't support.
     """
-    cli = _RecipeCLI(arguments, run=False, save_config_callback=None)
+    if batch_shape is not None and real_batch:
+        raise ValueError("`--batch-shape` and `--real-batch` both say where the batch comes from. Drop one.")
+    shaped = parse_batch_shape(batch_shape) if batch_shape is not None else None
+    with ExitStack() as context:
+        yield _loaded(_RecipeCLI(arguments, weights, context), shaped, real_batch)
+
+
+def _loaded(cli: _RecipeCLI, shaped: Any, real_batch: bool) -> RecipeRun:
     trainer, recipe = cli.trainer, cli.recipe
     if isinstance(cli.model, CausalLM):
         _ = cli.model.architecture  # read it here once, not in every trace of a copy
@@ -135,7 +173,7 @@ def load_recipe(arguments: list[str]) -> RecipeRun:
         raise ValueError(f"`trainer.num_nodes={recipe['num_nodes']}` must be from 1 to {LARGEST_COUNT:,}.")
     processes = num_processes(recipe["devices"]) * recipe["num_nodes"]
     with isolate_rng():
-        batch = _first_batch(cli, processes)
+        batch = _batch(cli, processes, shaped, real_batch)
     cli.model.trainer = trainer  # the training step may use its data module
     callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
     devices = None if str(recipe["devices"]) in ("auto", "-1") else num_processes(recipe["devices"])
@@ -188,6 +226,55 @@ class _PlannedTrainer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
+
+
+_SHAPE = re.compile(r"(?:(?P<name>\w+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<kind>\w+))?")
+_DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+def parse_batch_shape(text: str) -> Any:
+    """Make a batch of the given shapes, filled with ones.
+
+    Args:
+        text: `input_ids=4x128:int64,labels=4:int64` for a dictionary, `4x3x224x224,4:int64` for a list, or one shape
+            for a tensor. The first size is the micro-batch; the type is float32 where none is named.
+
+    Raises:
+        ValueError: If the text is written otherwise, or the batch doesn't fit into memory.
+    """
+    option, tensors = f"`--batch-shape {text}`", []
+    for part in text.split(","):
+        found = _SHAPE.fullmatch(part.strip())
+        if found is None:
+            raise ValueError(f"{option}: {part!r} is no shape. Write NAME=4x128:int64, or 4x3x224x224 without a name.")
+        kind, sizes = found["kind"] or "float32", [int(size) for size in found["sizes"].split("x")]
+        if kind not in _DTYPES:
+            raise ValueError(f"{option}: {kind!r} is no type. Choose from: {', '.join(_DTYPES)}.")
+        if not 1 <= math.prod(sizes) <= LARGEST_COUNT:
+            raise ValueError(f"{option}: {part!r} must have from 1 to {LARGEST_COUNT:,} elements.")
+        tensors.append((found["name"], torch.ones(sizes, dtype=getattr(torch, kind))))
+    names = [name for name, _ in tensors]
+    if all(names) and len(set(names)) == len(names):
+        return dict(tensors)
+    if any(names):
+        raise ValueError(f"{option}: give every tensor a name of its own, or none.")
+    return [tensor for _, tensor in tensors] if len(tensors) > 1 else tensors[0][1]
+
+
+def _batch(cli: MemFitCLI, processes: int, shaped: Any, real: bool) -> Any:
+    """Return a batch: of the shapes that the user or the data module knows, or else the first real one."""
+    data = cli.datamodule
+    example = getattr(data, "example_batch", None)
+    if real or (shaped is None and example is None):
+        return _first_batch(cli, processes)
+    if data is None:
+        return shaped
+    data.trainer = _PlannedTrainer(cli.trainer, processes)
+    if shaped is None and example is not None:
+        architecture = getattr(cli.model, "architecture", None)
+        shaped = example(getattr(architecture, "vocab_size", None))
+    cli.trainer.datamodule = data  # type: ignore[attr-defined]
+    return data.on_after_batch_transfer(data.on_before_batch_transfer(shaped, 0), 0)
 
 
 def _first_batch(cli: MemFitCLI, processes: int) -> Any:

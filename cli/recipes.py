@@ -14,10 +14,13 @@ def main(argv: list[str]) -> int:
     actions.add_parser("list", help="names and what they are for (the default)")
     copy = actions.add_parser("copy", help="copy a recipe into a folder")
     copy.add_argument("name", help="for example quickstart or fragments/wandb")
-    copy.add_argument("--to", default=".", metavar="FOLDER", help="where to put it (default: here)")
+    copy.add_argument("folder", nargs="?", metavar="FOLDER", help="where to put it (default: here)")
+    copy.add_argument("--to", metavar="FOLDER", help="the same, as an option")
     arguments = parser.parse_args(argv)
     if arguments.action == "copy":
-        return _copy(arguments.name, Path(arguments.to))
+        if arguments.to is not None and arguments.folder is not None:
+            raise ValueError(f"`recipes copy {arguments.name}`: FOLDER and `--to` name two folders. Drop one.")
+        return _copy(arguments.name, Path(arguments.to or arguments.folder or "."))
     recipes = available()
     width = max(map(len, recipes))
     for name, file in recipes.items():
@@ -29,7 +32,7 @@ def _copy(name: str, folder: Path) -> int:
     source = Path(resolve(name))
     target = folder / source.name
     if target.exists():
-        raise ValueError(f"{str(target)!r} exists already. Name another folder with `--to`: nothing is overwritten.")
+        raise ValueError(f"{str(target)!r} exists already. Name another folder after it: nothing is overwritten.")
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
     print(target)

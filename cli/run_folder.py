@@ -1,15 +1,24 @@
-"""`RunFolder`: what a run writes beside its checkpoints, which a run that never began must not leave behind."""
+"""`RunFolder`: the one new folder of a run, for its configuration, logs and checkpoints, whatever the logger is.
+
+A run that never began leaves none behind.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from jsonargparse import Namespace
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_only
+from typing_extensions import override
 
 from lightning_memfit.memory.wrapping import wrap_method
 
@@ -18,37 +27,159 @@ _OF_A_START = ("config.yaml", "hparams.yaml", "metrics.csv", "events.out.tfevent
 
 _STEPS = ("optimizer_step", "validation_step", "test_step", "predict_step")
 
+_VERSIONED = ("CSVLogger", "TensorBoardLogger")
+"""Loggers that make a folder per run themselves, `save_dir/name/version_N`."""
+
+_DEFAULT_NAME = "lightning_logs"
+
+
+class SaveConfig(SaveConfigCallback):
+    """Saves the configuration in the run's folder, also where the logger's folder is one for all runs.
+
+    Attributes:
+        folder: The run's folder; None leaves the place to Lightning, which takes the first logger's.
+    """
+
+    folder: Path | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save it, on the first rank."""
+        # What Lightning saves to otherwise is `Trainer.log_dir`: `save_dir` of a W&B logger, or the working directory.
+        self.save_to_log_dir = self.folder is None
+        super().setup(trainer, pl_module, stage)
+
+    @override
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save the configuration where there is a folder; called on the first rank alone."""
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.parser.save(
+                self.config,
+                str(self.folder / self.config_filename),
+                skip_none=False,
+                overwrite=self.overwrite,
+                multifile=self.multifile,
+            )
+
 
 class RunFolder:
-    """Removes the folders of a run that ended before its first step was done, if this run has made them.
+    """Makes a run's folder before its loggers exist, and removes it if the run ends before its first step was done.
 
     It is no callback: the steps of callbacks are part of what a trace copies.
 
+    The folder is `save_dir/name/version_N` as of Lightning's own loggers (with W&B, `name` is the project), and
+    `lightning_logs/version_N` where there is no logger, or another that has no folders per run. It is made at once, so
+    that no other run takes the same number. Only the first rank makes it; Lightning broadcasts its choice to the others
+    (`ModelCheckpoint.setup`, `Trainer.log_dir`).
+
     Args:
-        trainer: The Trainer, before it runs anything.
+        config: The `trainer` section of a configuration, before anything is instantiated. Its `logger` is replaced.
 
     Attributes:
+        path: The folder; None where Lightning's own default makes one, or the user has named a version.
         began: Whether an optimizer step, or a step of an evaluation other than the sanity check, was done.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, config: Namespace) -> None:
         self.began = False
+        self.path: Path | None = None
+        self._is_users_choice = False
+        self._trainer: Trainer | None = None
+        self._made: list[Path] = []
+        self._config, self._as_written = config, config.get("logger")
+        if not config.get("fast_dev_run") and not _is_remote(config):
+            self._claim(Path(config.get("default_root_dir") or "."))
+
+    def _claim(self, default_root: Path) -> None:
+        """Choose the folder, make it, and write it into the configuration of the loggers."""
+        logger = self._as_written
+        if logger is None or logger is True:
+            return  # Lightning's default, which makes a folder per run
+        loggers = [Namespace(vars(spec)) for spec in (logger if isinstance(logger, list) else [logger]) if spec]
+        for spec in loggers:
+            spec.init_args = Namespace(vars(spec.get("init_args") or Namespace()))
+        root, name = default_root, _DEFAULT_NAME
+        if loggers and _kind(loggers[0]) in _VERSIONED:
+            options = loggers[0].init_args
+            root, name = Path(options.get("save_dir") or default_root), options.get("name", _DEFAULT_NAME) or ""
+            if options.get("version") is not None:
+                version, self._is_users_choice = options.version, True
+                self.path = root / name / (version if isinstance(version, str) else f"version_{version}")
+            else:
+                self.path = self._new(root / name)
+                options.version = int(self.path.name.removeprefix("version_"))
+        elif loggers and _kind(loggers[0]) == "WandbLogger":
+            options = loggers[0].init_args
+            root, name = Path(options.get("save_dir") or default_root), options.get("project") or _DEFAULT_NAME
+            self.path = self._new(root / name)
+        else:
+            self.path = self._new(root / name)
+        for spec in loggers:
+            if _kind(spec) == "WandbLogger":
+                spec.init_args.save_dir = str(self.path)
+        if loggers:
+            self._config.logger = loggers if isinstance(logger, list) else loggers[0]
+
+    def _new(self, parent: Path) -> Path:
+        """Make the next `version_N`, and the folders above it; on other ranks than the first only name it."""
+        numbers = [int(found[1]) for path in _children(parent) if (found := re.fullmatch(r"version_(\d+)", path.name))]
+        number = max(numbers, default=-1) + 1
+        if getattr(rank_zero_only, "rank", 0) != 0:
+            return parent / f"version_{number}"
+        for folder in reversed([parent, *parent.parents]):
+            if not folder.exists():
+                folder.mkdir(exist_ok=True)
+                self._made.append(folder)
+        while True:
+            with contextlib.suppress(FileExistsError):  # another run's, from this moment
+                (parent / f"version_{number}").mkdir()
+                self._made.append(parent / f"version_{number}")
+                return self._made[-1]
+            number += 1
+
+    def follow(self, trainer: Trainer) -> None:
+        """Put the run's configuration and checkpoints into the folder, and watch whether the run begins.
+
+        Args:
+            trainer: The Trainer, before it runs anything.
+        """
         self._trainer = trainer
+        self._config.logger = self._as_written  # what is saved can be run again, into a new folder
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, SaveConfig):
+                callback.folder = None if self._is_users_choice else self.path  # Lightning overwrites none
+            elif isinstance(callback, ModelCheckpoint) and callback.dirpath is None and self.path is not None:
+                callback.dirpath = str(self.path.absolute() / "checkpoints")
         roots = [Path(root) for logger in trainer.loggers if (root := getattr(logger, "root_dir", None))]
-        self._existed = {path for root in roots for path in (root, *root.parents, *_children(root)) if path.exists()}
+        existed = {path for root in roots for path in (root, *root.parents, *_children(root)) if path.exists()}
+        self._existed = existed - set(self._made)
         for name in _STEPS:
             wrap_method(trainer.strategy, name, self._note)
 
     def _note(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
-        self.began |= not self._trainer.sanity_checking
+        self.began |= self._trainer is None or not self._trainer.sanity_checking
         return result
 
     def remove_if_unused(self) -> None:
         """Remove the run's folders, and those above them that are now empty, if no step was done."""
-        if self.began or not self._trainer.is_global_zero:
+        if self.began or (self._trainer is not None and not self._trainer.is_global_zero):
             return
-        for logger in self._trainer.loggers:
+        if self._made:
+            _end_wandb()
+            if self._is_ours(self._made[-1]):
+                shutil.rmtree(self._made[-1], ignore_errors=True)
+            for folder in reversed(self._made):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+        if self._trainer is not None:
+            self._remove_of_loggers(self._trainer)
+
+    def _remove_of_loggers(self, trainer: Trainer) -> None:
+        """Remove what loggers made that this class has not placed."""
+        for logger in trainer.loggers:
             folder = getattr(logger, "log_dir", None)
             if folder is None or not Path(folder).is_dir() or Path(folder) in self._existed:
                 continue
@@ -63,13 +194,32 @@ class RunFolder:
     def _is_ours(self, folder: Path) -> bool:
         """Whether it holds what this run wrote before its first step, and nothing else.
 
-        A run that started at the same moment may have taken the same number; then the configuration is its own.
+        A run that started at the same moment may have taken the same number of a folder that Lightning made; then the
+        configuration is its own.
         """
-        saved = [c for c in self._trainer.callbacks if isinstance(c, SaveConfigCallback)]  # type: ignore[attr-defined]
-        if (folder / "config.yaml").exists() and not any(callback.already_saved for callback in saved):
+        callbacks = self._trainer.callbacks if self._trainer is not None else []  # type: ignore[attr-defined]
+        saved = any(c.already_saved for c in callbacks if isinstance(c, SaveConfigCallback))
+        if (folder / "config.yaml").exists() and not saved and folder not in self._made:
             return False
-        files = [path for path in folder.rglob("*") if not path.is_dir()]
-        return all(path.name.startswith(_OF_A_START) for path in files)
+        files = [path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()]
+        return all(path.name.startswith(_OF_A_START) or path.parts[0] == "wandb" for path in files)
+
+
+def _is_remote(config: Namespace) -> bool:
+    """Whether something is written to an address (`s3://...`), where only Lightning's file systems can make folders."""
+    return any("://" in str(config.get(key)) for key in ("default_root_dir", "logger"))
+
+
+def _kind(spec: Namespace) -> str:
+    return str(spec.get("class_path")).rpartition(".")[2]
+
+
+def _end_wandb() -> None:
+    """Let W&B close the files of a run that is about to be removed."""
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and getattr(wandb, "run", None) is not None:
+        with contextlib.suppress(Exception):  # whatever it says, the error that ended the run is what counts
+            wandb.finish(exit_code=1, quiet=True)
 
 
 def _children(folder: Path) -> list[Path]:

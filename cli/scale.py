@@ -15,7 +15,7 @@ from lightning_memfit.bench.sweep import Sweep, load_sweep
 from lightning_memfit.bench.tracking import Mode, Tracking, reachable_mode
 from lightning_memfit.memory.kind import CPU, MODELLED
 
-from .bench import INTERRUPTED, check_device, read_recipe, show_progress, worker_command
+from .bench import FOLDER, INTERRUPTED, check_device, read_recipe, show_progress, worker_command
 
 if TYPE_CHECKING:
     from lightning_memfit.bench.record import Result
@@ -40,7 +40,11 @@ def build_parser() -> argparse.ArgumentParser:
         "memfit scale", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="the matrix; see docs/guides/scale.md"
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the matrix, by file or name (scaling); see docs/guides/scale.md",
     )
     parser.add_argument("--device", choices=MODELLED, default=CPU, help="default: cpu")
     parser.add_argument("--folder", type=Path, default=Path("runs/scale"), help="default: runs/scale")
@@ -61,9 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run the command."""
     arguments = build_parser().parse_args(argv)
-    if not arguments.config.is_file():
-        raise ValueError(f"`--config {arguments.config}` is no file. Give the YAML file of a sweep.")
-    sweep = load_sweep(arguments.config, arguments.device, read_recipe)
+    sweep = load_sweep(_sweep_file(arguments.config), arguments.device, read_recipe)
     folder = arguments.folder / sweep.folder_name
     runner = Runner(
         sweep.name,
@@ -88,6 +90,22 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"`--report-only`: there are no records in {folder}. Run the sweep first, without it.")
     _report(arguments, sweep, runner, results)
     return int(any(result.status == "failed" for result in results))
+
+
+def _sweep_file(path: Path) -> Path:
+    """Return the YAML file of a sweep given by path or name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    known = {file.stem: file for file in sorted((FOLDER / "sweeps").glob("*.yaml"))}
+    found = path if path.is_file() else known.get(path.stem)
+    if found is None or not found.is_file():
+        raise ValueError(
+            f"`--config {path}` is no file. Give the YAML file of a sweep, or one that comes with the package: "
+            f"{', '.join(known)}."
+        )
+    return found
 
 
 def _tracking(arguments: argparse.Namespace, sweep: Sweep, folder: Path) -> Tracking:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_memfit.adapters.layer import NAME, FrozenLinear
 from lightning_memfit.adapters.lora import adapted_layers, adapter_parameters, frozen_layers, layer_records, merge_into
+from lightning_memfit.extras import require
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import copy_to_host
 
@@ -243,6 +244,7 @@ def write_peft_folder(folder: Path, checkpoint: Mapping[str, Any], prefix: str, 
         prefix: Prefix of the names of the model's own modules, such as `model.`.
         base_model: Name or folder of the frozen model, noted in the configuration.
     """
+    require("peft", "Writing a peft folder")
     from peft import LoraConfig
     from safetensors.torch import save_file
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_memfit.bench.record import Result
 from lightning_memfit.bench.scaling import Curve, Point, as_csv, curves_of, pareto_front, points_of, unit_of
 from lightning_memfit.bench.table import percent, remarks
+from lightning_memfit.extras import require
 from lightning_memfit.memory import GIB, MIB, format_bytes
 
 # --- drawing: colours that colour-blind readers can tell apart --------------------------------------------------------
@@ -42,12 +43,7 @@ def draw(points: Sequence[Point], curves: Sequence[Curve], unit: str) -> dict[st
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "The report's pictures need matplotlib: `pip install lightning-memfit[plot]`."
-        ) from error
+    require("matplotlib", "Drawing the report's pictures")
     figures = {}
     if curves:
         figures["speedup"] = _speedup(curves)

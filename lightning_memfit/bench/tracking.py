@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
+
+from lightning_memfit.extras import require
 
 Mode = Literal["online", "offline", "off"]
 
@@ -25,10 +26,8 @@ class Tracking:
     folder: str
 
     def __post_init__(self) -> None:
-        if self.mode != "off" and find_spec("wandb") is None:
-            raise ModuleNotFoundError(
-                f"`--wandb {self.mode}` needs wandb: `pip install lightning-memfit[wandb]`, or take `--wandb off`."
-            )
+        if self.mode != "off":
+            require("wandb", f"`--wandb {self.mode}` (or take `--wandb off`)")
 
 
 def reachable_mode(mode: Mode, base_url: str = "https://api.wandb.ai", timeout_s: float = 3.0) -> Mode:

@@ -184,6 +184,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_MOST_EXAMPLE_TOKENS = 1 << 26
+
+
 class BatchedText(pl.LightningDataModule):
     """Samples of equal length, dealt out in whole effective batches. Subclasses make the samples.
 
@@ -239,6 +242,19 @@ class BatchedText(pl.LightningDataModule):
     @abstractmethod
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return training and validation samples."""
+
+    def _example_tokens(self, length: int, vocab_size: int | None) -> torch.Tensor:
+        """Return `(batch_size, length)` ids below the vocabulary, without special ones as far as they can be told."""
+        self._check_global_batch_size()
+        count = self.batch_size * length
+        if count > _MOST_EXAMPLE_TOKENS:
+            raise ValueError(
+                f"`batch_size={self.batch_size}` x {length} tokens are too many for a batch that is only looked at. "
+                "Estimate a smaller one; `--micro-batch-size` says what another would need."
+            )
+        limit = min(vocab_size or 100, 1000)
+        first = 3 if limit > 3 else 0
+        return first + torch.arange(count).view(self.batch_size, length) % (limit - first)
 
     @override
     def setup(self, stage: str) -> None:

@@ -123,3 +123,20 @@ class PackedText(BatchedText):
         train, val = self.load_tokens()
         blocks = PackedBlocks(train, self.sequence_length, "training text")
         return blocks, PackedBlocks(val, self.sequence_length, "validation text")
+
+    def example_batch(self, vocab_size: int | None = None) -> dict[str, torch.Tensor]:
+        """Return a training batch of the right shapes without reading data or tokenizer, for estimates and plans.
+
+        Any data module may have this method.
+
+        Args:
+            vocab_size: Number of token ids that the model takes; None if it is not known.
+
+        Returns:
+            `input_ids` and `labels`, both `(batch_size, sequence_length)`, int64.
+
+        Raises:
+            ValueError: If the batch sizes contradict each other, or the batch is too large to be made.
+        """
+        tokens = self._example_tokens(self.sequence_length, vocab_size)
+        return {"input_ids": tokens, "labels": tokens.clone()}

@@ -117,6 +117,23 @@ class PairedText(BatchedText):
         )
         return train, val
 
+    def example_batch(self, vocab_size: int | None = None) -> dict[str, torch.Tensor]:
+        """Return a training batch of the right shapes without reading data or tokenizer; see `PackedText`.
+
+        The first pair has padding, as models may leave out a mask without any.
+
+        Args:
+            vocab_size: Number of token ids that the model takes; None if it is not known.
+
+        Returns:
+            `input_ids` and `attention_mask`, `(batch_size, source_length)`, and `labels`, `(batch_size,
+            target_length)`, int64.
+        """
+        input_ids = self._example_tokens(self.source_length, vocab_size)
+        attention_mask, labels = torch.ones_like(input_ids), self._example_tokens(self.target_length, vocab_size)
+        attention_mask[0, -1], labels[0, -1] = 0, _NOT_PREDICTED
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
     def split(self, pairs: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         """Keep `val_fraction` for validation; equal sources fall on the same side.
 

@@ -1,4 +1,6 @@
-"""Where text comes from: local files through Hugging Face `datasets`, or a data set of the hub.
+"""Where text comes from: local files, or a data set of the hub through Hugging Face `datasets`.
+
+Without `datasets`, which is an extra, txt and jsonl files are read here (`PlainDocuments`), into memory.
 
 The files are read as one document per row; `validation_mask` splits documents into training and validation by content.
 """
@@ -12,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_memfit.extras import is_installed, require
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -24,7 +28,55 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
 _ENDINGS = ", ".join(_READERS)
 
 
-def load_documents(dataset: str, dataset_config: str | None, split: str, cache_dir: str | None) -> Dataset:
+class PlainDocuments:
+    """Rows of local files, held in memory: as much of a `datasets.Dataset` as is needed here.
+
+    Args:
+        rows: One dictionary per document.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
+        self.column_names = sorted({name for row in rows for name in row})
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, column: str) -> list[Any]:
+        return [row.get(column) for row in self._rows]
+
+
+def _read_plainly(path: Path) -> PlainDocuments:
+    """Read txt and jsonl files without `datasets`.
+
+    Raises:
+        ModuleNotFoundError: If the files are of another kind.
+        ValueError: If a file can't be read.
+    """
+    files = local_files(path)
+    if files[0].suffix not in (".txt", ".jsonl"):
+        require("datasets", f"`dataset={str(path)!r}`: reading {files[0].suffix} files")
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+            if file.suffix == ".txt":
+                rows.append({"text": text})
+                continue
+            for number, line in enumerate(text.split("\n"), 1):
+                row = json.loads(line) if line.strip() else {}
+                if not isinstance(row, dict):
+                    raise ValueError(f"line {number} is no object")
+                rows += [row] if row else []
+        except ValueError as error:
+            reason = _fault_in(file) or str(error)
+            raise ValueError(f"`dataset`: the file {str(file)!r} cannot be read: {reason}") from error
+    return PlainDocuments(rows)
+
+
+def load_documents(
+    dataset: str, dataset_config: str | None, split: str, cache_dir: str | None
+) -> Dataset | PlainDocuments:
     """Return a data set with one document per row.
 
     Args:
@@ -34,13 +86,14 @@ def load_documents(dataset: str, dataset_config: str | None, split: str, cache_d
         cache_dir: Where `datasets` keeps its files.
 
     Raises:
+        ModuleNotFoundError: If `datasets` is needed, and isn't installed.
         ValueError: If there is nothing to read, or the hub cannot be reached.
     """
     path = Path(dataset).expanduser()
     if path.exists():
         if dataset_config is not None or split != "train":
             raise ValueError(f"`dataset={dataset!r}` is local: `dataset_config` and other splits are for the hub.")
-        return _load_files(path, cache_dir)
+        return _load_files(path, cache_dir) if is_installed("datasets") else _read_plainly(path)
     if path.is_symlink():
         raise ValueError(f"`dataset={dataset!r}` is a link to {str(path.readlink())!r}, which is not there. Mend it.")
     if dataset.startswith((".", "/", "~")) or path.suffix in _READERS or dataset.count("/") > 1:
@@ -101,7 +154,7 @@ def local_files(path: Path) -> list[Path]:
     return files
 
 
-def check_texts(documents: Dataset, column: str, argument: str, dataset: str = "") -> None:
+def check_texts(documents: Dataset | PlainDocuments, column: str, argument: str, dataset: str = "") -> None:
     """Refuse a column that has something else than text in any row, or nothing at all.
 
     Files of lines may lose a column half-way; the rows after that must not be left out without a word.
@@ -115,31 +168,39 @@ def check_texts(documents: Dataset, column: str, argument: str, dataset: str = "
     Raises:
         ValueError: If the column is missing, isn't text, or has rows without a value.
     """
-    from pyarrow import ArrowInvalid
-
     if column not in documents.column_names:
         there = ", ".join(documents.column_names)
         raise ValueError(f"`{argument}={column!r}` is not in the data. Its columns: {there}.")
-    kind = getattr(documents.features[column], "dtype", None)
-    values = documents.data.column(column)
-    fault = ""
-    if values.null_count:
-        first = values.is_null().to_numpy().argmax() + 1
-        fault = (
-            f"{values.null_count:,} of {len(values):,} documents have no value, number {first:,} the first of them. "
-            "Fill them in or remove them"
-        )
-    elif kind not in ("string", "large_string"):
-        fault = str(documents.features[column])
-    else:
-        try:
-            values.validate(full=True)
-        except ArrowInvalid:
-            fault = "bytes that are not UTF-8"
+    fault = _fault_of_column(documents, column)
     if fault:
         files = local_files(Path(dataset).expanduser()) if dataset and Path(dataset).expanduser().exists() else []
         place = next((found for file in files if (found := _fault_in(file, column))), "")
         raise ValueError(f"`{argument}={column!r}` has something else than text: {fault}. {place}".rstrip())
+
+
+def _fault_of_column(documents: Dataset | PlainDocuments, column: str) -> str:
+    """What a column has besides text, in words; empty if it has nothing else."""
+    if isinstance(documents, PlainDocuments):
+        wrong = [number for number, value in enumerate(documents[column], 1) if not isinstance(value, str)]
+        if not wrong:
+            return ""
+        count = f"{len(wrong):,} of {len(documents):,} documents have no text"
+        return f"{count}, number {wrong[0]:,} the first of them. Fill them in or remove them"
+    kind = getattr(documents.features[column], "dtype", None)
+    values = documents.data.column(column)
+    if values.null_count:
+        first = values.is_null().to_numpy().argmax() + 1
+        count = f"{values.null_count:,} of {len(values):,} documents have no value"
+        return f"{count}, number {first:,} the first of them. Fill them in or remove them"
+    if kind not in ("string", "large_string"):
+        return str(documents.features[column])
+    from pyarrow import ArrowInvalid
+
+    try:
+        values.validate(full=True)
+    except ArrowInvalid:
+        return "bytes that are not UTF-8"
+    return ""
 
 
 def _fault_in(file: Path, column: str | None = None) -> str | None:
@@ -177,6 +238,7 @@ def _fault_of(line: bytes, column: str | None, is_json: bool) -> str | None:
 
 
 def _load_from_hub(dataset: str, dataset_config: str | None, split: str, cache_dir: str | None) -> Dataset:
+    require("datasets", f"`dataset={dataset!r}` is no file or folder here: a data set of the hub")
     from datasets import load_dataset
 
     try:

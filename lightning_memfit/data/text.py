@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
-from lightning_memfit.data.packed import PackedText
-from lightning_memfit.data.sources import check_texts, content_hash, load_documents, validation_mask
+from lightning_memfit.data.packed import PackedText, join
+from lightning_memfit.data.sources import PlainDocuments, check_texts, content_hash, load_documents, validation_mask
 from lightning_memfit.data.tokenization import encode, token_dtype, tokenizer_fingerprint
 
 # --- token files ------------------------------------------------------------------------------------------------------
@@ -194,9 +194,12 @@ class TextData(PackedText):
     @override
     def load_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Map the token files, and write those that are missing."""
-        documents = self._tokenized(self.split)
+        documents = load_documents(self.dataset, self.dataset_config, self.split, self.cache_dir)
+        if isinstance(documents, PlainDocuments):
+            return self._split_in_memory(documents)
+        documents = self._tokenize(documents)
         if self.val_split is not None:
-            return self._write(documents, "all"), self._write(self._tokenized(self.val_split), "all")
+            return self._write(documents, "all"), self._write(self._tokenize(self._of_validation()), "all")
         if len(documents) == 1:
             tokens = np.asarray(self._write(documents, "all"))
             cut = round(len(tokens) * (1 - self.val_fraction))
@@ -205,9 +208,33 @@ class TextData(PackedText):
         part = f"{self.val_fraction:g}"
         return self._write(documents, f"train-{part}", ~mask), self._write(documents, f"val-{part}", mask)
 
-    def _tokenized(self, split: str) -> Dataset:
-        documents = load_documents(self.dataset, self.dataset_config, split, self.cache_dir)
+    def _split_in_memory(self, documents: PlainDocuments) -> tuple[np.ndarray, np.ndarray]:
+        """Tokenize documents here, without files; the tokens are those that `datasets` gives."""
+        if self.val_split is not None:
+            raise ValueError(f"`val_split={self.val_split!r}` is for data sets of the hub. Local files have none.")
+        check_texts(documents, self.text_column, "text_column", self.dataset)
+        texts = [text for text in documents[self.text_column] if text]
+        if not texts:
+            raise ValueError(
+                f"`text_column={self.text_column!r}`: none of the {len(documents)} documents has any text."
+            )
+        tokens = encode(self.tokenizer, texts)
+        if len(texts) == 1:
+            cut = round(len(tokens[0]) * (1 - self.val_fraction))
+            return tokens[0][:cut], tokens[0][cut:]
+        # `datasets` hands hashes out as signed integers; so that both choose the same documents, they are so here, too.
+        hashes = np.array([content_hash(text) for text in texts], np.uint64).astype(np.int64)
+        mask = validation_mask(hashes, self.val_fraction)
+        train, val = (
+            [one for one, is_val in zip(tokens, mask, strict=True) if is_val == side] for side in (False, True)
+        )
+        return join(train), join(val)
+
+    def _tokenize(self, documents: Dataset) -> Dataset:
         return tokenize_documents(documents, self.text_column, self.tokenizer, self.tokenize_workers, self.dataset)
+
+    def _of_validation(self) -> Any:
+        return load_documents(self.dataset, self.dataset_config, str(self.val_split), self.cache_dir)
 
     def _write(self, documents: Dataset, name: str, keep: np.ndarray | None = None) -> np.ndarray:
         from datasets import config

@@ -1,8 +1,10 @@
 """Sizes of well-known architectures, from their papers and model cards: data for `memfit estimate --model NAME`."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning_memfit.memory.kind import CUDA, DeviceType
@@ -67,7 +69,8 @@ class Architecture:
     name: str
     model_class: str
     """Class in `transformers`."""
-    config_class: str
+    model_type: str
+    """As a `config.json` names it."""
     config: Mapping[str, Any]
     """Entries that differ from the configuration's defaults."""
     kind: Kind
@@ -77,110 +80,35 @@ class Architecture:
     """Default length: the one the model was trained with, 2048 at most. None for images."""
     max_sequence_length: int | None
     source: str
+    dtype: str | None = None
+    """Type of the published weights, which `from_pretrained` gives them; None for float32."""
+    hub: tuple[str, ...] = ()
+    """Names on the Hugging Face hub."""
 
 
-def _gpt2(name: str, layers: int, width: int, heads: int, parameters: int) -> Architecture:
-    sizes = {"n_layer": layers, "n_embd": width, "n_head": heads}
-    source = "Radford et al. 2019, openai-community model cards"
-    return Architecture(name, "GPT2LMHeadModel", "GPT2Config", sizes, "causal", parameters, 1024, 1024, source)
+def _read_table() -> dict[str, Architecture]:
+    table = json.loads(Path(__file__).with_name("architectures.json").read_text(encoding="utf-8"))
+    return {name: Architecture(name, **{**entry, "hub": tuple(entry["hub"])}) for name, entry in table.items()}
 
 
-def _bert(name: str, layers: int, width: int, heads: int, parameters: int) -> Architecture:
-    sizes = {
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-    }
-    source = "Devlin et al. 2019, google-bert model cards (uncased), with a classification head"
-    model = "BertForSequenceClassification"
-    return Architecture(name, model, "BertConfig", sizes, "text classification", parameters, 512, 512, source)
+ARCHITECTURES: dict[str, Architecture] = _read_table()
+"""Well-known architectures by their short names; the table is `architectures.json`."""
+
+_ON_HUB = {hub_name.lower(): architecture for architecture in ARCHITECTURES.values() for hub_name in architecture.hub}
+_ALIASES = {name.rpartition("/")[2]: architecture for name, architecture in _ON_HUB.items()} | ARCHITECTURES
 
 
-def _llama(
-    name: str,
-    layers: int,
-    width: int,
-    feed_forward: int,
-    heads: int,
-    key_value_heads: int,
-    parameters: int,
-    vocabulary: int = 128256,
-    tied: bool = False,
-    positions: int = 131072,
-    family: str = "Llama",
-    source: str = "meta-llama model cards",
-) -> Architecture:
-    sizes = {
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": feed_forward,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": positions,
-    }
-    classes = f"{family}ForCausalLM", f"{family}Config"
-    return Architecture(name, *classes, sizes, "causal", parameters, 2048, positions, source)
+def known_configuration(name: str) -> dict[str, Any] | None:
+    """Return what the `config.json` of a well-known model says, by its name on the hub; None if it isn't in the table.
 
-
-def _t5(name: str, layers: int, width: int, feed_forward: int, heads: int, parameters: int) -> Architecture:
-    sizes = {
-        "num_layers": layers,
-        "d_model": width,
-        "d_ff": feed_forward,
-        "num_heads": heads,
-        "decoder_start_token_id": 0,
-    }
-    if name == "t5-3b":
-        sizes["d_kv"] = 128
-    source = "Raffel et al. 2020, google-t5 model cards"
-    model = "T5ForConditionalGeneration"
-    return Architecture(name, model, "T5Config", sizes, "encoder-decoder", parameters, 512, None, source)
-
-
-def _vit(name: str, layers: int, width: int, heads: int, patch: int, parameters: int) -> Architecture:
-    sizes = {
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_attention_heads": heads,
-        "patch_size": patch,
-        "num_labels": 1000,
-    }
-    source = "Dosovitskiy et al. 2021, 224 pixels, 1000 classes"
-    model = "ViTForImageClassification"
-    return Architecture(name, model, "ViTConfig", sizes, "image classification", parameters, None, None, source)
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    architecture.name: architecture
-    for architecture in (
-        _gpt2("gpt2", 12, 768, 12, 124_439_808),
-        _gpt2("gpt2-medium", 24, 1024, 16, 354_823_168),
-        _gpt2("gpt2-large", 36, 1280, 20, 774_030_080),
-        _gpt2("gpt2-xl", 48, 1600, 25, 1_557_611_200),
-        _bert("bert-base", 12, 768, 12, 109_483_778),
-        _bert("bert-large", 24, 1024, 16, 335_143_938),
-        _llama("llama-3.2-1b", 16, 2048, 8192, 32, 8, 1_235_814_400, tied=True),
-        _llama("llama-3.2-3b", 28, 3072, 8192, 24, 8, 3_212_749_824, tied=True),
-        _llama("llama-3.1-8b", 32, 4096, 14336, 32, 8, 8_030_261_248),
-        _llama("llama-2-7b", 32, 4096, 11008, 32, 32, 6_738_415_616, vocabulary=32000, positions=4096),
-        _llama("mistral-7b", 32, 4096, 14336, 32, 8, 7_241_732_096, 32000, positions=32768, family="Mistral",
-               source="Jiang et al. 2023, mistralai model card v0.1"),
-        _llama("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 494_032_768, 151936, True, 32768, "Qwen2", "Qwen model cards"),
-        _llama("qwen2.5-7b", 28, 3584, 18944, 28, 4, 7_615_616_512, 152064, positions=131072, family="Qwen2",
-               source="Qwen model cards"),
-        _t5("t5-small", 6, 512, 2048, 8, 60_506_624),
-        _t5("t5-base", 12, 768, 3072, 12, 222_903_552),
-        _t5("t5-large", 24, 1024, 4096, 16, 737_668_096),
-        _t5("t5-3b", 24, 1024, 16384, 32, 2_851_598_336),
-        _vit("vit-base", 12, 768, 12, 16, 86_567_656),
-        _vit("vit-large", 24, 1024, 16, 16, 304_326_632),
-        _vit("vit-huge", 32, 1280, 16, 14, 632_045_800),
-    )
-}  # fmt: skip
+    Args:
+        name: For example `openai-community/gpt2-xl`.
+    """
+    architecture = _ON_HUB.get(name.lower())
+    if architecture is None:
+        return None
+    entries = {"model_type": architecture.model_type, "architectures": [architecture.model_class]}
+    return {**entries, **({"dtype": architecture.dtype} if architecture.dtype else {}), **architecture.config}
 
 
 def find_architecture(name: str) -> Architecture:
@@ -190,10 +118,16 @@ def find_architecture(name: str) -> Architecture:
         ValueError: If there is none of that name; lists the closest.
     """
     key = name.rpartition("/")[2].lower()
-    if key in ARCHITECTURES:
-        return ARCHITECTURES[key]
+    if key in _ALIASES:
+        return _ALIASES[key]
     closest = get_close_matches(key, ARCHITECTURES, n=5, cutoff=0.4) or list(ARCHITECTURES)
     raise ValueError(
         f"`--model {name}` is neither a known architecture nor a local folder or file with a Hugging Face config. "
-        f"Closest: {', '.join(closest)}. For your own LightningModule give `--config RECIPE`."
+        f"Closest: {', '.join(closest)}. Models of the hub are written owner/name. For your own LightningModule give "
+        "`--config RECIPE`."
     )
+
+
+def is_known(name: str) -> bool:
+    """Whether a name, with or without its owner, is in the table."""
+    return name.rpartition("/")[2].lower() in _ALIASES

@@ -11,7 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_memfit.estimate.architectures import Architecture, Kind, NamedRun, find_architecture
+from lightning_memfit.estimate.architectures import Architecture, Kind, NamedRun, find_architecture, is_known
+from lightning_memfit.hub import read_config
 from lightning_memfit.optim import optimizers
 from lightning_memfit.profile.cache import ProfileCache, text_key
 from lightning_memfit.profile.fingerprint import describe, describe_processor
@@ -43,25 +44,36 @@ def architecture_of(model: str) -> Architecture:
     """
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
-    return _read(path) if path.suffix == ".json" or path.is_file() else find_architecture(model)
-
-
-def _read(path: Path) -> Architecture:
+    if path.suffix == ".json" or path.is_file():
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"`--model {path}` is no readable Hugging Face configuration: {error}.") from error
+        return _read(str(path), config)
+    if is_known(model) or "/" not in model:
+        return find_architecture(model)
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"`--model {path}` is no readable Hugging Face configuration: {error}.") from error
+        return _read(model, read_config(model))
+    except LookupError as error:
+        try:
+            find_architecture(model)  # always raises: it names the closest
+        except ValueError as unknown:
+            raise ValueError(f"{unknown} (On the hub: {error}.)") from error
+        raise
+
+
+def _read(name: str, config: dict[str, Any]) -> Architecture:
     names = config.get("architectures") or []
     ending = next((key for key in _ENDINGS if names and names[0].endswith(key)), None)
     if ending is None or "model_type" not in config:
         raise ValueError(
-            f"`--model {path}` must have a `model_type` and name its class in `architectures`, ending in one of "
-            f"{', '.join(_ENDINGS)} (found {names})."
+            f"`--model {name}`: its config.json must have a `model_type` and name its class in `architectures`, ending "
+            f"in one of {', '.join(_ENDINGS)} (found {names})."
         )
     kind = _ENDINGS[ending]
     longest = config.get("max_position_embeddings", config.get("n_positions"))
     usual = None if kind == "image classification" else min(longest or 512, 2048)
-    return Architecture(str(path), names[0], "", config, kind, 0, usual, longest, str(path))
+    return Architecture(name, names[0], config["model_type"], config, kind, 0, usual, longest, name)
 
 
 def profile_named(

@@ -105,15 +105,12 @@ def build_model(architecture: Architecture, attention: str | None) -> Any:
 
 
 def _config(architecture: Architecture) -> Any:
-    import transformers
-
-    if architecture.config_class:
-        return getattr(transformers, architecture.config_class)(**architecture.config)
     from transformers import AutoConfig
 
+    # The run's own precision counts, not that of published weights.
     entries = {key: value for key, value in architecture.config.items() if key not in ("dtype", "torch_dtype")}
     try:
-        return AutoConfig.for_model(**entries)
+        return AutoConfig.for_model(**{**entries, "model_type": architecture.model_type})
     except ValueError as error:
         raise ValueError(f"`--model {architecture.name}`: transformers knows no such model: {error}") from error
 

@@ -6,7 +6,7 @@ Written for torch 2.11-2.13 (`torch._subclasses.fake_tensor`) and transformers 5
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -169,27 +169,63 @@ def transformers_not_tracing() -> Iterator[None]:
         yield
 
 
+_OF_LOADING = frozenset(
+    {
+        *("state_dict", "use_safetensors", "from_tf", "from_flax", "low_cpu_mem_usage", "device_map", "max_memory"),
+        *("offload_folder", "offload_state_dict", "offload_buffers", "ignore_mismatched_sizes", "output_loading_info"),
+        *("weights_only", "generation_config", "variant", "gguf_file", "key_mapping", "use_kernels", "kernel_config"),
+        *("cache_dir", "force_download", "proxies", "local_files_only", "token", "use_auth_token", "revision"),
+        *("subfolder", "commit_hash", "_commit_hash", "code_revision", "trust_remote_code", "mirror", "adapter_kwargs"),
+        *("adapter_name", "tp_plan", "tp_size", "device_mesh", "distributed_config", "_from_auto", "_from_pipeline"),
+    }
+)
+"""Arguments of `from_pretrained` that say where weights come from and go to, and nothing about the model."""
+
+_QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit")
+
+
 @contextmanager
-def fake_pretrained_weights() -> Iterator[None]:
-    """Let `from_pretrained` build the architecture without reading the weights, whose values no trace needs."""
+def fake_pretrained_weights(device: str | None = None) -> Iterator[None]:
+    """Let `from_pretrained` build the architecture without reading the weights, whose values no trace needs.
+
+    Args:
+        device: Where to build it; by default where the caller's modes have it, such as on fake tensors.
+    """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         yield
         return
 
-    def from_pretrained(
-        cls: Any, name: Any, /, *args: Any, config: Any = None, dtype: Any = None, **kwargs: Any
-    ) -> Any:
-        from transformers import AutoConfig
-
-        known = {key: kwargs[key] for key in ("revision", "cache_dir", "token", "local_files_only") if key in kwargs}
-        config = config if config is not None else AutoConfig.from_pretrained(name, **known)
-        if "attn_implementation" in kwargs:
-            config._attn_implementation = kwargs["attn_implementation"]
-        return cls._from_config(config, dtype=dtype).eval()
+    def from_pretrained(cls: Any, name: Any, /, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        asked = next((key for key in _QUANTIZED if kwargs.get(key)), None)
+        if asked is not None:
+            raise ValueError(
+                f"`from_pretrained({name!r}, {asked}=...)`: weights that are quantized while they are loaded can't be "
+                "estimated without them. Load them plainly and use the callback `QuantizedWeights`, or `--measure`."
+            )
+        dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or "auto"
+        attention = kwargs.pop("attn_implementation", None)
+        of_config = {key: kwargs.pop(key) for key in list(kwargs) if key not in _OF_LOADING}
+        hub = {key: kwargs[key] for key in ("revision", "cache_dir", "token", "local_files_only") if key in kwargs}
+        if config is None or isinstance(config, str):
+            kind, source = cls.config_class or _auto_config(), config or name
+            config, of_config = kind.from_pretrained(source, return_unused_kwargs=True, **hub, **of_config)
+        of_model = {key: value for key, value in of_config.items() if key not in hub}
+        if attention is not None:
+            config._attn_implementation = attention
+        options = {} if dtype == "auto" else {"dtype": dtype}
+        with torch.device(device) if device is not None else nullcontext():
+            model = cls._from_config(config, **options, **of_model).eval()
+        return (model, {}) if kwargs.get("output_loading_info") else model
 
     with replaced(modeling.PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
         yield
+
+
+def _auto_config() -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 import io
 import pickle
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from typing_extensions import override
+
+from lightning_memfit.extras import is_installed
 
 _DEEPSPEED = {
     "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
@@ -76,7 +77,7 @@ def load(
 
 def _known(of_deepspeed: bool) -> list[Any]:
     classes: dict[str, tuple[str, ...]] = dict(_LIGHTNING)
-    if of_deepspeed and find_spec("deepspeed") is not None:
+    if of_deepspeed and is_installed("deepspeed"):
         classes |= _DEEPSPEED
     return [getattr(import_module(module), name) for module, names in classes.items() for name in names]
 

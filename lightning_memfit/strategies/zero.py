@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
+from lightning_memfit.extras import require
 from lightning_memfit.memory.process import return_freed_memory
 from lightning_memfit.strategies.checkpoints import ZERO_MARK, read_run, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
@@ -107,8 +107,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        if find_spec("deepspeed") is None:
-            raise ModuleNotFoundError("ZeRO strategies need DeepSpeed: pip install 'deepspeed>=0.19,<0.20' ninja")
+        require("deepspeed", type(self).__name__)
         if load_full_weights and stage != 3:
             raise ValueError(f"`load_full_weights=True` needs `stage=3`, not `stage={stage}`.")
         options = ZeroOptions(stage, offload_optimizer, offload_parameters, pin_memory, bucket_size, sub_group_size)

@@ -554,7 +554,6 @@ QLORA = replace(
     callbacks=(CallbackSpec(_QUANTIZED, {"bits": 4}), _LORA),
     cost=_quantized_cost,
     package="bitsandbytes",
-    extra="'bitsandbytes>=0.50,<0.51'",
     page="lora",
 )
 
@@ -566,5 +565,4 @@ LORA_8BIT = replace(
     callbacks=(CallbackSpec(_QUANTIZED, {"bits": 8}), _LORA),
     cost=lambda profile, options: _quantized_cost(profile, {"bits": 8, **options}),
     package="",
-    extra="",
 )

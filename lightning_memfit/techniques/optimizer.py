@@ -4,7 +4,6 @@ Its techniques, one per optimizer, are derived from the records of `optim.optimi
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.estimate.optimizers import optimizer_family
+from lightning_memfit.extras import require
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.exchange import exchange, untranslatable
 from lightning_memfit.optim.optimizers import OPTIMIZERS, OptimizerRecord, class_named, class_of, optimizer_classes
@@ -57,8 +57,7 @@ class ReplaceOptimizer(TechniqueCallback):
     def __init__(self, name: str, options: dict[str, Any] | None = None, drop: list[str] | None = None) -> None:
         super().__init__()
         cls = class_named(name)
-        if find_spec(cls.package) is None:
-            raise ModuleNotFoundError(f"ReplaceOptimizer({name!r}) needs {cls.package}: pip install {cls.package}")
+        require(cls.package, f"ReplaceOptimizer({name!r})")
         if "lr" in (options or {}):
             raise ValueError("`options.lr` would override the module's groups and schedules. Set the rate there.")
         self.name = name

@@ -1,7 +1,6 @@
 """`Optimizer8bit`: the module's own optimizer with 8-bit states."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.estimate.optimizers import optimizer_family
+from lightning_memfit.extras import require
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.eight_bit import convertible, embedding_parameters, to_bitsandbytes
 from lightning_memfit.optim.replace import replace_optimizers
@@ -50,8 +50,7 @@ class Optimizer8bit(TechniqueCallback):
         self, paged: bool = False, keep_32bit_embeddings: bool = True, min_8bit_size: int = 4096, bits: int = 8
     ) -> None:
         super().__init__()
-        if find_spec("bitsandbytes") is None:
-            raise ModuleNotFoundError("Optimizer8bit needs bitsandbytes: pip install 'bitsandbytes>=0.50,<0.51'")
+        require("bitsandbytes", "Optimizer8bit")
         if bits not in (8, 32) or (bits == 32 and not paged):
             raise ValueError(f"`bits={bits}` with `paged={paged}`: choose bits=8, or bits=32 with paged=True.")
         if min_8bit_size < 0:
@@ -153,7 +152,6 @@ def _paging(size_bytes: float) -> Work:
 
 
 _CLASS_PATH = "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"
-_EXTRA = "'bitsandbytes>=0.50,<0.51'"
 
 OPTIMIZER_8BIT = Technique(
     name="optimizer_8bit",
@@ -165,7 +163,6 @@ OPTIMIZER_8BIT = Technique(
     unsupported=unsupported,
     cost=_cost_of_8bit,
     package="bitsandbytes",
-    extra=_EXTRA,
     dominates=frozenset({"torchao_adamw_8bit", "torchao_adamw_fp8"}),
     states=optimizer_family("adamw_8bit"),
 )
@@ -178,7 +175,6 @@ PAGED_OPTIMIZER_8BIT = Technique(
     unsupported=_unsupported_paged,
     cost=lambda profile, options: _cost_of_8bit(profile, {"paged": profile.device_kind.has_own_memory}),
     package="bitsandbytes",
-    extra=_EXTRA,
     page="optimizer_8bit",
     states=optimizer_family("paged_adamw_8bit"),
     same_step_as="optimizer_8bit",
@@ -192,7 +188,6 @@ PAGED_OPTIMIZER = Technique(
     unsupported=_unsupported_paged,
     cost=_cost_of_paging,
     package="bitsandbytes",
-    extra=_EXTRA,
     page="optimizer_8bit",
     states=optimizer_family("paged_adamw"),
 )

@@ -1,7 +1,6 @@
 """`QuantizedWeights`: frozen linear weights in 4 or 8 bits, for training adapters on top."""
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +12,7 @@ from typing_extensions import override
 from lightning_memfit.adapters.layer import FrozenLinear, dequantize, quantize
 from lightning_memfit.adapters.linears import AUTO, linear_layers
 from lightning_memfit.adapters.lora import adapted_layers, frozen_layers
+from lightning_memfit.extras import require
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import keep_on_host, return_to_device
 from lightning_memfit.memory.wrapping import wrap_method
@@ -44,8 +44,8 @@ class QuantizedWeights(TechniqueCallback):
         super().__init__()
         if bits not in (4, 8):
             raise ValueError(f"`bits={bits}` must be 4 or 8.")
-        if bits == 4 and find_spec("bitsandbytes") is None:
-            raise ModuleNotFoundError("QuantizedWeights needs bitsandbytes: pip install 'bitsandbytes>=0.50,<0.51'")
+        if bits == 4:
+            require("bitsandbytes", "QuantizedWeights")
         self.bits = bits
         self.target_modules = target_modules
         self._quantized: list[FrozenLinear] = []

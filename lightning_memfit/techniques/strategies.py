@@ -92,7 +92,6 @@ def strategy_record(
         unsupported=rule,
         cost=cost,
         package="deepspeed" if sharding.deepspeed else "",
-        extra="lightning-memfit[deepspeed]" if sharding.deepspeed else "",
         traced=False,
         sharding=sharding,
         lightning_strategy=lightning,

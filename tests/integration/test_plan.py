@@ -90,7 +90,7 @@ def test_from_the_plan_to_the_run(
     assert main(["plan", "--config", recipe, "--device", "900MiB", "--out", out]) == 2
     assert "none is overwritten" in capsys.readouterr().err
     assert main(["fit", "--config", recipe, "--config", out]) == 0
-    saved = yaml.safe_load(Path("config.yaml").read_text())
+    saved = yaml.safe_load(Path("lightning_logs/version_0/config.yaml").read_text())
     assert saved["made_for"] is None  # a run's own configuration is no plan
     assert_an_edited_recipe_is_refused(recipe, out, tmp_path, capsys)
 

@@ -194,7 +194,7 @@ assert not {"bitsandbytes", "peft", "torchao"} & set(sys.modules)
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("lightning_memfit.techniques.core.technique.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_memfit.extras.find_spec", lambda name: None)
     for technique in TECHNIQUES:
         if technique.package:
             assert "pip install" in str(technique.missing())

@@ -73,8 +73,8 @@ def test_wrong_arguments(monkeypatch):
         ReplaceOptimizer("Lion")
     with pytest.raises(ValueError, match=r"options\.lr"):
         ReplaceOptimizer("torch.AdamW", {"lr": 1.0})
-    monkeypatch.setattr("lightning_memfit.techniques.optimizer.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="pip install torchao"):
+    monkeypatch.setattr("lightning_memfit.extras.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r'torchao: pip install "lightning-memfit\[torchao\]"'):
         ReplaceOptimizer("torchao.AdamW4bit")
 
 

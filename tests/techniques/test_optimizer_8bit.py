@@ -123,7 +123,7 @@ def test_wrong_arguments():
 
 
 def test_bitsandbytes_is_asked_for_when_it_is_needed(monkeypatch):
-    monkeypatch.setattr("lightning_memfit.techniques.optimizer_8bit.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_memfit.extras.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install"):
         Optimizer8bit()
 

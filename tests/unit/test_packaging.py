@@ -27,6 +27,10 @@ def test_package_list_is_complete(project: dict) -> None:
         for folder, kind in (("cli", "__init__.py"), ("recipes", "*.yaml"))
         for path in (ROOT / folder).rglob(kind)
     }
+    found |= {
+        ".".join(("lightning_memfit", *path.parent.relative_to(ROOT / "benchmarks").parts))
+        for path in (ROOT / "benchmarks" / "experiments").rglob("*.yaml")
+    }
     assert listed == found
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from lightning_memfit.extras import is_installed
 
 if TYPE_CHECKING:
     from lightning_memfit.bench.peers.task import Task
@@ -35,7 +36,7 @@ class Peer:
         Raises:
             UnsupportedError: If a package is missing.
         """
-        missing = [name for name in self.packages if find_spec(name) is None]
+        missing = [name for name in self.packages if not is_installed(name)]
         if missing:
             raise UnsupportedError(f"This peer needs {', '.join(missing)}: `pip install {self.install}`.")
 

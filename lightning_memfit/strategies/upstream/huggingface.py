@@ -5,8 +5,9 @@ Written for transformers 5.17 to 5.23, whose private names are used here only; `
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
+
+from lightning_memfit.extras import require
 
 
 @contextmanager
@@ -25,10 +26,7 @@ def partitioned_builds(config: dict[str, Any]) -> Iterator[None]:
     Raises:
         ModuleNotFoundError: If accelerate, which transformers needs for this, is not installed.
     """
-    if find_spec("accelerate") is None:
-        raise ModuleNotFoundError(
-            "Building Hugging Face models under ZeRO-3 needs accelerate: pip install 'accelerate>=1.1'"
-        )
+    require("accelerate", "Building Hugging Face models under ZeRO-3")
     from transformers import PreTrainedModel
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, initialize_weights_zero3
     from transformers.modeling_utils import set_zero3_state

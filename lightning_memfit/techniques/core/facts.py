@@ -11,7 +11,6 @@ import inspect
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_memfit.checkpointing.blocks import find_blocks
+from lightning_memfit.extras import is_installed
 from lightning_memfit.memory.kind import CUDA, DeviceKind, compute_capability
 from lightning_memfit.optim.optimizers import class_of
 from lightning_memfit.techniques.core.hooks import gradient_hooks, is_ours
@@ -207,7 +207,7 @@ def read_facts(
         compiler=has_compiler(device),
         callbacks=tuple(type(callback).__name__ for callback in callbacks if not hasattr(callback, "refusal")),
         attention=_attention(module) if built else None,
-        packages=frozenset(name for name in ASKED_PACKAGES if find_spec(name) is not None),
+        packages=frozenset(name for name in ASKED_PACKAGES if is_installed(name)),
     )
 
 
@@ -289,7 +289,7 @@ def _strategy(strategy: Any) -> str:
 def has_compiler(device: str) -> bool:
     """Whether torch.compile finds the compiler it needs: Triton on CUDA, a C++ compiler on the CPU."""
     if DeviceKind.of(device).compiles_with_triton:
-        return find_spec("triton") is not None
+        return is_installed("triton")
     return any(shutil.which(name) is not None for name in ("g++", "clang++", "c++"))
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 from lightning_memfit.estimate.optimizers import OptimizerFamily
+from lightning_memfit.extras import how_to_install, is_installed
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.cost import Cost
 from lightning_memfit.techniques.core.facts import Options as Options
@@ -115,8 +115,6 @@ class Technique:
     """Work added to a step, from a profile of the plain step and this technique's options. Pure function."""
     package: str = ""
     """Module that must be importable."""
-    extra: str = ""
-    """What to install for it, as `pip install` takes it."""
     traced: bool = True
     """Whether its callbacks change what a traced step allocates."""
     proposed: bool = True
@@ -144,9 +142,9 @@ class Technique:
 
     def missing(self) -> str | None:
         """Why it can't be used in this environment, and what to install; None if it can."""
-        if not self.package or find_spec(self.package) is not None:
+        if not self.package or is_installed(self.package):
             return None
-        return f"needs {self.package}: pip install {self.extra or self.package}"
+        return f"needs {self.package}: {how_to_install(self.package)}"
 
     def refusal(self, run: Run, options: Options) -> str | None:
         """Why a run that includes it can't have it with these options, and the fix; None if it can.

@@ -38,9 +38,9 @@ def test_online_becomes_offline_where_nobody_answers():
 
 
 def test_wandb_is_needed_only_where_runs_are_tracked(monkeypatch):
-    monkeypatch.setattr("lightning_memfit.bench.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_memfit.extras.find_spec", lambda name: None)
     Tracking("off", "p", "g", "f")
     with pytest.raises(
-        ModuleNotFoundError, match=r"`--wandb offline` needs wandb: `pip install lightning-memfit\[wandb\]`"
+        ModuleNotFoundError, match=r'`--wandb offline` \(or .*\) needs wandb: pip install "lightning-memfit\[wandb\]"'
     ):
         Tracking("offline", "p", "g", "f")

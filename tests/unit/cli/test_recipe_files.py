@@ -53,3 +53,13 @@ def test_recipe_says_what_it_is_and_appends_its_lists(name):
     content = yaml.safe_load(file.read_text())
     if name.startswith("fragments/"):
         assert not {"callbacks", "plugins"} & set(content.get("trainer", {})), "write `callbacks+:` in a fragment"
+
+
+@pytest.mark.slow
+def test_the_trial_of_gpt2xl_without_network_trains(tmp_path, monkeypatch, capsys):
+    """As the recipe itself advertises it; it was refused for its global batch size."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["fit", "--config", "gpt2xl", "--config", "quick/gpt2xl"]) == 0
+    assert "Run report: 2 optimizer steps" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "runs" / "gpt2xl").iterdir()] == ["version_0"]

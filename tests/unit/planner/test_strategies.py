@@ -44,7 +44,7 @@ def in_pieces(profile: ModelProfile) -> ModelProfile:
 @pytest.fixture(autouse=True)
 def with_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules are under test, not what is installed; and devices of a gigabyte, where NCCL's share would be half."""
-    monkeypatch.setattr("lightning_memfit.techniques.core.technique.find_spec", lambda name: object())
+    monkeypatch.setattr("lightning_memfit.extras.find_spec", lambda name: object())
     for module in ("planner.memory", "estimate.placement", "estimate.deepspeed"):
         monkeypatch.setattr(f"lightning_memfit.{module}.NCCL_BYTES", MIB)
 

@@ -1,0 +1,96 @@
+"""The Hugging Face hub, asked for as little as possible, and not at all where it can't be reached.
+
+Importing this module imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_TRUE = {"1", "on", "yes", "true"}
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def is_offline() -> bool:
+    """Whether the user has said that the hub is not to be asked."""
+    return any(os.environ.get(name, "").lower() in _TRUE for name in _OFFLINE)
+
+
+@functools.lru_cache(maxsize=1)
+def is_reachable(timeout_s: float = 2.0) -> bool:
+    """Whether a connection to the hub can be opened; behind a proxy that is taken for granted. Asked once a process."""
+    if getproxies():
+        return True
+    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        socket.create_connection(
+            (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout_s
+        ).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def offline_if_unreachable() -> Iterator[None]:
+    """Let the libraries of Hugging Face know at once that there is no network, instead of after 45 s of retries."""
+    if is_offline() or is_reachable():
+        yield
+        return
+    before, os.environ["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE"), "1"
+    constants = sys.modules.get("huggingface_hub.constants")  # has read the variable when it was imported
+    known = getattr(constants, "HF_HUB_OFFLINE", None)
+    if constants is not None:
+        constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before
+        constants = sys.modules.get("huggingface_hub.constants")
+        if constants is not None:
+            constants.HF_HUB_OFFLINE = bool(known)  # type: ignore[attr-defined]
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """Return the `config.json` of a model of the hub, from the cache or, that file alone, from the hub.
+
+    Args:
+        name: `owner/name`.
+
+    Raises:
+        LookupError: If there is none, with the reason.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise LookupError("it is no name of the hub, which are written owner/name")
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    if not isinstance(found, str):
+        if is_offline():
+            raise LookupError("it is not in the hub's cache, and HF_HUB_OFFLINE is set")
+        if not is_reachable():
+            raise LookupError("it is not in the hub's cache, and the hub can't be reached")
+        try:
+            found = hf_hub_download(name, "config.json", etag_timeout=5)
+        except (OSError, ValueError) as error:
+            raise LookupError(str(error).strip().splitlines()[0]) from error
+    try:
+        config: dict[str, Any] = json.loads(Path(found).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LookupError(f"its config.json can't be read: {error}") from error
+    return config

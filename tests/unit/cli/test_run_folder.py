@@ -1,0 +1,128 @@
+"""One new folder per run, whatever the logger is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cli.main import main
+
+_DEMOS = "lightning.pytorch.demos.boring_classes"
+_REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = {"accelerator": "cpu", "devices": 1, "max_steps": 1, "limit_val_batches": 0}
+    trainer |= {"enable_progress_bar": False, "enable_model_summary": False}
+    content = {"model": f"{_DEMOS}.BoringModel", "data": f"{_DEMOS}.BoringDataModule", "trainer": trainer}
+    Path("recipe.yaml").write_text(yaml.safe_dump(content))
+    return "recipe.yaml"
+
+
+def logger(kind, /, **options):
+    return {"class_path": f"lightning.pytorch.loggers.{kind}", "init_args": options}
+
+
+def fit(recipe, logger=None, *more):
+    Path("logger.yaml").write_text(yaml.safe_dump({"trainer": {"logger": logger}}))
+    return main(["fit", "--config", recipe, "--config", "logger.yaml", *more])
+
+
+def folders(parent):
+    return sorted(path.name for path in Path(parent).iterdir())
+
+
+@pytest.mark.slow
+def test_weights_and_biases_twice_and_resumed(recipe, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    offline = logger("WandbLogger", project="mine", save_dir="runs", offline=True)
+    wandb = pytest.importorskip("wandb")
+    for _ in range(2):
+        assert fit(recipe, offline) == 0
+        wandb.finish()
+    [checkpoint] = Path("runs/mine/version_1/checkpoints").iterdir()
+    again = {**offline, "init_args": {**offline["init_args"], "id": "theirs", "resume": "allow"}}
+    assert fit(recipe, again, f"--ckpt_path={checkpoint}", "--trainer.max_steps=2") == 0
+    wandb.finish()
+    assert fit(recipe, [logger("CSVLogger", save_dir="both"), offline]) == 0
+    wandb.finish()
+    assert {"checkpoints", "config.yaml", "wandb"} <= set(folders("both/lightning_logs/version_0"))
+    assert folders("runs") == ["mine"]
+    assert folders("runs/mine") == ["version_0", "version_1", "version_2"]
+    for run in Path("runs/mine").iterdir():
+        assert folders(run) == ["checkpoints", "config.yaml", "wandb"]
+        assert len(list(run.glob("wandb/offline-run-*"))) == 1
+    saved = yaml.safe_load(Path("runs/mine/version_0/config.yaml").read_text())
+    assert saved["trainer"]["logger"]["init_args"]["save_dir"] == "runs"  # can be run again
+
+
+@pytest.mark.slow
+def test_a_refused_run_leaves_neither_folder_nor_offline_run(recipe, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    pytest.importorskip("wandb")
+    offline = logger("WandbLogger", project="mine", save_dir="runs", offline=True)
+    Path("missing.ckpt").write_text("no checkpoint")
+    assert fit(recipe, offline, "--ckpt_path=missing.ckpt") == 2
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "parent"),
+    [
+        (False, "lightning_logs"),
+        (logger("CSVLogger", save_dir="runs", name="mine"), "runs/mine"),
+        ([logger("CSVLogger", save_dir="runs"), logger("CSVLogger", save_dir="more")], "runs/lightning_logs"),
+    ],
+)
+def test_two_runs_have_two_folders(recipe, chosen, parent):
+    assert fit(recipe, chosen) == fit(recipe, chosen) == 0
+    assert folders(parent) == ["version_0", "version_1"]
+    for run in Path(parent).iterdir():
+        assert {"checkpoints", "config.yaml"} <= set(folders(run))
+    assert not Path("config.yaml").exists()
+    assert not Path("checkpoints").exists()
+    assert fit(recipe, chosen, "--model=lightning.pytorch.demos.boring_classes.BoringModel", "--ckpt_path=no.ckpt") == 2
+    assert folders(parent) == ["version_0", "version_1"]
+
+
+def test_a_model_that_cannot_be_made_leaves_no_folder(recipe):
+    model = "--model=lightning_memfit.models.CausalLM"
+    assert fit(recipe, logger("CSVLogger", save_dir="runs"), model, "--model.learning_rate=-1") == 2
+    assert not Path("runs").exists()
+
+
+def test_a_saved_configuration_can_be_run_again(recipe):
+    assert fit(recipe, logger("CSVLogger", save_dir="runs")) == 0
+    assert main(["fit", "--config", "runs/lightning_logs/version_0/config.yaml"]) == 0
+    assert folders("runs/lightning_logs") == ["version_0", "version_1"]
+
+
+def test_a_version_of_the_user_is_not_overwritten(recipe, capsys):
+    named = logger("CSVLogger", save_dir="runs", version="best")
+    assert fit(recipe, named) == 0
+    saved = Path("runs/lightning_logs/best/config.yaml")
+    before = saved.read_text()
+    assert fit(recipe, named) == 2
+    assert "NOT exist" in capsys.readouterr().err
+    assert saved.read_text() == before
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_share_the_first_one_s_folder(recipe):
+    Path("logger.yaml").write_text(yaml.safe_dump({"trainer": {"logger": False, "devices": 2, "strategy": "ddp"}}))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    finished = subprocess.run(
+        [*torchrun, "-m", "cli", "fit", "--config", recipe, "--config", "logger.yaml"],
+        env={**os.environ, "PYTHONPATH": str(_REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert folders("lightning_logs") == ["version_0"]
+    assert folders("lightning_logs/version_0") == ["checkpoints", "config.yaml"]
