@@ -121,7 +121,12 @@ def plan_automatically(trainer: Any) -> None:
     replaced = [spec.class_path for spec in callbacks if is_technique(spec.class_path)]
     kept = [spec for spec in callbacks if spec.class_path not in replaced]
     if not any(spec.class_path.endswith(".MemFit") for spec in kept):
-        kept = [Namespace(class_path=_MEM_FIT, init_args=Namespace(allow=None, host_memory=None, probe=True)), *kept]
+        kept = [
+            Namespace(
+                class_path=_MEM_FIT, init_args=Namespace(allow=None, host_memory=None, probe=True, tolerance=0.05)
+            ),
+            *kept,
+        ]
     if replaced:
         names = ", ".join(path.rpartition(".")[2] for path in replaced)
         print(f"memfit: auto: the plan replaces {names}.", file=sys.stderr)

@@ -30,6 +30,7 @@ examples:
   memfit plan --config gpt2xl --device "RTX 3060" --out plan.yaml
   memfit fit --config gpt2xl --config plan.yaml
   memfit plan --config mine.yaml --device 24GiB --allow exact,bf16 --json
+  memfit plan --config mine.yaml --device 24GiB --tolerance 0%         (the fastest, whatever it changes)
   memfit plan --config mine.yaml --device "2x RTX 3090" --host-memory 64GiB
   memfit plan --config mine.yaml --device 8GiB --disk 500GiB --disk-writes-per-day 1TiB
   memfit plan --config mine.yaml --device 24GiB --lock plan.lock --dry-run     (in CI)
@@ -83,6 +84,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="CLASSES",
         help="numerics that may change, of exact, tf32, bf16, fp16, stochastic, 8bit, 4bit, optimizer, lora "
         "(default: exact,tf32,bf16,stochastic,8bit)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        metavar="SHARE",
+        help="how much longer a step may take if that keeps the recipe's own numbers (default: 5%%)",
     )
     _add_limits(parser)
     parser.add_argument("--out", metavar="FILE.yaml", help="write what `fit --config RECIPE --config FILE` trains with")
@@ -151,7 +157,7 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
     from lightning_memfit.planner.lock import PlanLock, Sources, plan_key
 
     recipes = [Path(resolve(name)) for name in arguments.config]
-    names = ("allow", "host_memory", "pinned_memory", "disk", "nvme_path", "disk_writes_per_day", "verify")
+    names = ("allow", "tolerance", "host_memory", "pinned_memory", "disk", "nvme_path", "disk_writes_per_day", "verify")
     limits = {name: getattr(arguments, name) for name in names}
     key = plan_key(recipes, overrides, arguments.device or "", limits)
     lock, free = None, None

@@ -29,9 +29,11 @@ from lightning_memfit.planner.time import (
 )
 from lightning_memfit.planner.workload import (
     DEFAULT_ALLOW,
+    DEFAULT_TOLERANCE,
     Limits,
     Workload,
     check_allow,
+    check_tolerance,
     check_trainable,
     devices_for,
     facts_of,
@@ -105,6 +107,9 @@ def workload_of(
             f"`--device`: no plan can be made. {target.lower_bound} `memfit estimate` shows the lower bound."
         )
     allow = DEFAULT_ALLOW if arguments.allow is None else check_allow(arguments.allow.split(","))
+    tolerance = (
+        DEFAULT_TOLERANCE if arguments.tolerance is None else check_tolerance(arguments.tolerance, "--tolerance")
+    )
     named = arguments.host_memory
     host = parse_bytes(named, "--host-memory") if named is not None else probe_host().available_bytes
     if named is not None and target.device_kind.is_host:
@@ -138,6 +143,7 @@ def workload_of(
         fixed=fixed,
         devices=devices,
         strategies=run.takes_batch_size,
+        tolerance=tolerance,
     )
 
 

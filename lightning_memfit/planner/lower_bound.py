@@ -66,6 +66,10 @@ class LowerBound:
             for size in workload.sizes(setting.world_size)
         )
 
+    def weight(self, setting: Setting) -> float:
+        """What a combination's time is multiplied by in comparisons (`NumericsOf`)."""
+        return self._solver.numerics.weight(setting)
+
     def solve(self, setting: Setting) -> Solution | Rejected | Unknown:
         """Find a plan that is at least as good as every plan of these techniques, from existing traces.
 

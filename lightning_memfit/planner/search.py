@@ -20,6 +20,7 @@ from lightning_memfit.estimate.estimate import estimate_step, predict_peak_bytes
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.planner.candidates import Rejected, candidates, missing_permissions, with_losses
 from lightning_memfit.planner.lower_bound import LowerBound
+from lightning_memfit.planner.numerics import UNSURE
 from lightning_memfit.planner.plan import Alternative, Plan, TechniqueEffect, label
 from lightning_memfit.planner.solve import TIE, Solution, Solver, TooLarge, Unknown, complexity_of, is_better, key_of
 from lightning_memfit.planner.time import uncorrected
@@ -30,9 +31,6 @@ from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.setting import Setting
-
-_UNSURE = 0.05
-"""Error to expect between the times of several devices, which rest on data sheets and not on measurements."""
 
 _NUM_ALTERNATIVES = 6
 _MAX_MICRO_BATCH = 1 << 12
@@ -51,11 +49,12 @@ class Outcome:
 
 
 class Search:
-    """Search for the fastest setting of a workload that fits.
+    """Search for the fastest setting of a workload that fits, and keeps the recipe's numbers if that costs little.
 
     Combinations are visited in order of a bound on their time (products alone, no recomputation) and, if that is equal,
-    of their names; a combination whose bound is no better than the best found is never traced. The result depends
-    neither on the order of the registry nor on what is cached.
+    of their names; a combination whose bound is no better than the best found is never traced. Times of combinations
+    that change the recipe's numbers count for more by the workload's tolerance (`NumericsOf`), bounds included. The
+    result depends neither on the order of the registry nor on what is cached.
 
     Args:
         store: Makes the traces.
@@ -78,28 +77,26 @@ class Search:
         settings, refused = candidates(self.workload)
         outcome = Outcome(rejected=refused, num_candidates=len(settings) + len(refused))
         waiting = [
-            (self.bound.seconds(setting), key_of(setting), False, setting)
+            (self.bound.seconds(setting) * self.bound.weight(setting), key_of(setting), False, setting)
             for setting in self._possible(settings, outcome)
         ]
         heapq.heapify(waiting)
         while waiting:
-            seconds, key, traced, setting = heapq.heappop(waiting)
-            if outcome.best is not None and seconds > outcome.best.time.total * (1 + self._unsure):
+            cost, key, traced, setting = heapq.heappop(waiting)
+            if outcome.best is not None and cost > outcome.best.cost * (1 + self._unsure):
                 break
             try:
                 if not traced:
-                    heapq.heappush(waiting, (max(seconds, self.bound.traced_seconds(setting)), key, True, setting))
+                    least = self.bound.traced_seconds(setting) * self.bound.weight(setting)
+                    heapq.heappush(waiting, (max(cost, least), key, True, setting))
                     continue
-                self._take(self._hopeless(setting, settings, outcome.best) or self.solver.solve(setting), outcome)
+                hopeless = self._hopeless(setting, settings, outcome.best) or self._yields(setting, settings)
+                self._take(hopeless or self.solver.solve(setting), outcome)
             except TraceError as error:
                 outcome.rejected.append(Rejected(setting, str(error)))
         outcome.solutions.sort(key=lambda solution: (solution.time.total, key_of(solution.setting)))
         if self._unsure and outcome.solutions:
-            within = outcome.solutions[0].time.total * (1 + self._unsure)
-            outcome.best = min(
-                (solution for solution in outcome.solutions if solution.time.total <= within),
-                key=lambda solution: (complexity_of(solution.setting), solution.time.total),
-            )
+            outcome.best = self._simplest(outcome.solutions)
         outcome.num_traces = self.store.num_traces
         return outcome
 
@@ -137,7 +134,21 @@ class Search:
     @property
     def _unsure(self) -> float:
         """Share of each other's time within which strategies count as equal, so that the simplest one is taken."""
-        return _UNSURE if self.workload.devices.total > 1 else 0.0
+        return UNSURE if self.workload.devices.total > 1 else 0.0
+
+    def _simplest(self, solutions: list[Solution]) -> Solution:
+        """The one that changes the recipe's numbers least, and of these the simplest, of all that cost about as little.
+
+        What keeps the numbers has already counted for less by the tolerance: it doesn't win by both shares together.
+        """
+        cheapest = min(solutions, key=lambda solution: solution.cost)
+        alike = [
+            solution
+            for solution in solutions
+            if solution.cost <= cheapest.cost * (1 + self._unsure)
+            and bool(solution.severity) >= bool(cheapest.severity)
+        ]
+        return min(alike, key=lambda one: (one.severity, complexity_of(one.setting), one.time.total))
 
     def _possible(self, settings: list[Setting], outcome: Outcome) -> list[Setting]:
         """Leave out settings that can't fit by closed form, and note them as rejected."""
@@ -162,11 +173,21 @@ class Search:
             return None
         if isinstance(least, Rejected):
             return least
-        slower = least.time.total / best.time.total - 1
-        if slower > max(TIE, self._unsure):
-            return Rejected(setting, f"at least {slower:.0%} slower", slower=slower)
-        if not self._unsure and slower >= -TIE and complexity_of(setting) > complexity_of(best.setting):
-            return Rejected(setting, "no faster, and no simpler", slower=slower)
+        slower, dearer = least.time.total / best.time.total - 1, least.cost / best.cost - 1
+        worse = (least.severity, complexity_of(setting)) > (best.severity, complexity_of(best.setting))
+        if dearer > max(TIE, self._unsure) or (not self._unsure and dearer >= -TIE and worse):
+            return Rejected(setting, why_slower(slower, least.severity > best.severity, "at least "), slower=slower)
+        return None
+
+    def _yields(self, setting: Setting, others: list[Setting]) -> Rejected | None:
+        """Why a technique whose cost is not known well enough is passed over: what it yields to fits as well."""
+        for choice in setting.chosen:
+            first = choice.technique.yields_to
+            other = setting.choose(first) if first else None
+            if other is None or other not in others or self.bound.refuse(other) is not None:
+                continue
+            if isinstance(self.solver.solve(other), Solution):
+                return Rejected(setting, f"{first} fits as well, and is taken first, as {choice.name} is not measured")
         return None
 
     def _better_loss(self, setting: Setting, others: list[Setting]) -> str | None:
@@ -239,10 +260,12 @@ def make_plan(
     best = outcome.best
     if best is None:
         return replace(plan, advice=tuple(_advice(search, outcome)))
-    # The figures of a plan under a strategy are those that `memfit estimate` gives for it.
-    shown = verified if verified is not None and best.setting.sharding is not None else best
+    # The figures of a plan under a strategy are those that `memfit estimate` gives for it, and so is its limit.
+    is_estimate = verified is not None and best.setting.sharding is not None
+    shown = verified if verified is not None and is_estimate else best
     return replace(
         plan,
+        usable_bytes=(workload.target.usable_bytes or 0) if is_estimate else plan.usable_bytes,
         setting=best.setting,
         peak_bytes=shown.peak_bytes,
         needed_bytes=shown.needed_bytes,
@@ -352,13 +375,29 @@ def _alternatives(outcome: Outcome) -> Iterator[Alternative]:
             yield Alternative(label(rejected.setting), rejected.reason)
 
 
+def why_slower(slower: float, changes_more: bool, least: str = "") -> str:
+    """Why a setting that takes so much longer than the plan was not chosen.
+
+    Args:
+        slower: Share of the plan's time that it takes longer; below zero if it is faster.
+        changes_more: Whether it changes more of the recipe's numbers.
+        least: What to say before a figure that is a bound.
+    """
+    if slower >= 0.005:
+        return f"{least}{slower:.0%} slower"
+    if not changes_more:
+        return "no faster, and no simpler"
+    faster = f"{'at most ' if least else ''}{-slower:.0%} faster" if slower <= -0.005 else "no faster"
+    return f"{faster}, and changes more of the recipe's numbers"
+
+
 def _slower(outcome: Outcome) -> Iterator[tuple[float, Alternative]]:
     """Settings that would fit, with the share of the best one's time that they take longer."""
     best = outcome.best
     for solution in outcome.solutions:
         if best is not None and solution is not best:
             slower = solution.time.total / best.time.total - 1
-            reason = f"{slower:.0%} slower" if slower >= 0.005 else "no faster, and no simpler"
+            reason = why_slower(slower, solution.severity > best.severity)
             needs = f"{reason}, needs {format_bytes(solution.needed_bytes)}"
             yield slower, Alternative(label(solution.setting), needs)
     for rejected in outcome.rejected:

@@ -234,6 +234,7 @@ def test_nothing_fits_a_device_of_one_mebibyte_and_a_lock_remembers_it(
         (["--device", "900MiB", "--nvme-path", "nowhere"], "no such folder"),
         (["--device", "900MiB", "--allow", "exact,fp7"], "fp7 is none of"),
         (["--device", "900MiB", "--allow", ""], "allow"),
+        (["--device", "900MiB", "--tolerance", "five"], "`--tolerance=five` is no share of time"),
         (["--device", "900MiB", "--host-memory", "0GB"], "--host-memory"),
         (["--device", "no such card"], "unknown"),
     ],
