@@ -177,7 +177,7 @@ def _made(arguments: list[str]) -> Path:
     of_fit_alone.add_argument("--ckpt-path")
     of_fit_alone.add_argument("--memfit")
     _, of_recipe = split_arguments(of_fit_alone, arguments)
-    made = plan_recipe(make_parser().parse_args([]), of_recipe)
+    made = plan_recipe(make_parser().parse_args([]), of_recipe, compare=False)
     if made is None:
         raise ValueError("`memfit: auto`: without a trace there is no plan. Choose techniques yourself: `memfit: off`.")
     plan, _ = made
@@ -188,5 +188,5 @@ def _made(arguments: list[str]) -> Path:
     path = Path(folder.name) / "plan.yaml"
     write_overlay(path, plan)
     os.environ[PLAN_VARIABLE] = str(path)
-    print(f"memfit: auto: {plan['summary']}", file=sys.stderr)
+    print(f"memfit: auto: {plan['summary']}\nmemfit: auto: {plan['numbers']}", file=sys.stderr)
     return path

@@ -233,9 +233,12 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     if plan["fits"]:
         for line in _figures(plan):
             console.print(line, markup=False)
+        _print_rows(console, plan)
         console.print(_memory(plan))
         if plan["bought"]:
             console.print(_bought(plan))
+    else:
+        _print_rows(console, plan)
     if plan["alternatives"]:
         console.print(_alternatives(plan))
     for line in plan["advice"]:
@@ -271,6 +274,7 @@ def _figures(plan: Mapping[str, Any]) -> list[str]:
         verified = [f"A trace of the plan itself needs {format_bytes(plan['verified_bytes'])}"]
     return [
         f"Plan: {plan['label']}",
+        plan["numbers"][0].upper() + plan["numbers"][1:],
         f"Predicted peak {format_bytes(plan['peak_bytes'])} of live tensors; with fragmentation and runtime "
         f"{format_bytes(plan['needed_bytes'])}, {format_bytes(plan['headroom_bytes'])} of headroom beside the margin",
         *verified,
@@ -301,6 +305,30 @@ def _bought(plan: Mapping[str, Any]) -> Table:
     for item in plan["bought"]:
         table.add_row(item["technique"], f"{item['saved_bytes'] / GIB:.3f}", f"{item['extra_seconds']:+.2f}")
     return table
+
+
+def _print_rows(console: Console, plan: Mapping[str, Any]) -> None:
+    """Print what the plan is compared with: setting, figures, and what it changes in the numbers."""
+    for row in plan["rows"]:
+        name = row["name"][0].upper() + row["name"][1:]
+        console.print(f"{name}: {row['label'] or row['note']}", markup=False)
+        if row["label"]:
+            for line in _row_lines(row, "tokens" if plan["sequence_length"] else "samples"):
+                console.print(f"  {line}", markup=False)
+
+
+def _row_lines(row: Mapping[str, Any], unit: str) -> list[str]:
+    above, below = ("at least ", "at most ") if "at least" in row["basis"] else ("", "")
+    figures = [{True: "fits", False: "doesn't fit", None: "not known to fit"}[row["fits"]]]
+    if row["needed_bytes"] is not None and row["fits"] is not False:
+        figures.append(f"{above}{format_bytes(row['needed_bytes'])}")
+    if row["fits"] is False:
+        figures[0] += f": {row['note']}"
+    if row["seconds_per_step"] is not None:
+        figures.append(f"{above}{row['seconds_per_step']:.2f} s per step, {below}{row['per_s']:.0f} {unit}/s")
+    if row["note"] and row["fits"] is not False:
+        figures.append(row["note"])
+    return ["; ".join(figures), f"changes in the numbers: {', '.join(row['changes']) or 'none'}"]
 
 
 def _alternatives(plan: Mapping[str, Any]) -> Table:

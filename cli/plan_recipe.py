@@ -43,9 +43,12 @@ from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.registry import all_strategies
+from lightning_memfit.techniques.core.setting import Setting
+from lightning_memfit.techniques.core.sharding import Sharding
 
 from .errors import user_mistake
-from .estimate_recipe import quiet, target_of
+from .estimate_recipe import division_of_recipe, quiet, target_of
 from .made_for import made_for
 from .recipe_run import RecipeRun, load_recipe
 from .recipe_schema import MADE_FOR
@@ -54,8 +57,15 @@ _DISK_RESERVE = GIB
 """Disk space that ZeRO-Infinity leaves free on a drive."""
 
 
-def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[dict[str, Any], list[str]] | None:
+def plan_recipe(
+    arguments: argparse.Namespace, overrides: list[str], compare: bool = True
+) -> tuple[dict[str, Any], list[str]] | None:
     """Plan for a recipe; if its step can't be traced, say why and return None.
+
+    Args:
+        arguments: The command's arguments.
+        overrides: Those of the recipe.
+        compare: Compare the plan with the recipe as it is.
 
     Returns:
         The plan as plain data with its overlay, and the files and folders that it was made from, some of which may not
@@ -67,7 +77,7 @@ def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[di
         workload = workload_of(run, target_of(device, run), arguments, named)
         try:
             cache = None if arguments.no_cache else ProfileCache()
-            plan = make_plan(workload, cache, overlap=True, verify=arguments.verify)
+            plan = make_plan(workload, cache, overlap=True, verify=arguments.verify, compare=compare)
         except TraceError as error:
             mistake = user_mistake(error)
             if mistake is not None:
@@ -144,7 +154,25 @@ def workload_of(
         devices=devices,
         strategies=run.takes_batch_size,
         tolerance=tolerance,
+        own=_own_setting(run, devices.total),
     )
+
+
+def _own_setting(run: RecipeRun, named_devices: int) -> Setting | None:
+    """Return what the recipe itself chooses; None if a plan has no records for it."""
+    ranks = named_devices if run.devices is None else run.devices * run.num_nodes
+    try:
+        setting = Setting.from_callbacks(run.callbacks, run.options.precision)
+        if ranks > 1 or run.strategy != "auto":
+            division, _ = division_of_recipe(replace(run, devices=ranks // run.num_nodes))
+            same = [] if division is None else [t for t in all_strategies() if t.sharding == Sharding.of(division)]
+            if not same:
+                return None
+            setting = setting.choose(same[0].name, **({"num_nodes": run.num_nodes} if run.num_nodes > 1 else {}))
+    except ValueError:
+        return None
+    size, accumulate = batch_size(run.batch), run.options.accumulate_grad_batches
+    return replace(setting, micro_batch_size=size, accumulate_grad_batches=accumulate, world_size=ranks)
 
 
 def _number_here(name: str | None, target: Target) -> int:

@@ -230,6 +230,7 @@ class MemFit(pl.Callback):
             ranks.close()
         self.plan, loader_batch = plan, _ = planned
         rank_zero_info(f"MemFit: {plan.summary()}")
+        rank_zero_info(f"MemFit: {plan.numbers()}")
         self._put_on(trainer, plan, loader_batch)
 
     @override

@@ -506,6 +506,10 @@ class MemoryModels:
             self._bounds[techniques] = MemoryModel(self._store, techniques, passes, self._time, placement)
         return self._bounds[techniques]
 
+    def of_host(self, setting: Setting) -> bool:
+        """Whether a technique keeps states in host memory, of which a trace of the whole step shows nothing."""
+        return self._cuda and (setting.masters_on_host or setting.pages_states)
+
     def _passes_of(self, techniques: Setting) -> ForwardBackward:
         pure = passes_of(techniques)
         if pure not in self._passes:

@@ -22,6 +22,7 @@ from lightning_memfit.planner.candidates import Rejected, candidates, missing_pe
 from lightning_memfit.planner.lower_bound import LowerBound
 from lightning_memfit.planner.numerics import UNSURE
 from lightning_memfit.planner.plan import Alternative, Plan, TechniqueEffect, label
+from lightning_memfit.planner.rows import rows_of
 from lightning_memfit.planner.solve import TIE, Solution, Solver, TooLarge, Unknown, complexity_of, is_better, key_of
 from lightning_memfit.planner.time import uncorrected
 from lightning_memfit.planner.trace_store import TraceStore
@@ -36,6 +37,10 @@ _NUM_ALTERNATIVES = 6
 _MAX_MICRO_BATCH = 1 << 12
 
 
+_Waiting = tuple[float, tuple[str, ...], bool, Setting]
+"""Bound on a combination's cost, key among equal ones, whether its pass was traced for the bound, combination."""
+
+
 @dataclass
 class Outcome:
     """What a search found, and what it passed over."""
@@ -46,6 +51,8 @@ class Outcome:
     rejected: list[Rejected] = field(default_factory=list)
     num_candidates: int = 0
     num_traces: int = 0
+    unvisited: list[_Waiting] = field(default_factory=list)
+    """What the bound left out."""
 
 
 class Search:
@@ -76,15 +83,49 @@ class Search:
         """Visit combinations until no other can be faster."""
         settings, refused = candidates(self.workload)
         outcome = Outcome(rejected=refused, num_candidates=len(settings) + len(refused))
-        waiting = [
-            (self.bound.seconds(setting) * self.bound.weight(setting), key_of(setting), False, setting)
-            for setting in self._possible(settings, outcome)
-        ]
+        waiting = [self._waiting(setting) for setting in self._possible(settings, outcome)]
+        self._visit(waiting, settings, outcome)
+        outcome.num_traces = self.store.num_traces
+        return outcome
+
+    def exact(self, outcome: Outcome) -> Solution | Rejected | None:
+        """The best setting that keeps the recipe's numbers, searched for among what the bound left out of a search.
+
+        Args:
+            outcome: Of `run`.
+
+        Returns:
+            What needs the least if none fits; None if nothing keeps the numbers.
+        """
+        known = [solution for solution in outcome.solutions if not solution.severity]
+        found = Outcome(best=min(known, key=lambda one: one.cost, default=None), solutions=known)
+        if outcome.best is None or outcome.best.severity:
+            left = [entry for entry in outcome.unvisited if not self._changes(entry[-1])]
+            passed_over = [one.setting for one in outcome.rejected if one.slower is not None]
+            left += [self._waiting(setting) for setting in passed_over if not self._changes(setting)]
+            self._visit(left, [entry[-1] for entry in left], found)
+        else:
+            found.best = outcome.best
+        if found.best is not None:
+            return found.best
+        refused = [one for one in (*outcome.rejected, *found.rejected) if not self._changes(one.setting)]
+        too_large = [one for one in refused if one.needed_bytes is not None]
+        least = min(too_large, key=lambda one: (one.needed_bytes, key_of(one.setting)), default=None)
+        return least or next(iter(refused), None)
+
+    def _changes(self, setting: Setting) -> bool:
+        return self.solver.numerics.severity(setting) > 0
+
+    def _waiting(self, setting: Setting) -> _Waiting:
+        return self.bound.seconds(setting) * self.bound.weight(setting), key_of(setting), False, setting
+
+    def _visit(self, waiting: list[_Waiting], settings: list[Setting], outcome: Outcome) -> None:
+        """Visit combinations until no other can be better, and leave the others in `unvisited`."""
         heapq.heapify(waiting)
         while waiting:
-            cost, key, traced, setting = heapq.heappop(waiting)
-            if outcome.best is not None and cost > outcome.best.cost * (1 + self._unsure):
+            if outcome.best is not None and waiting[0][0] > outcome.best.cost * (1 + self._unsure):
                 break
+            cost, key, traced, setting = heapq.heappop(waiting)
             try:
                 if not traced:
                     least = self.bound.traced_seconds(setting) * self.bound.weight(setting)
@@ -97,8 +138,7 @@ class Search:
         outcome.solutions.sort(key=lambda solution: (solution.time.total, key_of(solution.setting)))
         if self._unsure and outcome.solutions:
             outcome.best = self._simplest(outcome.solutions)
-        outcome.num_traces = self.store.num_traces
-        return outcome
+        outcome.unvisited = waiting
 
     def verify(self, solution: Solution) -> Solution | None:
         """Trace the plan itself, as `memfit estimate` does, and return it with what that says it needs.
@@ -221,6 +261,7 @@ def make_plan(
     overlap: bool = False,
     verify: bool = False,
     withheld_bytes: int = 0,
+    compare: bool = False,
 ) -> Plan:
     """Find the fastest setting of a workload that fits.
 
@@ -231,6 +272,7 @@ def make_plan(
         verify: Trace the plan itself as well, and plan again if it needs more than the device has. Plans under a
             strategy are always traced, where they can be.
         withheld_bytes: Bytes of the device that a run of an earlier plan needed beyond its prediction.
+        compare: Compare the plan with the recipe as it is, the best exact and the best allowed one.
 
     Raises:
         TraceError: If the plain step can't be traced.
@@ -255,6 +297,8 @@ def make_plan(
         setting=None,
         alternatives=tuple(_alternatives(outcome)),
         notes=(*_limits_of(search.plain), *(f"Assumed: {assumption}." for assumption in search.plain.assumptions)),
+        rows=tuple(rows_of(search, outcome)) if compare else (),
+        optimizer=search.plain.optimizer,
         searched=searched,
     )
     best = outcome.best
@@ -275,6 +319,7 @@ def make_plan(
         verified_bytes=None if verified is None else verified.needed_bytes,
         uncorrected=uncorrected(best.time.seconds, workload.rates),
         rates=workload.rates.name,
+        changes=search.solver.numerics.changes(best.setting),
         bought=tuple(_effects(search, best)),
         largest_micro_batch=largest_micro_batch(search, best.setting),
     )

@@ -24,6 +24,7 @@ from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.fake import fake_pretrained_weights, tensors_in
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.facts import Facts, read_facts
+from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.core.technique import Numerics
 
@@ -113,6 +114,8 @@ class Workload:
     """How the strategy that the run already has divides it; no other is searched then."""
     tolerance: float = DEFAULT_TOLERANCE
     """Share of its time that a plan may take longer to keep the recipe's own numbers."""
+    own: Setting | None = None
+    """The recipe's own techniques and sizes, to compare plans with; None if they are not known."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < math.inf:

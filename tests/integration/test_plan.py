@@ -81,6 +81,10 @@ def test_from_the_plan_to_the_run(
     assert made["needed_bytes"] <= made["usable_bytes"]
     assert made["setting"]["micro_batch_size"] * made["setting"]["accumulate_grad_batches"] == 4
     assert_callbacks_are_the_plan_s(capsys, ["--config", recipe, "--config", out], made)
+    rows = {row["name"]: row for row in made["rows"]}
+    assert rows["the recipe as it is"]["label"] == "32-true + optimizer_8bit, micro-batch 2 x 2"
+    assert rows["the recipe as it is"]["changes"] == ["8-bit optimizer states (optimizer_8bit)"]
+    assert rows["the best exact plan"]["fits"]
 
     def traced_again(*_: Any) -> None:
         raise AssertionError("the plan was made before")
