@@ -267,8 +267,6 @@ def _figures(plan: Mapping[str, Any]) -> list[str]:
         if value > 0.005 * plan["seconds_per_step"]
     )
     larger = f"Largest micro-batch that would still fit: about {plan['largest_micro_batch']}"
-    if plan["longest_sequence"]:
-        larger += f"; longest sequence, one at a time: about {plan['longest_sequence']} tokens"
     verified = []
     if plan["verified_bytes"] is not None:
         verified = [f"A trace of the plan itself needs {format_bytes(plan['verified_bytes'])}"]

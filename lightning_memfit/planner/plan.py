@@ -138,11 +138,6 @@ class Plan:
         """Bytes that a day of training writes to disk."""
         return round(self.written_bytes * 86400 / self.seconds_per_step) if self.written_bytes else 0
 
-    @property
-    def longest_sequence(self) -> int | None:
-        """Roughly the longest sequence that would still fit one at a time, as memory grows with the tokens."""
-        return None if self.sequence_length is None else self.sequence_length * self.largest_micro_batch
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         data = {name: getattr(self, name) for name in _PLAIN}
@@ -166,7 +161,6 @@ class Plan:
             "changes": list(self.changes),
             "numbers": self.numbers(),
             "rows": [{**asdict(row), "changes": list(row.changes)} for row in self.rows],
-            "longest_sequence": self.longest_sequence,
             "advice": list(self.advice),
             "notes": list(self.notes),
             "searched": dict(self.searched),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lightning_memfit.estimate.estimate import estimate_step
-from lightning_memfit.planner.candidates import Rejected
+from lightning_memfit.planner.advice import least_of
 from lightning_memfit.planner.plan import Row, label
 from lightning_memfit.planner.solve import TIE, Solution
 from lightning_memfit.planner.time import PassWork
@@ -72,7 +72,7 @@ def _allowed(search: Search, outcome: Outcome) -> Row:
     """The fastest plan whatever it changes: one that was worked out, or the one with the least bound below that."""
     best = min(outcome.solutions, key=lambda solution: solution.time.total, default=None)
     if best is None or outcome.best is None:
-        least = _least(outcome.rejected)
+        least = least_of(outcome.rejected)
         if least is None:
             return Row(ALLOWED, "", None, None, None, None, (), "", "nothing fits")
         return _row(search, ALLOWED, least.setting, False, least.needed_bytes, None, _CLOSED, least.reason)
@@ -90,12 +90,6 @@ def _allowed(search: Search, outcome: Outcome) -> Row:
     faster = 1 - seconds / outcome.best.time.total
     note = f"at most {faster:.0%} faster than the plan; not traced"
     return _row(search, ALLOWED, setting, None, search.bound.least_bytes(setting), seconds, _CLOSED, note)
-
-
-def _least(rejected: list[Rejected]) -> Rejected | None:
-    """What needs the least of all that needs too much."""
-    too_large = [one for one in rejected if one.needed_bytes is not None]
-    return min(too_large, key=lambda one: (one.needed_bytes, label(one.setting)), default=None)
 
 
 def _solved(search: Search, name: str, solution: Solution) -> Row:

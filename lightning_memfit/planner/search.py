@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lightning_memfit.device.catalogue import DEVICES
-from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.division import estimate_rank
 from lightning_memfit.estimate.estimate import estimate_step, predict_peak_bytes
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
-from lightning_memfit.planner.candidates import Rejected, candidates, missing_permissions, with_losses
+from lightning_memfit.planner.advice import advice_of
+from lightning_memfit.planner.candidates import Rejected, candidates, with_losses
 from lightning_memfit.planner.lower_bound import LowerBound
 from lightning_memfit.planner.numerics import UNSURE
 from lightning_memfit.planner.plan import Alternative, Plan, TechniqueEffect, label
@@ -26,7 +25,7 @@ from lightning_memfit.planner.rows import rows_of
 from lightning_memfit.planner.solve import TIE, Solution, Solver, TooLarge, Unknown, complexity_of, is_better, key_of
 from lightning_memfit.planner.time import uncorrected
 from lightning_memfit.planner.trace_store import TraceStore
-from lightning_memfit.planner.workload import NUMERICS, Workload
+from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.build import sequence_length
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.record import ModelProfile
@@ -303,7 +302,7 @@ def make_plan(
     )
     best = outcome.best
     if best is None:
-        return replace(plan, advice=tuple(_advice(search, outcome)))
+        return replace(plan, advice=tuple(advice_of(search, outcome)))
     # The figures of a plan under a strategy are those that `memfit estimate` gives for it, and so is its limit.
     is_estimate = verified is not None and best.setting.sharding is not None
     shown = verified if verified is not None and is_estimate else best
@@ -448,54 +447,3 @@ def _slower(outcome: Outcome) -> Iterator[tuple[float, Alternative]]:
     for rejected in outcome.rejected:
         if rejected.slower is not None:
             yield rejected.slower, Alternative(label(rejected.setting), rejected.reason)
-
-
-def _advice(search: Search, outcome: Outcome) -> Iterator[str]:
-    """What would make it fit."""
-    least = next(iter(_needs(outcome.rejected)), None)
-    if least is not None:
-        needed, setting = least
-        usable = format_bytes(search.solver.budget.usable_bytes)
-        yield f"the least is {label(setting)}, which needs {format_bytes(needed)} where {usable} are usable."
-        device = smallest_device(needed)
-        if device is not None:
-            yield f"A {device} would do."
-    allowed = _with_everything_allowed(search)
-    if allowed:
-        yield f"More may be allowed: {', '.join(allowed)} (`--allow`)."
-    length = sequence_length(search.workload.batch)
-    if length is not None and length > 1 and least is not None:
-        yield f"Shorter sequences than {length} tokens need less for activations."
-    host = search.workload.limits.host_bytes
-    limited = [r.reason for r in outcome.rejected if r.resource_limited]
-    if host is not None and any("of host memory" in reason for reason in limited):
-        yield f"More host memory than {format_bytes(host)} would allow offloading."
-    pinned = search.workload.limits.pinned_bytes
-    if pinned is not None and any("of page-locked" in reason for reason in limited):
-        yield f"More page-locked memory than {format_bytes(pinned)} would allow offloading (`--pinned-memory`)."
-    on_disk = next((reason for reason in limited if "disk" in reason), None)
-    if on_disk is not None:
-        yield f"From disk it {on_disk}."
-
-
-def _needs(rejected: list[Rejected]) -> list[tuple[int, Setting]]:
-    """Bytes and setting of everything that needs too much, smallest need first."""
-    found = [(r.needed_bytes, label(r.setting), r.setting) for r in rejected if r.needed_bytes is not None]
-    return [(needed, setting) for needed, _, setting in sorted(found, key=lambda item: item[:2])]
-
-
-def smallest_device(needed_bytes: int) -> str | None:
-    """The smallest device of the catalogue with that much usable memory; None if there is none."""
-    fitting = [spec for spec in DEVICES if spec.memory_bytes - safety_margin_bytes(spec.memory_bytes) >= needed_bytes]
-    return min(fitting, key=lambda spec: (spec.memory_bytes, spec.name)).name if fitting else None
-
-
-def _with_everything_allowed(search: Search) -> list[str]:
-    """Classes of numerics that would allow combinations whose states fit."""
-    workload = search.workload
-    free = replace(workload, allow=frozenset(NUMERICS))
-    kept, _ = candidates(free)
-    fitting = [setting for setting in kept if search.bound.least_bytes(setting) <= search.solver.budget.usable_bytes]
-    needed = {name for technique, names in missing_permissions(workload) for name in names
-              if any(technique in setting.techniques() for setting in fitting)}  # fmt: skip
-    return sorted(needed)
