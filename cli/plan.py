@@ -176,7 +176,13 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
 
     from .plan_recipe import plan_recipe
 
-    made = plan_recipe(arguments, overrides)
+    if arguments.json:
+        made = plan_recipe(arguments, overrides)
+    else:
+        from .progress import PlanningLine
+
+        with PlanningLine() as line:
+            made = plan_recipe(arguments, overrides, progress=line)
     if made is None:
         return None
     plan, files = made

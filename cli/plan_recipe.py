@@ -18,6 +18,7 @@ from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 from lightning_memfit.nvme.preflight import SAMPLE_BYTES
 from lightning_memfit.planner.lock import names_in
 from lightning_memfit.planner.plan import Plan, overlay_of, technique_classes
+from lightning_memfit.planner.progress import Progress, unseen
 from lightning_memfit.planner.search import make_plan
 from lightning_memfit.planner.time import (
     DISK_BYTES_PER_S,
@@ -58,7 +59,7 @@ _DISK_RESERVE = GIB
 
 
 def plan_recipe(
-    arguments: argparse.Namespace, overrides: list[str], compare: bool = True
+    arguments: argparse.Namespace, overrides: list[str], compare: bool = True, progress: Progress = unseen
 ) -> tuple[dict[str, Any], list[str]] | None:
     """Plan for a recipe; if its step can't be traced, say why and return None.
 
@@ -66,6 +67,7 @@ def plan_recipe(
         arguments: The command's arguments.
         overrides: Those of the recipe.
         compare: Compare the plan with the recipe as it is.
+        progress: Is told how far the search is.
 
     Returns:
         The plan as plain data with its overlay, and the files and folders that it was made from, some of which may not
@@ -77,7 +79,7 @@ def plan_recipe(
         workload = workload_of(run, target_of(device, run), arguments, named)
         try:
             cache = None if arguments.no_cache else ProfileCache()
-            plan = make_plan(workload, cache, overlap=True, verify=arguments.verify, compare=compare)
+            plan = make_plan(workload, cache, overlap=True, verify=arguments.verify, compare=compare, progress=progress)
         except TraceError as error:
             mistake = user_mistake(error)
             if mistake is not None:

@@ -21,6 +21,7 @@ from lightning_memfit.planner.candidates import Rejected, candidates, with_losse
 from lightning_memfit.planner.lower_bound import LowerBound
 from lightning_memfit.planner.numerics import UNSURE
 from lightning_memfit.planner.plan import Alternative, Plan, TechniqueEffect, label
+from lightning_memfit.planner.progress import Progress, Working, unseen
 from lightning_memfit.planner.rows import rows_of
 from lightning_memfit.planner.solve import TIE, Solution, Solver, TooLarge, Unknown, complexity_of, is_better, key_of
 from lightning_memfit.planner.time import uncorrected
@@ -64,6 +65,7 @@ class Search:
 
     Args:
         store: Makes the traces.
+        progress: Is told how far the search is.
 
     Attributes:
         plain: Profile of the step without techniques.
@@ -71,8 +73,10 @@ class Search:
         bound: The least time and memory that combinations take.
     """
 
-    def __init__(self, store: TraceStore) -> None:
+    def __init__(self, store: TraceStore, progress: Progress = unseen) -> None:
         self.store = store
+        self._progress, self._working = progress, Working()
+        store.on_trace = self._begin_trace
         self.plain = store.plain()
         store.workload = self.workload = store.workload.knowing_optimizers(self.plain.optimizer)
         self.solver = Solver(store)
@@ -112,6 +116,15 @@ class Search:
         least = min(too_large, key=lambda one: (one.needed_bytes, key_of(one.setting)), default=None)
         return least or next(iter(refused), None)
 
+    def _begin_trace(self, words: str) -> None:
+        self._working.traced, self._working.traces = words, self._working.traces + 1
+        self._progress(self._working)
+
+    def _tell(self, left: int, best: Solution | None) -> None:
+        self._working.left = left
+        self._working.best = "" if best is None else f"{label(best.setting)}, {best.time.total:.3g} s per step"
+        self._progress(self._working)
+
     def _changes(self, setting: Setting) -> bool:
         return self.solver.numerics.severity(setting) > 0
 
@@ -124,6 +137,7 @@ class Search:
         while waiting:
             if outcome.best is not None and waiting[0][0] > outcome.best.cost * (1 + self._unsure):
                 break
+            self._tell(len(waiting), outcome.best)
             cost, key, traced, setting = heapq.heappop(waiting)
             try:
                 if not traced:
@@ -261,6 +275,7 @@ def make_plan(
     verify: bool = False,
     withheld_bytes: int = 0,
     compare: bool = False,
+    progress: Progress = unseen,
 ) -> Plan:
     """Find the fastest setting of a workload that fits.
 
@@ -272,12 +287,13 @@ def make_plan(
             strategy are always traced, where they can be.
         withheld_bytes: Bytes of the device that a run of an earlier plan needed beyond its prediction.
         compare: Compare the plan with the recipe as it is, the best exact and the best allowed one.
+        progress: Is told how far the search is.
 
     Raises:
         TraceError: If the plain step can't be traced.
         ValueError: If there is no device to plan for.
     """
-    search = Search(TraceStore(workload, cache, overlap))
+    search = Search(TraceStore(workload, cache, overlap), progress)
     search.solver.budget.withheld_bytes = withheld_bytes
     outcome, verified = _verified(search, verify)
     searched = {

@@ -86,7 +86,7 @@ def test_from_the_plan_to_the_run(
     assert rows["the recipe as it is"]["changes"] == ["8-bit optimizer states (optimizer_8bit)"]
     assert rows["the best exact plan"]["fits"]
 
-    def traced_again(*_: Any) -> None:
+    def traced_again(*_: Any, **__: Any) -> None:
         raise AssertionError("the plan was made before")
 
     monkeypatch.setattr("cli.plan_recipe.plan_recipe", traced_again)
@@ -271,7 +271,7 @@ def test_full_disk(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("cli.plan_recipe.plan_recipe", lambda *_: ({"fits": True}, []))
+    monkeypatch.setattr("cli.plan_recipe.plan_recipe", lambda *_, **__: ({"fits": True}, []))
     monkeypatch.setattr("lightning_memfit.planner.lock.PlanLock.save", full)
     assert main(["plan", "--config", recipe, "--device", "900MiB", "--lock", str(tmp_path / "plan.lock")]) == 2
     assert "is full" in capsys.readouterr().err
