@@ -95,6 +95,9 @@ def plan_recipe(
         }
     data["overlay"] = overlay
     data["notes"] += _assumed(workload, plan, arguments)
+    if compare and workload.own is None:
+        reason = own_setting(run, workload.devices.total)[1].rstrip(".")
+        data["notes"].append(f"The recipe as it is was not compared: {reason}.")
     named_files = names_in([run.config.get("model"), run.config.get("data")])
     return data, [*named_files, str(CalibrationFile(workload.rates.name).path)]
 
@@ -156,25 +159,30 @@ def workload_of(
         devices=devices,
         strategies=run.takes_batch_size,
         tolerance=tolerance,
-        own=_own_setting(run, devices.total),
+        own=own_setting(run, devices.total)[0],
     )
 
 
-def _own_setting(run: RecipeRun, named_devices: int) -> Setting | None:
-    """Return what the recipe itself chooses; None if a plan has no records for it."""
-    ranks = named_devices if run.devices is None else run.devices * run.num_nodes
+def own_setting(run: RecipeRun, all_devices: int) -> tuple[Setting | None, str]:
+    """Return what the recipe itself chooses, or None and the reason if no records describe it.
+
+    Args:
+        run: The recipe.
+        all_devices: Devices that a recipe runs on which takes all there are.
+    """
+    ranks = all_devices if run.devices is None else run.devices * run.num_nodes
     try:
         setting = Setting.from_callbacks(run.callbacks, run.options.precision)
         if ranks > 1 or run.strategy != "auto":
             division, _ = division_of_recipe(replace(run, devices=ranks // run.num_nodes))
             same = [] if division is None else [t for t in all_strategies() if t.sharding == Sharding.of(division)]
             if not same:
-                return None
+                return None, f"`trainer.strategy={run.strategy}` is none that plans know"
             setting = setting.choose(same[0].name, **({"num_nodes": run.num_nodes} if run.num_nodes > 1 else {}))
-    except ValueError:
-        return None
+    except Exception as error:  # whatever its strategy's class raises is no reason to plan nothing
+        return None, str(error)
     size, accumulate = batch_size(run.batch), run.options.accumulate_grad_batches
-    return replace(setting, micro_batch_size=size, accumulate_grad_batches=accumulate, world_size=ranks)
+    return replace(setting, micro_batch_size=size, accumulate_grad_batches=accumulate, world_size=ranks), ""
 
 
 def _number_here(name: str | None, target: Target) -> int:

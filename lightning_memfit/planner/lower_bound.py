@@ -49,8 +49,15 @@ class LowerBound:
 
     def seconds(self, setting: Setting) -> float:
         """Seconds per step for matrix products, once per sample, and for the optimizer's step."""
-        flops = sum(self._plain.flops.get(phase, 0) for phase in PHASES) / self._plain.micro_batch_size
-        per_step = flops * self._solver.workload.samples_on_each(setting.world_size)
+        forward, backward = (float(self._plain.flops.get(phase, 0)) for phase in PHASES)
+        if setting.of_kind("adapter") is not None:
+            # Frozen weights have no gradients, which are half of the products; nor has the input of the first block.
+            backward *= 0.5 * (1 - 1 / max(1, self._plain.num_blocks))
+        per_step = (
+            (forward + backward)
+            / self._plain.micro_batch_size
+            * self._solver.workload.samples_on_each(setting.world_size)
+        )
         return self._solver.time.step(setting, PassWork(per_step, 0.0, 0.0), 1).total
 
     def traced_seconds(self, setting: Setting) -> float:
