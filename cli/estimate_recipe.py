@@ -57,7 +57,7 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
         count, device = split_device(arguments.device)
         run = run if count is None else _on_devices(run, count)
         target = target_of(device, run)
-        division, notes = _division(run)
+        division, notes = division_of_recipe(run)
         precision = run.options.precision
         if division is not None:
             traced = division.traced_precision(precision)
@@ -101,7 +101,7 @@ def _on_devices(run: RecipeRun, count: int) -> RecipeRun:
     return replace(run, devices=count // run.num_nodes)
 
 
-def _division(run: RecipeRun) -> tuple[Division | None, list[str]]:
+def division_of_recipe(run: RecipeRun) -> tuple[Division | None, list[str]]:
     """How the recipe's strategy divides the run, and what the figures don't say about it."""
     per_machine = run.devices or 1
     ranks, spec = per_machine * run.num_nodes, run.strategy

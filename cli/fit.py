@@ -132,7 +132,12 @@ def plan_automatically(trainer: Any) -> None:
     replaced = [spec.class_path for spec in callbacks if is_technique(spec.class_path)]
     kept = [spec for spec in callbacks if spec.class_path not in replaced]
     if not any(spec.class_path.endswith(".MemFit") for spec in kept):
-        kept = [Namespace(class_path=_MEM_FIT, init_args=Namespace(allow=None, host_memory=None, probe=True)), *kept]
+        kept = [
+            Namespace(
+                class_path=_MEM_FIT, init_args=Namespace(allow=None, host_memory=None, probe=True, tolerance=0.05)
+            ),
+            *kept,
+        ]
     if replaced:
         names = ", ".join(path.rpartition(".")[2] for path in replaced)
         print(f"memfit: auto: the plan replaces {names}.", file=sys.stderr)
@@ -183,7 +188,7 @@ def _made(arguments: list[str]) -> Path:
     of_fit_alone.add_argument("--ckpt-path")
     of_fit_alone.add_argument("--memfit")
     _, of_recipe = split_arguments(of_fit_alone, arguments)
-    made = plan_recipe(make_parser().parse_args([]), of_recipe)
+    made = plan_recipe(make_parser().parse_args([]), of_recipe, compare=False)
     if made is None:
         raise ValueError("`memfit: auto`: without a trace there is no plan. Choose techniques yourself: `memfit: off`.")
     plan, _ = made
@@ -194,5 +199,5 @@ def _made(arguments: list[str]) -> Path:
     path = Path(folder.name) / "plan.yaml"
     write_overlay(path, plan)
     os.environ[PLAN_VARIABLE] = str(path)
-    print(f"memfit: auto: {plan['summary']}", file=sys.stderr)
+    print(f"memfit: auto: {plan['summary']}\nmemfit: auto: {plan['numbers']}", file=sys.stderr)
     return path

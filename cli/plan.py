@@ -30,6 +30,7 @@ examples:
   memfit plan --config gpt2xl --device "RTX 3060" --out plan.yaml
   memfit fit --config gpt2xl --config plan.yaml
   memfit plan --config mine.yaml --device 24GiB --allow exact,bf16 --json
+  memfit plan --config mine.yaml --device 24GiB --tolerance 0%         (the fastest, whatever it changes)
   memfit plan --config mine.yaml --device "2x RTX 3090" --host-memory 64GiB
   memfit plan --config mine.yaml --device 8GiB --disk 500GiB --disk-writes-per-day 1TiB
   memfit plan --config mine.yaml --device 24GiB --lock plan.lock --dry-run     (in CI)
@@ -83,6 +84,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="CLASSES",
         help="numerics that may change, of exact, tf32, bf16, fp16, stochastic, 8bit, 4bit, optimizer, lora "
         "(default: exact,tf32,bf16,stochastic,8bit)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        metavar="SHARE",
+        help="how much longer a step may take if that keeps the recipe's own numbers (default: 5%%)",
     )
     _add_limits(parser)
     add_batch_options(parser)
@@ -152,7 +158,16 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
     from lightning_memfit.planner.lock import PlanLock, Sources, plan_key
 
     recipes = [Path(resolve(name)) for name in arguments.config]
-    of_limits = ("allow", "host_memory", "pinned_memory", "disk", "nvme_path", "disk_writes_per_day", "verify")
+    of_limits = (
+        "allow",
+        "tolerance",
+        "host_memory",
+        "pinned_memory",
+        "disk",
+        "nvme_path",
+        "disk_writes_per_day",
+        "verify",
+    )
     limits = {name: getattr(arguments, name) for name in (*of_limits, "batch_shape", "real_batch")}
     key = plan_key(recipes, overrides, arguments.device or "", limits)
     lock, free = None, None
@@ -171,7 +186,13 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
 
     from .plan_recipe import plan_recipe
 
-    made = plan_recipe(arguments, overrides)
+    if arguments.json:
+        made = plan_recipe(arguments, overrides)
+    else:
+        from .progress import PlanningLine
+
+        with PlanningLine() as line:
+            made = plan_recipe(arguments, overrides, progress=line)
     if made is None:
         return None
     plan, files = made
@@ -228,9 +249,12 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     if plan["fits"]:
         for line in _figures(plan):
             console.print(line, markup=False)
+        _print_rows(console, plan)
         console.print(_memory(plan))
         if plan["bought"]:
             console.print(_bought(plan))
+    else:
+        _print_rows(console, plan)
     if plan["alternatives"]:
         console.print(_alternatives(plan))
     for line in plan["advice"]:
@@ -259,13 +283,12 @@ def _figures(plan: Mapping[str, Any]) -> list[str]:
         if value > 0.005 * plan["seconds_per_step"]
     )
     larger = f"Largest micro-batch that would still fit: about {plan['largest_micro_batch']}"
-    if plan["longest_sequence"]:
-        larger += f"; longest sequence, one at a time: about {plan['longest_sequence']} tokens"
     verified = []
     if plan["verified_bytes"] is not None:
         verified = [f"A trace of the plan itself needs {format_bytes(plan['verified_bytes'])}"]
     return [
         f"Plan: {plan['label']}",
+        plan["numbers"][0].upper() + plan["numbers"][1:],
         f"Predicted peak {format_bytes(plan['peak_bytes'])} of live tensors; with fragmentation and runtime "
         f"{format_bytes(plan['needed_bytes'])}, {format_bytes(plan['headroom_bytes'])} of headroom beside the margin",
         *verified,
@@ -296,6 +319,30 @@ def _bought(plan: Mapping[str, Any]) -> Table:
     for item in plan["bought"]:
         table.add_row(item["technique"], f"{item['saved_bytes'] / GIB:.3f}", f"{item['extra_seconds']:+.2f}")
     return table
+
+
+def _print_rows(console: Console, plan: Mapping[str, Any]) -> None:
+    """Print what the plan is compared with: setting, figures, and what it changes in the numbers."""
+    for row in plan["rows"]:
+        name = row["name"][0].upper() + row["name"][1:]
+        console.print(f"{name}: {row['label'] or row['note']}", markup=False)
+        if row["label"]:
+            for line in _row_lines(row, "tokens" if plan["sequence_length"] else "samples"):
+                console.print(f"  {line}", markup=False)
+
+
+def _row_lines(row: Mapping[str, Any], unit: str) -> list[str]:
+    above, below = ("at least ", "at most ") if "at least" in row["basis"] else ("", "")
+    figures = [{True: "fits", False: "doesn't fit", None: "not known to fit"}[row["fits"]]]
+    if row["needed_bytes"] is not None and row["fits"] is not False:
+        figures.append(f"{above}{format_bytes(row['needed_bytes'])}")
+    if row["fits"] is False:
+        figures[0] += f": {row['note']}"
+    if row["seconds_per_step"] is not None:
+        figures.append(f"{above}{row['seconds_per_step']:.2f} s per step, {below}{row['per_s']:.0f} {unit}/s")
+    if row["note"] and row["fits"] is not False:
+        figures.append(row["note"])
+    return ["; ".join(figures), f"changes in the numbers: {', '.join(row['changes']) or 'none'}"]
 
 
 def _alternatives(plan: Mapping[str, Any]) -> Table:

@@ -18,6 +18,7 @@ from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 from lightning_memfit.nvme.preflight import SAMPLE_BYTES
 from lightning_memfit.planner.lock import names_in
 from lightning_memfit.planner.plan import Plan, overlay_of, technique_classes
+from lightning_memfit.planner.progress import Progress, unseen
 from lightning_memfit.planner.search import make_plan
 from lightning_memfit.planner.time import (
     DISK_BYTES_PER_S,
@@ -29,9 +30,11 @@ from lightning_memfit.planner.time import (
 )
 from lightning_memfit.planner.workload import (
     DEFAULT_ALLOW,
+    DEFAULT_TOLERANCE,
     Limits,
     Workload,
     check_allow,
+    check_tolerance,
     check_trainable,
     devices_for,
     facts_of,
@@ -41,9 +44,12 @@ from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.registry import all_strategies
+from lightning_memfit.techniques.core.setting import Setting
+from lightning_memfit.techniques.core.sharding import Sharding
 
 from .errors import user_mistake
-from .estimate_recipe import quiet, target_of
+from .estimate_recipe import division_of_recipe, quiet, target_of
 from .made_for import made_for
 from .recipe_run import RecipeRun, load_recipe
 from .recipe_schema import MADE_FOR
@@ -52,8 +58,16 @@ _DISK_RESERVE = GIB
 """Disk space that ZeRO-Infinity leaves free on a drive."""
 
 
-def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[dict[str, Any], list[str]] | None:
+def plan_recipe(
+    arguments: argparse.Namespace, overrides: list[str], compare: bool = True, progress: Progress = unseen
+) -> tuple[dict[str, Any], list[str]] | None:
     """Plan for a recipe; if its step can't be traced, say why and return None.
+
+    Args:
+        arguments: The command's arguments.
+        overrides: Those of the recipe.
+        compare: Compare the plan with the recipe as it is.
+        progress: Is told how far the search is.
 
     Returns:
         The plan as plain data with its overlay, and the files and folders that it was made from, some of which may not
@@ -64,7 +78,7 @@ def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[di
         workload = workload_of(run, target_of(device, run), arguments, named)
         try:
             cache = None if arguments.no_cache else ProfileCache()
-            plan = make_plan(workload, cache, overlap=True, verify=arguments.verify)
+            plan = make_plan(workload, cache, overlap=True, verify=arguments.verify, compare=compare, progress=progress)
         except TraceError as error:
             mistake = user_mistake(error)
             if mistake is not None:
@@ -80,6 +94,9 @@ def plan_recipe(arguments: argparse.Namespace, overrides: list[str]) -> tuple[di
         }
     data["overlay"] = overlay
     data["notes"] += _assumed(workload, plan, arguments)
+    if compare and workload.own is None:
+        reason = own_setting(run, workload.devices.total)[1].rstrip(".")
+        data["notes"].append(f"The recipe as it is was not compared: {reason}.")
     named_files = names_in([run.config.get("model"), run.config.get("data")])
     return data, [*named_files, str(CalibrationFile(workload.rates.name).path)]
 
@@ -104,6 +121,9 @@ def workload_of(
             f"`--device`: no plan can be made. {target.lower_bound} `memfit estimate` shows the lower bound."
         )
     allow = DEFAULT_ALLOW if arguments.allow is None else check_allow(arguments.allow.split(","))
+    tolerance = (
+        DEFAULT_TOLERANCE if arguments.tolerance is None else check_tolerance(arguments.tolerance, "--tolerance")
+    )
     named = arguments.host_memory
     host = parse_bytes(named, "--host-memory") if named is not None else probe_host().available_bytes
     if named is not None and target.device_kind.is_host:
@@ -137,7 +157,31 @@ def workload_of(
         fixed=fixed,
         devices=devices,
         strategies=run.takes_batch_size,
+        tolerance=tolerance,
+        own=own_setting(run, devices.total)[0],
     )
+
+
+def own_setting(run: RecipeRun, all_devices: int) -> tuple[Setting | None, str]:
+    """Return what the recipe itself chooses, or None and the reason if no records describe it.
+
+    Args:
+        run: The recipe.
+        all_devices: Devices that a recipe runs on which takes all there are.
+    """
+    ranks = all_devices if run.devices is None else run.devices * run.num_nodes
+    try:
+        setting = Setting.from_callbacks(run.callbacks, run.options.precision)
+        if ranks > 1 or run.strategy != "auto":
+            division, _ = division_of_recipe(replace(run, devices=ranks // run.num_nodes))
+            same = [] if division is None else [t for t in all_strategies() if t.sharding == Sharding.of(division)]
+            if not same:
+                return None, f"`trainer.strategy={run.strategy}` is none that plans know"
+            setting = setting.choose(same[0].name, **({"num_nodes": run.num_nodes} if run.num_nodes > 1 else {}))
+    except Exception as error:  # whatever its strategy's class raises is no reason to plan nothing
+        return None, str(error)
+    size, accumulate = batch_size(run.batch), run.options.accumulate_grad_batches
+    return replace(setting, micro_batch_size=size, accumulate_grad_batches=accumulate, world_size=ranks), ""
 
 
 def _number_here(name: str | None, target: Target) -> int:

@@ -39,7 +39,16 @@ from lightning_memfit.planner.feedback import PlanFeedback
 from lightning_memfit.planner.plan import Plan, label, technique_classes
 from lightning_memfit.planner.search import make_plan
 from lightning_memfit.planner.time import calibrated, rates_of
-from lightning_memfit.planner.workload import DEFAULT_ALLOW, Devices, Limits, Workload, check_allow, facts_of
+from lightning_memfit.planner.workload import (
+    DEFAULT_ALLOW,
+    DEFAULT_TOLERANCE,
+    Devices,
+    Limits,
+    Workload,
+    check_allow,
+    check_tolerance,
+    facts_of,
+)
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.copying import copied
@@ -178,6 +187,8 @@ class MemFit(pl.Callback):
             a late out-of-memory error uses no more host memory.
         probe: Whether to try each plan on a copy, on a single device without a strategy; False trains by the first
             plan untried.
+        tolerance: How much longer a step may take if that keeps the Trainer's precision and the module's own optimizer
+            states, as a share such as `0.05` or `5%`.
 
     Attributes:
         plan: The plan in use; None before `fit`.
@@ -188,11 +199,16 @@ class MemFit(pl.Callback):
     """
 
     def __init__(
-        self, allow: Sequence[str] | None = None, host_memory: str | int | None = None, probe: bool = True
+        self,
+        allow: Sequence[str] | None = None,
+        host_memory: str | int | None = None,
+        probe: bool = True,
+        tolerance: float | str = DEFAULT_TOLERANCE,
     ) -> None:
         self.allow = DEFAULT_ALLOW if allow is None else check_allow(allow)
         self.host_bytes = None if host_memory is None else parse_bytes(host_memory, "host_memory")
         self.probe = probe
+        self.tolerance = check_tolerance(tolerance)
         self.plan: Plan | None = None
         self.attempts: list[tuple[str, str]] = []
         self._undo: Callable[[], None] | None = None
@@ -214,6 +230,7 @@ class MemFit(pl.Callback):
             ranks.close()
         self.plan, loader_batch = plan, _ = planned
         rank_zero_info(f"MemFit: {plan.summary()}")
+        rank_zero_info(f"MemFit: {plan.numbers()}")
         self._put_on(trainer, plan, loader_batch)
 
     @override
@@ -297,6 +314,7 @@ class MemFit(pl.Callback):
             loader_batch=batch_size(batch),
             devices=Devices(trainer.num_devices, trainer.num_nodes),
             division=division,
+            tolerance=self.tolerance,
         )
 
     def _proved(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, workload: Workload) -> Plan:

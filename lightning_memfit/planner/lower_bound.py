@@ -49,8 +49,15 @@ class LowerBound:
 
     def seconds(self, setting: Setting) -> float:
         """Seconds per step for matrix products, once per sample, and for the optimizer's step."""
-        flops = sum(self._plain.flops.get(phase, 0) for phase in PHASES) / self._plain.micro_batch_size
-        per_step = flops * self._solver.workload.samples_on_each(setting.world_size)
+        forward, backward = (float(self._plain.flops.get(phase, 0)) for phase in PHASES)
+        if setting.of_kind("adapter") is not None:
+            # Frozen weights have no gradients, which are half of the products; nor has the input of the first block.
+            backward *= 0.5 * (1 - 1 / max(1, self._plain.num_blocks))
+        per_step = (
+            (forward + backward)
+            / self._plain.micro_batch_size
+            * self._solver.workload.samples_on_each(setting.world_size)
+        )
         return self._solver.time.step(setting, PassWork(per_step, 0.0, 0.0), 1).total
 
     def traced_seconds(self, setting: Setting) -> float:
@@ -65,6 +72,10 @@ class LowerBound:
             self._solver.time.step(setting, PassWork.of(profile, size), samples // size).total
             for size in workload.sizes(setting.world_size)
         )
+
+    def weight(self, setting: Setting) -> float:
+        """What a combination's time is multiplied by in comparisons (`NumericsOf`)."""
+        return self._solver.numerics.weight(setting)
 
     def solve(self, setting: Setting) -> Solution | Rejected | Unknown:
         """Find a plan that is at least as good as every plan of these techniques, from existing traces.

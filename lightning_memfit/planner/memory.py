@@ -8,7 +8,7 @@ ways: `of` traces what is missing; `at_least` traces nothing and gives a model t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -32,6 +32,7 @@ from lightning_memfit.profile.record import ModelProfile, ParameterInfo, trained
 from lightning_memfit.techniques.core import cost as step_cost
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.sharding import Sharding
+from lightning_memfit.techniques.core.technique import Numerics
 
 _TEMPORARY = CATEGORIES.index(Category.TEMPORARY)
 _INPUT = CATEGORIES.index(Category.INPUT)
@@ -506,6 +507,10 @@ class MemoryModels:
             self._bounds[techniques] = MemoryModel(self._store, techniques, passes, self._time, placement)
         return self._bounds[techniques]
 
+    def of_host(self, setting: Setting) -> bool:
+        """Whether a technique keeps states in host memory, of which a trace of the whole step shows nothing."""
+        return self._cuda and (setting.masters_on_host or setting.pages_states)
+
     def _passes_of(self, techniques: Setting) -> ForwardBackward:
         pure = passes_of(techniques)
         if pure not in self._passes:
@@ -579,12 +584,19 @@ class MemoryModels:
         return SteadyState.of(self._plain, self._rounding).buffer_bytes
 
 
+_FROZEN_BITS: Mapping[Numerics, int] = {"4bit": 4, "8bit": 8}
+"""Bits of frozen weights by an adapter's numerics; else they keep the precision's."""
+
+
 def standing_bytes(setting: Setting, profile: ModelProfile, precision_itemsize: int) -> int:
     """Weights, gradients and optimizer states in closed form: the least that a setting needs on the device."""
     parameters = tuple(_stored(p, precision_itemsize) for p in profile.parameters)
     weights = sum(p.numel * p.itemsize for p in parameters if not p.shared_with)
-    if setting.of_kind("adapter") is not None:
-        return 0  # the adapter chooses what is trained and how weights are stored
+    adapter = setting.of_kind("adapter")
+    if adapter is not None:  # which chooses what is trained; frozen weights stay, some of them in fewer bits
+        widths = [bits for name, bits in _FROZEN_BITS.items() if name in adapter.technique.numerics]
+        least = min(widths, default=32) / 8
+        return int(sum(p.numel * min(p.itemsize, least) for p in parameters if not p.shared_with))
     if not setting.frees_gradients:
         weights += sum(p.numel * p.itemsize for p in trained(parameters))
     choice = setting.of_kind("optimizer")

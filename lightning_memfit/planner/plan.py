@@ -10,7 +10,7 @@ from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.techniques.core.registry import techniques
 from lightning_memfit.techniques.core.setting import Setting
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,28 @@ class Alternative:
 
     techniques: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting that every plan is compared with: the recipe's own, the best exact or the best allowed one."""
+
+    name: str
+    label: str
+    """The setting in a few words; empty if there is none."""
+    fits: bool | None
+    """None if that was not worked out."""
+    needed_bytes: int | None
+    """Bytes of a device; the least by a closed form if `basis` says so."""
+    seconds_per_step: float | None
+    per_s: float | None
+    """Tokens per second over all devices; samples for batches without sequences."""
+    changes: tuple[str, ...]
+    """What differs from the recipe's precision and exact optimizer states, in words; empty if nothing does."""
+    basis: str
+    """Where the figures come from."""
+    note: str = ""
+    """Why it doesn't fit, or why too little is known."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +89,12 @@ class Plan:
     """Bytes of the device that a trace of the plan itself needs; None if no such trace was made."""
     bought: tuple[TechniqueEffect, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    optimizer: str = ""
+    """Class names of the module's own optimizers."""
+    changes: tuple[str, ...] = ()
+    """What the plan changes in the recipe's numbers, in words; empty if it keeps them."""
+    rows: tuple[Row, ...] = ()
+    """What the plan is compared with; empty if that was not asked for."""
     largest_micro_batch: int = 0
     """Largest micro-batch that would still fit with the same techniques, with checkpointing as needed."""
     advice: tuple[str, ...] = ()
@@ -110,11 +138,6 @@ class Plan:
         """Bytes that a day of training writes to disk."""
         return round(self.written_bytes * 86400 / self.seconds_per_step) if self.written_bytes else 0
 
-    @property
-    def longest_sequence(self) -> int | None:
-        """Roughly the longest sequence that would still fit one at a time, as memory grows with the tokens."""
-        return None if self.sequence_length is None else self.sequence_length * self.largest_micro_batch
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         data = {name: getattr(self, name) for name in _PLAIN}
@@ -135,7 +158,9 @@ class Plan:
             "written_per_day": self.written_per_day,
             "bought": [asdict(item) for item in self.bought],
             "alternatives": [asdict(item) for item in self.alternatives],
-            "longest_sequence": self.longest_sequence,
+            "changes": list(self.changes),
+            "numbers": self.numbers(),
+            "rows": [{**asdict(row), "changes": list(row.changes)} for row in self.rows],
             "advice": list(self.advice),
             "notes": list(self.notes),
             "searched": dict(self.searched),
@@ -159,10 +184,21 @@ class Plan:
             uncorrected=dict(data["uncorrected"]),
             bought=tuple(TechniqueEffect(**item) for item in data["bought"]),
             alternatives=tuple(Alternative(**item) for item in data["alternatives"]),
+            changes=tuple(data["changes"]),
+            rows=tuple(Row(**{**row, "changes": tuple(row["changes"])}) for row in data["rows"]),
             advice=tuple(data["advice"]),
             notes=tuple(data["notes"]),
             searched=dict(data["searched"]),
         )
+
+    def numbers(self) -> str:
+        """Precision and optimizer, and what changes in the recipe's numbers, in one line; empty if nothing fits."""
+        if self.setting is None:
+            return ""
+        choice = self.setting.of_kind("optimizer")
+        optimizer = f"{self.optimizer or 'the own one'}{f' as {choice.name}' if choice is not None else ''}"
+        changes = ", ".join(self.changes) or "nothing"
+        return f"precision {self.setting.precision}, optimizer {optimizer}; changes in the numbers: {changes}"
 
     def summary(self) -> str:
         """One sentence."""
@@ -198,6 +234,7 @@ _PLAIN = (
     "largest_micro_batch",
     "written_bytes",
     "rates",
+    "optimizer",
 )
 
 

@@ -13,29 +13,32 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lightning_memfit.device.catalogue import DEVICES
-from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.division import estimate_rank
 from lightning_memfit.estimate.estimate import estimate_step, predict_peak_bytes
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
-from lightning_memfit.planner.candidates import Rejected, candidates, missing_permissions, with_losses
+from lightning_memfit.planner.advice import advice_of
+from lightning_memfit.planner.candidates import Rejected, candidates, with_losses
 from lightning_memfit.planner.lower_bound import LowerBound
+from lightning_memfit.planner.numerics import UNSURE
 from lightning_memfit.planner.plan import Alternative, Plan, TechniqueEffect, label
+from lightning_memfit.planner.progress import Progress, Working, unseen
+from lightning_memfit.planner.rows import rows_of
 from lightning_memfit.planner.solve import TIE, Solution, Solver, TooLarge, Unknown, complexity_of, is_better, key_of
 from lightning_memfit.planner.time import uncorrected
 from lightning_memfit.planner.trace_store import TraceStore
-from lightning_memfit.planner.workload import NUMERICS, Workload
+from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.build import sequence_length
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.setting import Setting
 
-_UNSURE = 0.05
-"""Error to expect between the times of several devices, which rest on data sheets and not on measurements."""
-
 _NUM_ALTERNATIVES = 6
 _MAX_MICRO_BATCH = 1 << 12
+
+
+_Waiting = tuple[float, tuple[str, ...], bool, Setting]
+"""Bound on a combination's cost, key among equal ones, whether its pass was traced for the bound, combination."""
 
 
 @dataclass
@@ -48,17 +51,21 @@ class Outcome:
     rejected: list[Rejected] = field(default_factory=list)
     num_candidates: int = 0
     num_traces: int = 0
+    unvisited: list[_Waiting] = field(default_factory=list)
+    """What the bound left out."""
 
 
 class Search:
-    """Search for the fastest setting of a workload that fits.
+    """Search for the fastest setting of a workload that fits, and keeps the recipe's numbers if that costs little.
 
     Combinations are visited in order of a bound on their time (products alone, no recomputation) and, if that is equal,
-    of their names; a combination whose bound is no better than the best found is never traced. The result depends
-    neither on the order of the registry nor on what is cached.
+    of their names; a combination whose bound is no better than the best found is never traced. Times of combinations
+    that change the recipe's numbers count for more by the workload's tolerance (`NumericsOf`), bounds included. The
+    result depends neither on the order of the registry nor on what is cached.
 
     Args:
         store: Makes the traces.
+        progress: Is told how far the search is.
 
     Attributes:
         plain: Profile of the step without techniques.
@@ -66,8 +73,10 @@ class Search:
         bound: The least time and memory that combinations take.
     """
 
-    def __init__(self, store: TraceStore) -> None:
+    def __init__(self, store: TraceStore, progress: Progress = unseen) -> None:
         self.store = store
+        self._progress, self._working = progress, Working()
+        store.on_trace = self._begin_trace
         self.plain = store.plain()
         store.workload = self.workload = store.workload.knowing_optimizers(self.plain.optimizer)
         self.solver = Solver(store)
@@ -77,31 +86,72 @@ class Search:
         """Visit combinations until no other can be faster."""
         settings, refused = candidates(self.workload)
         outcome = Outcome(rejected=refused, num_candidates=len(settings) + len(refused))
-        waiting = [
-            (self.bound.seconds(setting), key_of(setting), False, setting)
-            for setting in self._possible(settings, outcome)
-        ]
+        waiting = [self._waiting(setting) for setting in self._possible(settings, outcome)]
+        self._visit(waiting, settings, outcome)
+        outcome.num_traces = self.store.num_traces
+        return outcome
+
+    def exact(self, outcome: Outcome) -> Solution | Rejected | None:
+        """The best setting that keeps the recipe's numbers, searched for among what the bound left out of a search.
+
+        Args:
+            outcome: Of `run`.
+
+        Returns:
+            What needs the least if none fits; None if nothing keeps the numbers.
+        """
+        known = [solution for solution in outcome.solutions if not solution.severity]
+        found = Outcome(best=min(known, key=lambda one: one.cost, default=None), solutions=known)
+        if outcome.best is None or outcome.best.severity:
+            left = [entry for entry in outcome.unvisited if not self._changes(entry[-1])]
+            passed_over = [one.setting for one in outcome.rejected if one.slower is not None]
+            left += [self._waiting(setting) for setting in passed_over if not self._changes(setting)]
+            self._visit(left, [entry[-1] for entry in left], found)
+        else:
+            found.best = outcome.best
+        if found.best is not None:
+            return found.best
+        refused = [one for one in (*outcome.rejected, *found.rejected) if not self._changes(one.setting)]
+        too_large = [one for one in refused if one.needed_bytes is not None]
+        least = min(too_large, key=lambda one: (one.needed_bytes, key_of(one.setting)), default=None)
+        return least or next(iter(refused), None)
+
+    def _begin_trace(self, words: str) -> None:
+        self._working.traced, self._working.traces = words, self._working.traces + 1
+        self._progress(self._working)
+
+    def _tell(self, left: int, best: Solution | None) -> None:
+        self._working.left = left
+        self._working.best = "" if best is None else f"{label(best.setting)}, {best.time.total:.3g} s per step"
+        self._progress(self._working)
+
+    def _changes(self, setting: Setting) -> bool:
+        return self.solver.numerics.severity(setting) > 0
+
+    def _waiting(self, setting: Setting) -> _Waiting:
+        return self.bound.seconds(setting) * self.bound.weight(setting), key_of(setting), False, setting
+
+    def _visit(self, waiting: list[_Waiting], settings: list[Setting], outcome: Outcome) -> None:
+        """Visit combinations until no other can be better, and leave the others in `unvisited`."""
         heapq.heapify(waiting)
         while waiting:
-            seconds, key, traced, setting = heapq.heappop(waiting)
-            if outcome.best is not None and seconds > outcome.best.time.total * (1 + self._unsure):
+            if outcome.best is not None and waiting[0][0] > outcome.best.cost * (1 + self._unsure):
                 break
+            self._tell(len(waiting), outcome.best)
+            cost, key, traced, setting = heapq.heappop(waiting)
             try:
                 if not traced:
-                    heapq.heappush(waiting, (max(seconds, self.bound.traced_seconds(setting)), key, True, setting))
+                    least = self.bound.traced_seconds(setting) * self.bound.weight(setting)
+                    heapq.heappush(waiting, (max(cost, least), key, True, setting))
                     continue
-                self._take(self._hopeless(setting, settings, outcome.best) or self.solver.solve(setting), outcome)
+                hopeless = self._hopeless(setting, settings, outcome.best) or self._yields(setting, settings)
+                self._take(hopeless or self.solver.solve(setting), outcome)
             except TraceError as error:
                 outcome.rejected.append(Rejected(setting, str(error)))
         outcome.solutions.sort(key=lambda solution: (solution.time.total, key_of(solution.setting)))
         if self._unsure and outcome.solutions:
-            within = outcome.solutions[0].time.total * (1 + self._unsure)
-            outcome.best = min(
-                (solution for solution in outcome.solutions if solution.time.total <= within),
-                key=lambda solution: (complexity_of(solution.setting), solution.time.total),
-            )
-        outcome.num_traces = self.store.num_traces
-        return outcome
+            outcome.best = self._simplest(outcome.solutions)
+        outcome.unvisited = waiting
 
     def verify(self, solution: Solution) -> Solution | None:
         """Trace the plan itself, as `memfit estimate` does, and return it with what that says it needs.
@@ -137,7 +187,21 @@ class Search:
     @property
     def _unsure(self) -> float:
         """Share of each other's time within which strategies count as equal, so that the simplest one is taken."""
-        return _UNSURE if self.workload.devices.total > 1 else 0.0
+        return UNSURE if self.workload.devices.total > 1 else 0.0
+
+    def _simplest(self, solutions: list[Solution]) -> Solution:
+        """The one that changes the recipe's numbers least, and of these the simplest, of all that cost about as little.
+
+        What keeps the numbers has already counted for less by the tolerance: it doesn't win by both shares together.
+        """
+        cheapest = min(solutions, key=lambda solution: solution.cost)
+        alike = [
+            solution
+            for solution in solutions
+            if solution.cost <= cheapest.cost * (1 + self._unsure)
+            and bool(solution.severity) >= bool(cheapest.severity)
+        ]
+        return min(alike, key=lambda one: (one.severity, complexity_of(one.setting), one.time.total))
 
     def _possible(self, settings: list[Setting], outcome: Outcome) -> list[Setting]:
         """Leave out settings that can't fit by closed form, and note them as rejected."""
@@ -162,11 +226,21 @@ class Search:
             return None
         if isinstance(least, Rejected):
             return least
-        slower = least.time.total / best.time.total - 1
-        if slower > max(TIE, self._unsure):
-            return Rejected(setting, f"at least {slower:.0%} slower", slower=slower)
-        if not self._unsure and slower >= -TIE and complexity_of(setting) > complexity_of(best.setting):
-            return Rejected(setting, "no faster, and no simpler", slower=slower)
+        slower, dearer = least.time.total / best.time.total - 1, least.cost / best.cost - 1
+        worse = (least.severity, complexity_of(setting)) > (best.severity, complexity_of(best.setting))
+        if dearer > max(TIE, self._unsure) or (not self._unsure and dearer >= -TIE and worse):
+            return Rejected(setting, why_slower(slower, least.severity > best.severity, "at least "), slower=slower)
+        return None
+
+    def _yields(self, setting: Setting, others: list[Setting]) -> Rejected | None:
+        """Why a technique whose cost is not known well enough is passed over: what it yields to fits as well."""
+        for choice in setting.chosen:
+            first = choice.technique.yields_to
+            other = setting.choose(first) if first else None
+            if other is None or other not in others or self.bound.refuse(other) is not None:
+                continue
+            if isinstance(self.solver.solve(other), Solution):
+                return Rejected(setting, f"{first} fits as well, and is taken first, as {choice.name} is not measured")
         return None
 
     def _better_loss(self, setting: Setting, others: list[Setting]) -> str | None:
@@ -200,6 +274,8 @@ def make_plan(
     overlap: bool = False,
     verify: bool = False,
     withheld_bytes: int = 0,
+    compare: bool = False,
+    progress: Progress = unseen,
 ) -> Plan:
     """Find the fastest setting of a workload that fits.
 
@@ -210,12 +286,14 @@ def make_plan(
         verify: Trace the plan itself as well, and plan again if it needs more than the device has. Plans under a
             strategy are always traced, where they can be.
         withheld_bytes: Bytes of the device that a run of an earlier plan needed beyond its prediction.
+        compare: Compare the plan with the recipe as it is, the best exact and the best allowed one.
+        progress: Is told how far the search is.
 
     Raises:
         TraceError: If the plain step can't be traced.
         ValueError: If there is no device to plan for.
     """
-    search = Search(TraceStore(workload, cache, overlap))
+    search = Search(TraceStore(workload, cache, overlap), progress)
     search.solver.budget.withheld_bytes = withheld_bytes
     outcome, verified = _verified(search, verify)
     searched = {
@@ -234,15 +312,19 @@ def make_plan(
         setting=None,
         alternatives=tuple(_alternatives(outcome)),
         notes=(*_limits_of(search.plain), *(f"Assumed: {assumption}." for assumption in search.plain.assumptions)),
+        rows=tuple(rows_of(search, outcome)) if compare else (),
+        optimizer=search.plain.optimizer,
         searched=searched,
     )
     best = outcome.best
     if best is None:
-        return replace(plan, advice=tuple(_advice(search, outcome)))
-    # The figures of a plan under a strategy are those that `memfit estimate` gives for it.
-    shown = verified if verified is not None and best.setting.sharding is not None else best
+        return replace(plan, advice=tuple(advice_of(search, outcome)))
+    # The figures of a plan under a strategy are those that `memfit estimate` gives for it, and so is its limit.
+    is_estimate = verified is not None and best.setting.sharding is not None
+    shown = verified if verified is not None and is_estimate else best
     return replace(
         plan,
+        usable_bytes=(workload.target.usable_bytes or 0) if is_estimate else plan.usable_bytes,
         setting=best.setting,
         peak_bytes=shown.peak_bytes,
         needed_bytes=shown.needed_bytes,
@@ -252,6 +334,7 @@ def make_plan(
         verified_bytes=None if verified is None else verified.needed_bytes,
         uncorrected=uncorrected(best.time.seconds, workload.rates),
         rates=workload.rates.name,
+        changes=search.solver.numerics.changes(best.setting),
         bought=tuple(_effects(search, best)),
         largest_micro_batch=largest_micro_batch(search, best.setting),
     )
@@ -352,66 +435,31 @@ def _alternatives(outcome: Outcome) -> Iterator[Alternative]:
             yield Alternative(label(rejected.setting), rejected.reason)
 
 
+def why_slower(slower: float, changes_more: bool, least: str = "") -> str:
+    """Why a setting that takes so much longer than the plan was not chosen.
+
+    Args:
+        slower: Share of the plan's time that it takes longer; below zero if it is faster.
+        changes_more: Whether it changes more of the recipe's numbers.
+        least: What to say before a figure that is a bound.
+    """
+    if slower >= 0.005:
+        return f"{least}{slower:.0%} slower"
+    if not changes_more:
+        return "no faster, and no simpler"
+    faster = f"{'at most ' if least else ''}{-slower:.0%} faster" if slower <= -0.005 else "no faster"
+    return f"{faster}, and changes more of the recipe's numbers"
+
+
 def _slower(outcome: Outcome) -> Iterator[tuple[float, Alternative]]:
     """Settings that would fit, with the share of the best one's time that they take longer."""
     best = outcome.best
     for solution in outcome.solutions:
         if best is not None and solution is not best:
             slower = solution.time.total / best.time.total - 1
-            reason = f"{slower:.0%} slower" if slower >= 0.005 else "no faster, and no simpler"
+            reason = why_slower(slower, solution.severity > best.severity)
             needs = f"{reason}, needs {format_bytes(solution.needed_bytes)}"
             yield slower, Alternative(label(solution.setting), needs)
     for rejected in outcome.rejected:
         if rejected.slower is not None:
             yield rejected.slower, Alternative(label(rejected.setting), rejected.reason)
-
-
-def _advice(search: Search, outcome: Outcome) -> Iterator[str]:
-    """What would make it fit."""
-    least = next(iter(_needs(outcome.rejected)), None)
-    if least is not None:
-        needed, setting = least
-        usable = format_bytes(search.solver.budget.usable_bytes)
-        yield f"the least is {label(setting)}, which needs {format_bytes(needed)} where {usable} are usable."
-        device = smallest_device(needed)
-        if device is not None:
-            yield f"A {device} would do."
-    allowed = _with_everything_allowed(search)
-    if allowed:
-        yield f"More may be allowed: {', '.join(allowed)} (`--allow`)."
-    length = sequence_length(search.workload.batch)
-    if length is not None and length > 1 and least is not None:
-        yield f"Shorter sequences than {length} tokens need less for activations."
-    host = search.workload.limits.host_bytes
-    limited = [r.reason for r in outcome.rejected if r.resource_limited]
-    if host is not None and any("of host memory" in reason for reason in limited):
-        yield f"More host memory than {format_bytes(host)} would allow offloading."
-    pinned = search.workload.limits.pinned_bytes
-    if pinned is not None and any("of page-locked" in reason for reason in limited):
-        yield f"More page-locked memory than {format_bytes(pinned)} would allow offloading (`--pinned-memory`)."
-    on_disk = next((reason for reason in limited if "disk" in reason), None)
-    if on_disk is not None:
-        yield f"From disk it {on_disk}."
-
-
-def _needs(rejected: list[Rejected]) -> list[tuple[int, Setting]]:
-    """Bytes and setting of everything that needs too much, smallest need first."""
-    found = [(r.needed_bytes, label(r.setting), r.setting) for r in rejected if r.needed_bytes is not None]
-    return [(needed, setting) for needed, _, setting in sorted(found, key=lambda item: item[:2])]
-
-
-def smallest_device(needed_bytes: int) -> str | None:
-    """The smallest device of the catalogue with that much usable memory; None if there is none."""
-    fitting = [spec for spec in DEVICES if spec.memory_bytes - safety_margin_bytes(spec.memory_bytes) >= needed_bytes]
-    return min(fitting, key=lambda spec: (spec.memory_bytes, spec.name)).name if fitting else None
-
-
-def _with_everything_allowed(search: Search) -> list[str]:
-    """Classes of numerics that would allow combinations whose states fit."""
-    workload = search.workload
-    free = replace(workload, allow=frozenset(NUMERICS))
-    kept, _ = candidates(free)
-    fitting = [setting for setting in kept if search.bound.least_bytes(setting) <= search.solver.budget.usable_bytes]
-    needed = {name for technique, names in missing_permissions(workload) for name in names
-              if any(technique in setting.techniques() for setting in fitting)}  # fmt: skip
-    return sorted(needed)

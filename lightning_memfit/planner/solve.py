@@ -15,6 +15,7 @@ from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.memory import Category, MemoryBreakdown
 from lightning_memfit.planner.candidates import Rejected, conflict_of_sizes
 from lightning_memfit.planner.memory import MemoryModel, MemoryModels
+from lightning_memfit.planner.numerics import NumericsOf
 from lightning_memfit.planner.time import StepTime, TimeModel
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Budget, Workload
@@ -45,6 +46,15 @@ class Solution:
     breakdown: MemoryBreakdown
     choices: tuple[Choice, ...] = ()
     """Checkpointing choice of every block."""
+    severity: float = 0.0
+    """How much it changes the recipe's numbers (`NumericsOf`)."""
+    weight: float = 1.0
+    """What its time is multiplied by in comparisons, because of that."""
+
+    @property
+    def cost(self) -> float:
+        """What the search minimises."""
+        return self.time.total * self.weight
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,7 @@ class Solver:
         budget: Limits on what a plan may need.
         time: Predicts how long plans take.
         models: Predict how much memory plans need.
+        numerics: Says how far plans are from the recipe's numbers.
     """
 
     def __init__(self, store: TraceStore) -> None:
@@ -91,6 +102,7 @@ class Solver:
         self.budget = Budget(self.workload)
         self.time = TimeModel(store.plain(), self.workload.rates, devices.per_machine, devices.machines)
         self.models = MemoryModels(store, self.time)
+        self.numerics = NumericsOf(self.workload)
 
     def solve(self, setting: Setting) -> Solution | Rejected:
         """Find the fastest micro-batch and checkpointing plan of a combination of techniques.
@@ -237,6 +249,8 @@ class Solver:
             needed_bytes,
             model.breakdown(peak_bytes, size) + model.off_device() + MemoryBreakdown.device(around),
             choices,
+            self.numerics.severity(setting),
+            self.numerics.weight(setting),
         )
 
     def _time(self, model: MemoryModel, setting: Setting, choices: tuple[Choice, ...]) -> StepTime:
@@ -262,18 +276,19 @@ def _size_of(setting: Setting) -> int:
 
 
 def is_better(one: Solution, other: Solution) -> bool:
-    """Whether a solution is clearly faster, or as fast and simpler, or as fast and as simple and needs less memory."""
-    if one.time.total < other.time.total * (1 - TIE):
+    """Whether a solution costs clearly less, or as much and changes less of the recipe's numbers, or is simpler."""
+    if one.cost < other.cost * (1 - TIE):
         return True
-    if one.time.total > other.time.total * (1 + TIE):
+    if one.cost > other.cost * (1 + TIE):
         return False
     return _rank(one) < _rank(other)
 
 
-def _rank(solution: Solution) -> tuple[int, int, int, float, tuple[str, ...]]:
+def _rank(solution: Solution) -> tuple[float, int, int, int, float, tuple[str, ...]]:
     setting = solution.setting
     checkpointed = sum(choice != "none" for choice in solution.choices)
-    return complexity_of(setting), len(setting.chosen), checkpointed, solution.time.total, key_of(setting)
+    simpler = complexity_of(setting), len(setting.chosen), checkpointed
+    return solution.severity, *simpler, solution.time.total, key_of(setting)
 
 
 def complexity_of(setting: Setting) -> int:

@@ -8,6 +8,7 @@ complete setting to verify a plan.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.division import Division
 from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.memory import Category
+from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
@@ -51,6 +53,7 @@ class TraceStore:
 
     Attributes:
         num_traces: How many profiles were asked of the tracer or its cache.
+        on_trace: Is told in words what is about to be traced.
 
     Args:
         workload: What is trained.
@@ -61,6 +64,7 @@ class TraceStore:
     def __init__(self, workload: Workload, cache: ProfileCache | None = None, overlap: bool = False) -> None:
         self.workload = workload
         self.num_traces = 0
+        self.on_trace: Callable[[str], object] = str
         self._cache = cache
         self._overlap = overlap
         self._known: dict[tuple[Any, ...], ModelProfile] = {}
@@ -143,6 +147,7 @@ class TraceStore:
         alone = Setting(chosen=setting.chosen)
         ranks = _ranks(setting, division) if division is not None and division.traced else None
         callbacks = alone.traced_callbacks()
+        self.on_trace(f"the whole of {label(setting)}")
         return self._run(self.workload.module, batch, options, callbacks, any_size=False, ranks=ranks)
 
     def _options(self, precision: Any, accumulate: int = 2) -> StepOptions:
@@ -153,6 +158,7 @@ class TraceStore:
         self, key: tuple[Any, ...], module: Any, options: StepOptions, callbacks: tuple[Any, ...], whole: bool = False
     ) -> ModelProfile:
         if key not in self._known:
+            self.on_trace(_words(key))
             self._known[key] = self._run(module, self._batch, options, callbacks, not whole, not whole)
         return self._known[key]
 
@@ -180,6 +186,16 @@ class TraceStore:
             cache=self._cache,
             ranks=ranks,
         )
+
+
+def _words(key: tuple[Any, ...]) -> str:
+    """What a key of a profile stands for."""
+    kind, *of = key
+    if kind == "plain":
+        return "the module's own step"
+    if kind == "stepping":
+        return f"the optimizer's step of {label(of[0])}"
+    return f"forward and backward of {label(of[0])}" + (f", blocks on {of[1]}" if of[1] != "none" else "")
 
 
 def _ranks(setting: Setting, division: Division) -> Ranks:

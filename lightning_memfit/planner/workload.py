@@ -7,6 +7,7 @@ what a user names: allowed numerics, the module, the number of devices.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.fake import fake_pretrained_weights, tensors_in
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.facts import Facts, read_facts
+from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.core.technique import Numerics
 
@@ -30,6 +32,9 @@ NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 
 DEFAULT_ALLOW: frozenset[Numerics] = frozenset({"exact", "tf32", "bf16", "stochastic", "8bit"})
 """What a plan may change by default: neither what is trained nor the optimizer's formula."""
+
+DEFAULT_TOLERANCE = 0.05
+"""Share of its time that a plan may take longer to keep the recipe's own numbers."""
 
 _RESERVE = 0.03
 """Share of a device left free beyond its safety margin, because a plan put together from several traces has errors."""
@@ -81,7 +86,8 @@ class Workload:
     """A module, a real batch, and the machine.
 
     Raises:
-        ValueError: If the batch per step is less than one sample, or can't be shared equally among the devices.
+        ValueError: If the batch per step is less than one sample, or can't be shared equally among the devices, or the
+            tolerance is below zero.
     """
 
     module: Any
@@ -106,8 +112,14 @@ class Workload:
     """Whether strategies are searched as well; if not, a plan is for one device alone."""
     division: Division | None = None
     """How the strategy that the run already has divides it; no other is searched then."""
+    tolerance: float = DEFAULT_TOLERANCE
+    """Share of its time that a plan may take longer to keep the recipe's own numbers."""
+    own: Setting | None = None
+    """The recipe's own techniques and sizes, to compare plans with; None if they are not known."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < math.inf:
+            raise ValueError(f"`tolerance={self.tolerance}` must be a share of time from 0 on, such as 0.05.")
         samples = self.samples_per_step
         if samples < 1:
             raise ValueError(f"`samples_per_step={samples}`: a step needs at least one sample.")
@@ -256,6 +268,28 @@ def check_allow(names: Iterable[str]) -> frozenset[Numerics]:
     if not wanted:
         raise ValueError(f"`allow` is empty, so nothing may run. Name at least `exact`, of {', '.join(NUMERICS)}.")
     return frozenset(name for name in NUMERICS if name in wanted or name == "exact")
+
+
+def check_tolerance(value: float | str, argument: str = "tolerance") -> float:
+    """Read a share of time: `5%`, `0.05` or the number.
+
+    Args:
+        value: What the user wrote.
+        argument: Name used in the error message.
+
+    Raises:
+        ValueError: If it is no such share.
+    """
+    text = str(value).strip()
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = math.nan
+    if isinstance(value, bool) or not 0 <= share < 100:
+        raise ValueError(
+            f"`{argument}={value}` is no share of time. Write for example 5% or 0.05; 0 counts speed alone."
+        )
+    return share
 
 
 def facts_of(module: Any, target: Target, options: StepOptions, optimizer: str = "") -> Facts:

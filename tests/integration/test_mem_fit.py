@@ -200,16 +200,20 @@ def test_a_probe_leaves_no_tensors(limit: int) -> None:
     assert not seen
 
 
-def test_precision_is_the_plans_during_the_run_and_the_users_afterwards() -> None:
+def test_precision_is_the_plans_during_the_run_and_the_users_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     class Notes(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             self.precision = trainer.precision
 
     notes, automatic = Notes(), MemFit(probe=False)
     ours = trainer(automatic, MemoryLimit(LIMIT), notes)
+    messages: list[str] = []
+    monkeypatch.setattr("lightning_memfit.fitting.auto.rank_zero_info", messages.append)
     ours.fit(Perceptron(), loader())
     assert automatic.plan is not None
     assert automatic.plan.setting is not None
+    said = next(message for message in messages if "changes in the numbers" in message)
+    assert said.startswith(f"MemFit: precision {notes.precision}, optimizer ")
     assert notes.precision == automatic.plan.setting.precision
     assert ours.precision == "32-true"
 

@@ -81,8 +81,12 @@ def test_from_the_plan_to_the_run(
     assert made["needed_bytes"] <= made["usable_bytes"]
     assert made["setting"]["micro_batch_size"] * made["setting"]["accumulate_grad_batches"] == 4
     assert_callbacks_are_the_plan_s(capsys, ["--config", recipe, "--config", out], made)
+    rows = {row["name"]: row for row in made["rows"]}
+    assert rows["the recipe as it is"]["label"] == "32-true + optimizer_8bit, micro-batch 2 x 2"
+    assert rows["the recipe as it is"]["changes"] == ["8-bit optimizer states (optimizer_8bit)"]
+    assert rows["the best exact plan"]["fits"]
 
-    def traced_again(*_: Any) -> None:
+    def traced_again(*_: Any, **__: Any) -> None:
         raise AssertionError("the plan was made before")
 
     monkeypatch.setattr("cli.plan_recipe.plan_recipe", traced_again)
@@ -234,6 +238,7 @@ def test_nothing_fits_a_device_of_one_mebibyte_and_a_lock_remembers_it(
         (["--device", "900MiB", "--nvme-path", "nowhere"], "no such folder"),
         (["--device", "900MiB", "--allow", "exact,fp7"], "fp7 is none of"),
         (["--device", "900MiB", "--allow", ""], "allow"),
+        (["--device", "900MiB", "--tolerance", "five"], "`--tolerance=five` is no share of time"),
         (["--device", "900MiB", "--host-memory", "0GB"], "--host-memory"),
         (["--device", "no such card"], "unknown"),
     ],
@@ -266,7 +271,7 @@ def test_full_disk(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("cli.plan_recipe.plan_recipe", lambda *_: ({"fits": True}, []))
+    monkeypatch.setattr("cli.plan_recipe.plan_recipe", lambda *_, **__: ({"fits": True}, []))
     monkeypatch.setattr("lightning_memfit.planner.lock.PlanLock.save", full)
     assert main(["plan", "--config", recipe, "--device", "900MiB", "--lock", str(tmp_path / "plan.lock")]) == 2
     assert "is full" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,10 +11,11 @@ from typing_extensions import override
 
 from lightning_memfit.profile.step import Precision, StepOptions
 from lightning_memfit.techniques.core.cost import Cost
-from lightning_memfit.techniques.core.facts import Facts, Run
-from lightning_memfit.techniques.core.registry import find_technique
+from lightning_memfit.techniques.core.facts import Facts, Run, arguments_of
+from lightning_memfit.techniques.core.registry import find_technique, techniques
 from lightning_memfit.techniques.core.sharding import Sharding
-from lightning_memfit.techniques.core.technique import KINDS, Kind, Numerics, Technique, overlay
+from lightning_memfit.techniques.core.technique import KINDS, CallbackSpec, Kind, Numerics, Technique, overlay
+from lightning_memfit.techniques.mixed_precision import technique_for
 
 MICRO_BATCHING = "micro_batching"
 
@@ -236,6 +237,38 @@ class Setting:
         chosen = tuple(TechniqueChoice(name, options or {}) for name, options in values.get("techniques", {}).items())
         return cls(chosen=chosen, **rest)
 
+    @classmethod
+    def from_callbacks(cls, callbacks: Sequence[Any], precision: str = "32-true") -> Setting:
+        """Read the choices of a run off its callbacks and its precision; sizes and strategy are left out.
+
+        Args:
+            callbacks: Of a Trainer; those that are no technique's don't count.
+            precision: Lightning's name.
+
+        Raises:
+            ValueError: If two decide the same thing, the precision has no record, or an argument is no plain data.
+        """
+        found = cls()
+        for technique in techniques():
+            ours = [next((c for c in callbacks if _is_made_by(spec, c)), None) for spec in technique.callbacks]
+            if not ours or None in ours or technique.kind in ("batching", "loader"):
+                continue
+            if technique.trainer.get("precision", precision) != precision:
+                continue
+            options: dict[str, Any] = {}
+            for spec, callback in zip(technique.callbacks, ours, strict=True):
+                options |= {k: v for k, v in arguments_of(callback).items() if v != spec.arguments.get(k)}
+            known = found.of_kind(technique.kind)
+            # Of several records for one class, the one whose own arguments say most is meant.
+            if known is None or _says(technique) > _says(known.technique):
+                try:
+                    found = found.choose(technique.name, **options)
+                except TypeError as error:
+                    raise ValueError(f"{technique.name} has arguments that are no plain data: {error}") from error
+        if found.precision != precision:
+            found = found.choose(technique_for(precision).name)
+        return found
+
     def _complete(self) -> tuple[TechniqueChoice, ...]:
         """The choices, with micro-batching added if the sizes need it, and the strategy given its number of devices."""
         chosen = tuple(self._with_devices(c) if c.technique.kind == "strategy" else c for c in self.chosen)
@@ -262,3 +295,15 @@ class Setting:
         if self.accumulate_grad_batches > 1:
             merged["accumulate_grad_batches"] = 1  # the loader gives the whole batch, which micro-batching cuts
         return merged
+
+
+def _is_made_by(spec: CallbackSpec, callback: Any) -> bool:
+    """Whether a callback is of a record's class, with the arguments that the record gives it."""
+    if type(callback).__name__ != spec.name or type(callback) is not spec.load():
+        return False
+    arguments = arguments_of(callback)
+    return all(arguments.get(name) == value for name, value in spec.init_args.items())
+
+
+def _says(technique: Technique) -> int:
+    return sum(len(spec.init_args) for spec in technique.callbacks)

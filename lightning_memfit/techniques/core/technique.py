@@ -53,6 +53,18 @@ TOLERANCES: Mapping[Numerics, float] = {
 """How far losses of the first steps may be from those of fp32, relative to them: for `optimizer` and `lora` those of a
 run with that optimizer, or with such adapters; else those of the plain run. Several add up."""
 
+WORDS: Mapping[Numerics, str] = {
+    "tf32": "matrix products in TF32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "stochastic": "random rounding",
+    "8bit": "8-bit {}",
+    "4bit": "4-bit {}",
+    "optimizer": "another optimizer",
+    "lora": "only adapters are trained",
+}
+"""What each class changes, in a few words; `{}` is what a technique keeps in so many bits."""
+
 
 @dataclass(frozen=True)
 class CallbackSpec:
@@ -131,6 +143,9 @@ class Technique:
     changes_step: bool = True
     """Whether an optimizer step allocates differently from the module's own, so that it is traced again. False for
     techniques that only affect forward and backward."""
+    yields_to: str = ""
+    """Name of a technique that a plan takes instead wherever it fits: what this one costs is not known well enough to
+    prefer it for a few percent."""
     same_step_as: str = ""
     """Name of a technique whose steps allocate the same, so that one trace serves both."""
     page: str = ""

@@ -7,7 +7,12 @@ import pytest
 from cli import fit, plan_recipe
 from cli.fit import PLAN_VARIABLE, is_started_by_others, num_devices, plan_file
 
-FITTING = {"fits": True, "summary": "Fits: zero_2 on 2 devices", "overlay": {"trainer": {"strategy": "memfit_zero_2"}}}
+FITTING = {
+    "fits": True,
+    "summary": "Fits: zero_2 on 2 devices",
+    "numbers": "precision 32-true",
+    "overlay": {"trainer": {"strategy": "memfit_zero_2"}},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +39,7 @@ def test_the_plan_is_made_once_and_found_by_processes_that_are_started(
 ) -> None:
     asked: list[list[str]] = []
 
-    def plan(arguments: Any, overrides: list[str]) -> tuple[dict[str, Any], list[Path]]:
+    def plan(arguments: Any, overrides: list[str], compare: bool) -> tuple[dict[str, Any], list[Path]]:
         asked.append(overrides)
         return FITTING, []
 
@@ -50,7 +55,7 @@ def test_the_plan_is_made_once_and_found_by_processes_that_are_started(
 
 def test_what_fits_nowhere_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = {"fits": False, "summary": "Nothing fits.", "advice": ["least", "A larger card would do."]}
-    monkeypatch.setattr(plan_recipe, "plan_recipe", lambda *_: (refused, []))
+    monkeypatch.setattr(plan_recipe, "plan_recipe", lambda *_, **__: (refused, []))
     with pytest.raises(ValueError, match=r"Nothing fits\. A larger card would do\."):
         plan_file([])
 

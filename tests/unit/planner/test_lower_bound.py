@@ -7,6 +7,7 @@ from lightning_memfit.planner.lower_bound import LowerBound
 from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.solve import Solution, Solver, Unknown
 from lightning_memfit.planner.time import StepTime
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.setting import Setting
 
 from .made import MadeTraceStore, made_workload
@@ -90,3 +91,20 @@ def test_combinations_that_cannot_be_better_are_passed_over_with_how_much_slower
     one, best, reasons = search()
     assert several > one == 1
     assert reasons == {f"at least {1000.0 / best - 1:.0%} slower"}
+
+
+def test_adapters_save_the_gradients_of_frozen_weights() -> None:
+    """A bound above what a combination takes would pass it over."""
+
+    class Frozen(MadeTraceStore):
+        def passes(self, setting: Setting, choice: str) -> ModelProfile:
+            found = super().passes(setting, choice)
+            if setting.of_kind("adapter") is None:
+                return found
+            # Without gradients of weights, and in the first block without that of its input.
+            return replace(found, flops={"forward": int(2e12), "backward": int(2e12 * 3 / 4)})
+
+    found = Search(Frozen(made_workload(ROOMY)))  # type: ignore[arg-type]
+    for setting in (PLAIN, PLAIN.choose("lora")):
+        assert found.bound.seconds(setting) <= found.bound.traced_seconds(setting)
+    assert found.bound.seconds(PLAIN.choose("lora")) < found.bound.seconds(PLAIN)

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from lightning_memfit.planner.plan import Plan, is_planned, overlay_of
-from lightning_memfit.planner.search import Search, smallest_device
+from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.workload import check_allow, check_trainable
 
 from .made import MIB, MadeTraceStore, made_workload
@@ -98,11 +98,6 @@ def test_without_a_batch_size_in_data_micro_batches_are_cut(plan: Plan) -> None:
     if plan.setting.accumulate_grad_batches > 1:
         assert cut[0]["init_args"] == {"micro_batch_size": plan.setting.micro_batch_size}
     assert "data" not in laid
-
-
-def test_smallest_device() -> None:
-    assert smallest_device(10 << 30) is not None
-    assert smallest_device(1 << 50) is None
 
 
 def test_allow() -> None:

@@ -1,0 +1,146 @@
+"""Advice is what was solved: it never contradicts the refusal above it."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_memfit.device.runtime import safety_margin_bytes
+from lightning_memfit.estimate.steady_state import SteadyState
+from lightning_memfit.estimate.target import named_target
+from lightning_memfit.planner import search as module
+from lightning_memfit.planner.memory import standing_bytes
+from lightning_memfit.planner.plan import Plan
+from lightning_memfit.planner.search import make_plan
+from lightning_memfit.planner.workload import Limits, Workload
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.techniques.core.setting import Setting
+
+from .made import MIB, NUM_PARAMETERS, MadeTraceStore, made_workload
+
+EXACT = frozenset({"exact"})
+
+
+def planned(workload: Workload, monkeypatch: pytest.MonkeyPatch, store: type[MadeTraceStore] = MadeTraceStore) -> Plan:
+    monkeypatch.setattr(module, "TraceStore", lambda changed, *_: store(changed))
+    return make_plan(workload)
+
+
+def refused(workload: Workload, monkeypatch: pytest.MonkeyPatch, store: Any = MadeTraceStore) -> list[str]:
+    plan = planned(workload, monkeypatch, store)
+    assert not plan.fits
+    return list(plan.advice)
+
+
+class Heavy(MadeTraceStore):
+    """Weights and states need 31 GiB and more, little less than an RTX 5090 has in all."""
+
+    @staticmethod
+    def grown(profile: ModelProfile) -> ModelProfile:
+        factor = 30
+        events = replace(profile.events, sizes=profile.events.sizes * factor)
+        slopes = None if profile.slopes is None else profile.slopes * factor
+        (weight,) = profile.parameters
+        weight = replace(weight, numel=weight.numel * factor)
+        return replace(profile, events=events, slopes=slopes, parameters=(weight,))
+
+    def plain(self) -> ModelProfile:
+        return self.grown(super().plain())
+
+    def passes(self, setting: Setting, choice: str) -> ModelProfile:
+        return self.grown(super().passes(setting, choice))
+
+
+def test_no_device_is_said_to_fit_what_does_not_fit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reserve that plans leave free was not counted: "Nothing fits RTX 5090 ... A RTX 5090 would do"."""
+    needed = []
+    for name in ("RTX 3060", "RTX 3090", "RTX 5090", "A100 40GB"):
+        target = named_target(name)
+        workload = replace(made_workload(1000, allow=EXACT, limits=Limits(host_bytes=0)), target=target)
+        plan = planned(workload, monkeypatch, Heavy)
+        if plan.fits:
+            continue
+        [line] = [line for line in plan.advice if "would do" in line]
+        other = re.match(r"A (.*) would do", line)
+        assert other is not None
+        assert named_target(other[1]).capacity_bytes > target.capacity_bytes  # type: ignore[operator]
+        assert planned(replace(workload, target=named_target(other[1])), monkeypatch, Heavy).fits
+        needed.append(name)
+    assert needed == ["RTX 3060", "RTX 3090", "RTX 5090"]
+
+
+def test_a_limit_on_the_host_is_raised_and_no_gpu_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = made_workload(400, allow=EXACT)
+    target = replace(made.target, kind="cpu", runtime=None, name="CPU", margin_bytes=safety_margin_bytes(400 * MIB))
+    workload = replace(made, target=target, limits=Limits())
+    [line] = [line for line in refused(workload, monkeypatch) if "would do" in line]
+    found = re.match(r"A limit of ([\d.]+) (MiB|GiB) would do", line)
+    assert found is not None
+    capacity = round(float(found[1]) * {"MiB": MIB, "GiB": 1 << 30}[found[2]])
+    raised = replace(target, capacity_bytes=capacity + MIB, margin_bytes=safety_margin_bytes(capacity))
+    assert planned(replace(workload, target=raised), monkeypatch).fits
+
+
+class Releasing(MadeTraceStore):
+    """Steps that free gradients one by one do without the bytes of all of them."""
+
+    def stepping(self, setting: Setting, rounding: int) -> SteadyState:
+        found = super().stepping(setting, rounding)
+        if not setting.frees_gradients:
+            return found
+        less = {
+            name: getattr(found, name) - 4 * NUM_PARAMETERS for name in ("kept_bytes", "backward_bytes", "step_bytes")
+        }
+        return replace(found, gradient_bytes=0, **less)
+
+
+def test_clipping_by_value_is_named_where_it_lets_something_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = made_workload(1100, allow=EXACT, limits=Limits(host_bytes=0), samples_per_step=1)
+    advice = refused(workload, monkeypatch, Releasing)
+    [line] = [line for line in advice if "gradient_clip_algorithm: value" in line]
+    assert "gradient_release" in line
+    assert "and fits" in line
+    changed = replace(
+        workload,
+        facts=replace(workload.facts, gradient_clip_algorithm="value"),
+        options=replace(workload.options, gradient_clip_algorithm="value"),
+    )
+    assert planned(changed, monkeypatch, Releasing).fits
+    tiny = replace(workload, target=_of(900, workload))
+    assert not any("clip" in line for line in refused(tiny, monkeypatch, Releasing))
+
+
+def _of(mib: int, workload: Workload) -> Any:
+    return replace(workload.target, capacity_bytes=mib * MIB)
+
+
+def test_host_memory_is_advised_where_it_helps_and_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = made_workload(800, allow=EXACT, limits=Limits(host_bytes=100 * MIB), samples_per_step=1)
+    [line] = [line for line in refused(workload, monkeypatch) if "--host-memory" in line]
+    assert line.startswith("With 512.00 MiB (`--host-memory`) it would fit: 32-true + paged_optimizer")
+    assert planned(replace(workload, limits=Limits(host_bytes=512 * MIB)), monkeypatch).fits
+    tiny = replace(workload, target=_of(300, workload))
+    assert not any("--host-memory" in line for line in refused(tiny, monkeypatch))
+
+
+def test_shorter_sequences_are_advised_only_if_activations_are_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    states_alone = made_workload(300, allow=EXACT, limits=Limits(host_bytes=0))
+    assert not any("Shorter sequences" in line for line in refused(states_alone, monkeypatch))
+    nearly = replace(states_alone, target=_of(1260, states_alone))
+    assert any("Shorter sequences" in line for line in refused(nearly, monkeypatch))
+
+
+def test_permissions_say_what_is_known_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    [line] = [line for line in refused(made_workload(300, allow=EXACT), monkeypatch) if "--allow" in line]
+    assert "4bit, lora (32-true + qlora: 132.00 MiB)" in line
+    assert "the rest was not worked out" in line
+    assert "8bit (" not in line  # 8-bit states are too large as well
+
+
+def test_frozen_weights_are_counted() -> None:
+    plain = MadeTraceStore(made_workload(1000)).plain()
+    count = plain.num_parameters
+    assert standing_bytes(Setting().choose("lora"), plain, 4) == 4 * count
+    assert standing_bytes(Setting().choose("lora"), plain, 2) == 2 * count
+    assert standing_bytes(Setting().choose("qlora"), plain, 4) == count // 2
