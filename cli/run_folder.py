@@ -36,18 +36,13 @@ _DEFAULT_NAME = "lightning_logs"
 class SaveConfig(SaveConfigCallback):
     """Saves the configuration in the run's folder, also where the logger's folder is one for all runs.
 
+    It has no hook of its own: those of callbacks from outside the package run in traces.
+
     Attributes:
         folder: The run's folder; None leaves the place to Lightning, which takes the first logger's.
     """
 
     folder: Path | None = None
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save it, on the first rank."""
-        # What Lightning saves to otherwise is `Trainer.log_dir`: `save_dir` of a W&B logger, or the working directory.
-        self.save_to_log_dir = self.folder is None
-        super().setup(trainer, pl_module, stage)
 
     @override
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -150,6 +145,7 @@ class RunFolder:
         for callback in callbacks:
             if isinstance(callback, SaveConfig):
                 callback.folder = None if self._is_users_choice else self.path  # Lightning overwrites none
+                callback.save_to_log_dir = callback.folder is None
             elif isinstance(callback, ModelCheckpoint) and callback.dirpath is None and self.path is not None:
                 callback.dirpath = str(self.path.absolute() / "checkpoints")
         roots = [Path(root) for logger in trainer.loggers if (root := getattr(logger, "root_dir", None))]
