@@ -12,6 +12,7 @@ import contextlib
 import gc
 import json
 import re
+import shlex
 import sys
 from dataclasses import replace
 from functools import partial
@@ -146,6 +147,16 @@ def _show(report: EstimateReport, arguments: argparse.Namespace) -> None:
     if arguments.timeline is not None:
         of_what = " of the traced step, as if one device held everything" if is_divided else ""
         print(f"Timeline{of_what}: {arguments.timeline}")
+    print(f"Next: {_next(arguments)}")
+
+
+def _next(arguments: argparse.Namespace) -> str:
+    """Return the command to type after an estimate."""
+    device = arguments.device or ""
+    if arguments.config is None:
+        return "memfit plan --config RECIPE, with this model in a recipe of your own (`memfit recipes` lists some)"
+    configs = [part for name in arguments.config for part in ("--config", name)]
+    return shlex.join(["memfit", "plan", *configs, *(["--device", device] if device else []), "--out", "plan.yaml"])
 
 
 # --- what `memfit estimate` prints ------------------------------------------------------------------------------------
@@ -257,7 +268,8 @@ def _lines(report: EstimateReport) -> list[str]:
     lines = [f"Peak by phase: {phases}"]
     if report.target.device_kind.has_caching_allocator:
         lines.append(
-            f"Allocated {format_bytes(estimate.allocated_bytes)}, reserved {format_bytes(estimate.reserved_bytes)}"
+            f"Allocated {format_bytes(estimate.allocated_bytes)} in the allocator's whole blocks, "
+            f"reserved {format_bytes(estimate.reserved_bytes)}"
             + (f", with the CUDA context {format_bytes(estimate.total_bytes)}" if report.target.runtime else "")
         )
     elif estimate.total_bytes > estimate.allocated_bytes:
