@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart fast test test-versions faults fuzz lint types unit aio format gpu gpu-wheels clean
+.PHONY: quickstart fast test test-versions faults fuzz lint types unit aio format gpu gpu-wheels release-check clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m cli fit --config recipes/quickstart.yaml
@@ -61,6 +61,10 @@ gpu:
 
 gpu-wheels: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu.pack wheels
+
+# Build wheel and sdist, install the wheel without extras in a bare environment, and run doctor, estimate and quickstart.
+release-check: $(STAMP)
+	$(BIN)/python -m tests.release_check
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
