@@ -98,7 +98,7 @@ class Measurement:
     """Which part of a run is measured."""
 
     warmup_steps: int = 3
-    """Optimizer steps before the clock starts; one means two, see `tracked_steps`."""
+    """Optimizer steps before the clock starts; live tensors are tracked during them."""
     timed_steps: int = 20
     """Optimizer steps that are timed."""
     timeout_s: float = 1800.0
@@ -108,14 +108,6 @@ class Measurement:
         for name, low in (("warmup_steps", 1), ("timed_steps", 1), ("timeout_s", 0.001)):
             if getattr(self, name) < low:
                 raise ValueError(f"`measure.{name}={getattr(self, name)}` must be at least {low}.")
-
-    @property
-    def tracked_steps(self) -> int:
-        """Optimizer steps before the clock starts, during which live tensors are tracked: two at least.
-
-        The first makes the optimizer's states at its end only, so that its peak is not that of training.
-        """
-        return max(2, self.warmup_steps)
 
 
 @dataclass(frozen=True)
@@ -201,7 +193,7 @@ def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe
         settings = overlay(base, chosen.get("base") or {})
         for layer in entry.get("layers") or []:
             settings = overlay(settings, resolve_layer(layer, document.get("overlays") or {}, read_recipe))
-        settings = overlay(settings, {"trainer": {"max_steps": measurement.tracked_steps + measurement.timed_steps}})
+        settings = overlay(settings, {"trainer": {"max_steps": measurement.warmup_steps + measurement.timed_steps}})
         rows.append(_row(name, entry, settings, measurement))
     source = document.get("source") or {}
     notes = tuple(document.get("notes") or ())

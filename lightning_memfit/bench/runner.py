@@ -126,7 +126,7 @@ class Runner:
         job = {
             "row": row.name,
             "point": row.point,
-            "warmup_steps": row.measurement.tracked_steps,
+            "warmup_steps": row.measurement.warmup_steps,
             "tracking": tracking,
             "peer": row.peer,
             "options": row.options,

@@ -122,18 +122,3 @@ def test_another_class_loses_the_arguments_of_the_first():
 def test_appending_to_what_is_no_list_is_refused():
     with pytest.raises(ValueError, match=r"`logger\+` appends to a list, but found list on bool"):
         overlay({"logger": False}, {"logger+": []})
-
-
-@pytest.mark.parametrize(("warmup", "tracked"), [(1, 2), (2, 2), (5, 5)])
-def test_memory_is_measured_in_the_steady_state(tmp_path, warmup, tracked):
-    """The first optimizer step has no states yet; tracking it alone made predictions look 63 % too high."""
-    import yaml
-
-    base = yaml.safe_load((FOLDER / "bert_large.yaml").read_text())
-    for scale in base["scales"].values():
-        scale["measure"] = {"warmup_steps": warmup, "timed_steps": 3}
-    path = tmp_path / "short.yaml"
-    path.write_text(yaml.safe_dump(base))
-    experiment = load_experiment(path, "small", "cpu", read_recipe)
-    assert {row.measurement.tracked_steps for row in experiment.rows} == {tracked}
-    assert {row.settings["trainer"]["max_steps"] for row in experiment.rows} == {tracked + 3}
