@@ -12,7 +12,6 @@ import contextlib
 import gc
 import json
 import re
-import shlex
 import sys
 from dataclasses import replace
 from functools import partial
@@ -147,16 +146,6 @@ def _show(report: EstimateReport, arguments: argparse.Namespace) -> None:
     if arguments.timeline is not None:
         of_what = " of the traced step, as if one device held everything" if is_divided else ""
         print(f"Timeline{of_what}: {arguments.timeline}")
-    print(f"Next: {_next(arguments)}")
-
-
-def _next(arguments: argparse.Namespace) -> str:
-    """Return the command to type after an estimate."""
-    device = arguments.device or ""
-    if arguments.config is None:
-        return "memfit plan --config RECIPE, with this model in a recipe of your own (`memfit recipes` lists some)"
-    configs = [part for name in arguments.config for part in ("--config", name)]
-    return shlex.join(["memfit", "plan", *configs, *(["--device", device] if device else []), "--out", "plan.yaml"])
 
 
 # --- what `memfit estimate` prints ------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from importlib import import_module
 from lightning_memfit import __version__
 
 from .errors import DEBUG_OPTION, DEBUG_VARIABLE, INTERRUPTED, original, readable_errors, report_unexpected
-from .output import without_noise
 
 # Name, module in this folder, description. A module has `main(argv: list[str]) -> int`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"memfit: error: {_unknown(command)}", file=sys.stderr)
         return 2
     try:
-        with readable_errors(debug) as outcome, _working_directory_modules(), without_noise():
+        with readable_errors(debug) as outcome, _working_directory_modules():
             # One parser handles all Lightning commands, and reads the command's name itself.
             module, _ = COMMANDS[command]
             rest = arguments if module == "fit" else arguments[1:]

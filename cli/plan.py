@@ -59,9 +59,7 @@ def main(argv: list[str]) -> int:
     else:
         print_plan(plan)
         if arguments.out is not None and plan["fits"] and not arguments.dry_run:
-            print(f"Written: {arguments.out}\nNext: memfit fit {_configs(arguments)} --config {arguments.out}")
-        elif plan["fits"]:
-            print("Next: the same with `--out plan.yaml`, then `memfit fit` with that file after the recipe")
+            print(f"Written: {arguments.out}. Train with: memfit fit {_configs(arguments)} --config {arguments.out}")
     return int(not plan["fits"])
 
 
