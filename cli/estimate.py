@@ -26,7 +26,16 @@ from rich.text import Text
 from lightning_memfit.memory import GIB, Category, Tier, format_bytes
 from lightning_memfit.profile.quiet import collector_paused
 
-from .arguments import LARGEST_COUNT, NAMED_OPTIONS, add_batch_options, positive, split_arguments, split_device
+from .arguments import (
+    LARGEST_COUNT,
+    NAMED_OPTIONS,
+    add_batch_options,
+    next_line,
+    of_batch,
+    positive,
+    split_arguments,
+    split_device,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,6 +73,8 @@ def main(argv: list[str]) -> int:
     if report is None:
         return 2
     _show(report, arguments)
+    if not arguments.json:
+        print(_next(report, arguments, overrides))
     return report.verdict.exit_code
 
 
@@ -146,6 +157,19 @@ def _show(report: EstimateReport, arguments: argparse.Namespace) -> None:
     if arguments.timeline is not None:
         of_what = " of the traced step, as if one device held everything" if is_divided else ""
         print(f"Timeline{of_what}: {arguments.timeline}")
+
+
+def _next(report: EstimateReport, arguments: argparse.Namespace, overrides: list[str]) -> str:
+    """Say how to go on: with a plan, where one can be made."""
+    if arguments.config is None:
+        return next_line("recipes", [], "start from one of them to plan and train")
+    if report.target.lower_bound:
+        return next_line(
+            "fit", [*overrides, "--trainer.max_steps=2"], "on the device itself: figures are a lower bound"
+        )
+    device = arguments.device or (None if report.target.capacity_bytes is not None else "12GiB")
+    named = [] if device is None else ["--device", device]
+    return next_line("plan", [*overrides, *named, *of_batch(arguments)])
 
 
 # --- what `memfit estimate` prints ------------------------------------------------------------------------------------

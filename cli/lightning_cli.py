@@ -157,9 +157,13 @@ class MemFitCLI(LightningCLI):
     @rank_zero_only
     def after_fit(self) -> None:
         """Say where the checkpoint is."""
-        callback = self.trainer.checkpoint_callback
-        path = getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", "")
+        path = self.checkpoint()
         print(f"Checkpoint: {path}" if path else "No checkpoint was written.")
+
+    def checkpoint(self) -> str:
+        """Return the path of the best checkpoint, else of the last; empty if none was written."""
+        callback = self.trainer.checkpoint_callback
+        return getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", "")
 
 
 def _name_unlimited_epochs(trainer: Trainer) -> None:

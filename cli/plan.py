@@ -7,8 +7,9 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from lightning_memfit.memory import GIB, format_bytes
 
-from .arguments import add_batch_options, split_arguments
+from .arguments import add_batch_options, next_line, of_batch, split_arguments
 from .recipe_files import resolve
 
 if TYPE_CHECKING:
@@ -51,15 +52,17 @@ def main(argv: list[str]) -> int:
     plan = _known_or_made(arguments, overrides)
     if plan is None:
         return 2
-    if arguments.out is not None and plan["fits"] and not arguments.dry_run:
+    is_written = arguments.out is not None and plan["fits"] and not arguments.dry_run
+    if is_written:
         write_overlay(Path(arguments.out), plan)
     if arguments.json:
         json.dump(plan, sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
         print_plan(plan)
-        if arguments.out is not None and plan["fits"] and not arguments.dry_run:
-            print(f"Written: {arguments.out}. Train with: memfit fit {_configs(arguments)} --config {arguments.out}")
+        if is_written:
+            print(f"Written: {arguments.out}")
+        print(_next(plan["fits"], is_written, arguments, argv, overrides))
     return int(not plan["fits"])
 
 
@@ -232,8 +235,19 @@ def _save(lock: PlanLock, save: Callable[[], None], is_named: bool) -> None:
         raise ValueError(f"`--lock {lock.path}` can't be written: {reason}. Name another file.") from error
 
 
-def _configs(arguments: argparse.Namespace) -> str:
-    return " ".join(f"--config {name}" for name in arguments.config)
+def _next(
+    fits: bool, is_written: bool, arguments: argparse.Namespace, argv: Sequence[str], overrides: Sequence[str]
+) -> str:
+    """Say how to go on: train by the plan, write it first, or see what takes the memory."""
+    if not fits:
+        device = [] if arguments.device is None else ["--device", arguments.device]
+        return next_line("estimate", [*overrides, *device, *of_batch(arguments)], "where the memory goes")
+    if is_written:
+        return next_line("fit", [*overrides, "--config", arguments.out])
+    again = [word for word in argv if word not in ("--dry-run", "--dry_run")]
+    numbered = (f"plan_{number}.yaml" for number in count(2))
+    free = next(name for name in chain(["plan.yaml"], numbered) if not Path(name).exists())
+    return next_line("plan", [*again, *([] if arguments.out is not None else ["--out", free])])
 
 
 # --- what `memfit plan` prints, from the plan's plain data ------------------------------------------------------------
