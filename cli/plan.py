@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memfit.memory import GIB, format_bytes
+from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.units import format_seconds, unit_of_column, unit_of_seconds
 
 from .arguments import add_batch_options, next_line, of_batch, split_arguments
 from .recipe_files import resolve
@@ -306,7 +307,7 @@ def _figures(plan: Mapping[str, Any]) -> list[str]:
         f"Predicted peak {format_bytes(plan['peak_bytes'])} of live tensors; with fragmentation and runtime "
         f"{format_bytes(plan['needed_bytes'])}, {format_bytes(plan['headroom_bytes'])} of headroom beside the margin",
         *verified,
-        f"Predicted {plan['seconds_per_step']:.2f} s per step, {speed} ({shares})",
+        f"Predicted {format_seconds(plan['seconds_per_step'])} per step, {speed} ({shares})",
         larger,
     ]
 
@@ -316,22 +317,26 @@ def _memory(plan: Mapping[str, Any]) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("where")
     table.add_column("what")
-    table.add_column("GiB", justify="right")
+    name_of_unit, unit = unit_of_column(sum(entries.values()) for entries in plan["breakdown"].values())
+    table.add_column(name_of_unit, justify="right")
     for tier, entries in plan["breakdown"].items():
         for category, size in entries.items():
-            table.add_row(_TIERS[tier], category.replace("_", " "), f"{size / GIB:.3f}")
+            table.add_row(_TIERS[tier], category.replace("_", " "), f"{size / unit:.3f}")
         if len(plan["breakdown"]) > 1:
-            table.add_row(f"[bold]{_TIERS[tier]}[/bold]", "[bold]in all[/bold]", f"{sum(entries.values()) / GIB:.3f}")
+            table.add_row(f"[bold]{_TIERS[tier]}[/bold]", "[bold]in all[/bold]", f"{sum(entries.values()) / unit:.3f}")
     return table
 
 
 def _bought(plan: Mapping[str, Any]) -> Table:
     table = Table(title="What each technique is for", box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("technique")
-    table.add_column("GiB saved", justify="right")
-    table.add_column("s per step", justify="right")
+    name_of_unit, unit = unit_of_column(item["saved_bytes"] for item in plan["bought"])
+    name_of_time, second = unit_of_seconds(item["extra_seconds"] for item in plan["bought"])
+    table.add_column(f"{name_of_unit} saved", justify="right")
+    table.add_column(f"{name_of_time} per step", justify="right")
     for item in plan["bought"]:
-        table.add_row(item["technique"], f"{item['saved_bytes'] / GIB:.3f}", f"{item['extra_seconds']:+.2f}")
+        extra = round(item["extra_seconds"] / second, 2) + 0.0  # no minus before zero
+        table.add_row(item["technique"], f"{item['saved_bytes'] / unit:.3f}", f"{extra:+.2f}")
     return table
 
 
@@ -353,7 +358,7 @@ def _row_lines(row: Mapping[str, Any], unit: str) -> list[str]:
     if row["fits"] is False:
         figures[0] += f": {row['note']}"
     if row["seconds_per_step"] is not None:
-        figures.append(f"{above}{row['seconds_per_step']:.2f} s per step, {below}{row['per_s']:.0f} {unit}/s")
+        figures.append(f"{above}{format_seconds(row['seconds_per_step'])} per step, {below}{row['per_s']:.0f} {unit}/s")
     if row["note"] and row["fits"] is not False:
         figures.append(row["note"])
     return ["; ".join(figures), f"changes in the numbers: {', '.join(row['changes']) or 'none'}"]
