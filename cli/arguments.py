@@ -1,9 +1,10 @@
-"""Parsing that several commands share: our options apart from the recipe's."""
+"""What several commands share of command lines: our options apart from the recipe's, and the line to type next."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,6 +85,23 @@ def split_device(name: str | None) -> tuple[int | None, str | None]:
     from lightning_memfit.planner.workload import parse_device_count
 
     return parse_device_count(name)
+
+
+def next_line(command: str, words: Sequence[str], why: str = "") -> str:
+    """Return the last line of a report: what to type next, as a shell takes it.
+
+    Args:
+        command: Name of one of our commands.
+        words: Its arguments.
+        why: What it is for, where that isn't plain; it becomes a comment.
+    """
+    return f"Next: memfit {shlex.join([command, *words])}" + (f"  # {why}" if why else "")
+
+
+def of_batch(arguments: argparse.Namespace) -> list[str]:
+    """Return the options of `add_batch_options` as they were given."""
+    shape = [] if arguments.batch_shape is None else ["--batch-shape", arguments.batch_shape]
+    return [*shape, *(["--real-batch"] if arguments.real_batch else [])]
 
 
 def add_batch_options(parser: Any) -> None:

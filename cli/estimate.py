@@ -23,10 +23,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memfit.memory import GIB, Category, Tier, format_bytes
+from lightning_memfit.memory import Category, Tier, format_bytes
+from lightning_memfit.memory.units import unit_of_column
 from lightning_memfit.profile.quiet import collector_paused
 
-from .arguments import LARGEST_COUNT, NAMED_OPTIONS, add_batch_options, positive, split_arguments, split_device
+from .arguments import (
+    LARGEST_COUNT,
+    NAMED_OPTIONS,
+    add_batch_options,
+    next_line,
+    of_batch,
+    positive,
+    split_arguments,
+    split_device,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,6 +74,8 @@ def main(argv: list[str]) -> int:
     if report is None:
         return 2
     _show(report, arguments)
+    if not arguments.json:
+        print(_next(report, arguments, overrides))
     return report.verdict.exit_code
 
 
@@ -148,6 +160,19 @@ def _show(report: EstimateReport, arguments: argparse.Namespace) -> None:
         print(f"Timeline{of_what}: {arguments.timeline}")
 
 
+def _next(report: EstimateReport, arguments: argparse.Namespace, overrides: list[str]) -> str:
+    """Say how to go on: with a plan, where one can be made."""
+    if arguments.config is None:
+        return next_line("recipes", [], "start from one of them to plan and train")
+    if report.target.lower_bound:
+        return next_line(
+            "fit", [*overrides, "--trainer.max_steps=2"], "on the device itself: figures are a lower bound"
+        )
+    device = arguments.device or (None if report.target.capacity_bytes is not None else "12GiB")
+    named = [] if device is None else ["--device", device]
+    return next_line("plan", [*overrides, *named, *of_batch(arguments)])
+
+
 # --- what `memfit estimate` prints ------------------------------------------------------------------------------------
 
 
@@ -203,14 +228,15 @@ def _off_device(report: EstimateReport) -> Table:
     table = Table(title="Off the device, at most", box=box.SIMPLE_HEAD, title_justify="left")
     for heading in ("place", "category"):
         table.add_column(heading)
-    table.add_column("GiB", justify="right")
     breakdown = report.estimate.breakdown
+    name_of_unit, unit = unit_of_column(breakdown.total(tier) for tier in _PLACES)
+    table.add_column(name_of_unit, justify="right")
     for tier, label in _PLACES.items():
         for category, size in breakdown.by_category(tier).items():
             name = "libraries" if category is Category.RUNTIME_CONTEXT else LABELS[category]
-            table.add_row(label, name, f"{size / GIB:.3f}")
+            table.add_row(label, name, f"{size / unit:.3f}")
         if breakdown.total(tier):
-            table.add_row(label, "total", f"{breakdown.total(tier) / GIB:.3f}", style="bold")
+            table.add_row(label, "total", f"{breakdown.total(tier) / unit:.3f}", style="bold")
     return table
 
 
@@ -219,27 +245,30 @@ def _breakdown(report: EstimateReport) -> Table:
     table = Table(title=f"At the peak, in {estimate.phase}, on {report.target.name}", box=box.SIMPLE_HEAD)
     table.title_justify = "left"
     table.add_column("category")
-    for heading in ("GiB", "share", "bytes per parameter"):
+    name_of_unit, unit = unit_of_column([estimate.total_bytes])
+    for heading in (name_of_unit, "share", "bytes per parameter"):
         table.add_column(heading, justify="right")
     total = estimate.total_bytes or 1
     for category, size in estimate.breakdown.by_category().items():
         libraries = category is Category.RUNTIME_CONTEXT and report.target.device_kind.is_host
         table.add_row(
-            "libraries" if libraries else LABELS[category], *_figures(size, total, report.profile.num_parameters)
+            "libraries" if libraries else LABELS[category], *_figures(size, unit, total, report.profile.num_parameters)
         )
     table.add_section()
-    table.add_row("total", *_figures(estimate.total_bytes, total, report.profile.num_parameters), style="bold")
+    whole = _figures(estimate.total_bytes, unit, total, report.profile.num_parameters)
+    table.add_row("total", *whole, style="bold")
     return table
 
 
-def _figures(size: int, total: int, num_parameters: int) -> tuple[str, str, str]:
+def _figures(size: int, unit: int, total: int, num_parameters: int) -> tuple[str, str, str]:
     per_parameter = f"{size / num_parameters:.2f}" if num_parameters else ""
-    return f"{size / GIB:.3f}", f"{size / total:.1%}", per_parameter
+    return f"{size / unit:.3f}", f"{size / total:.1%}", per_parameter
 
 
 def _largest(report: EstimateReport) -> Table:
     table = Table(title="Largest tensors at the peak", box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("GiB", justify="right")
+    name_of_unit, unit = unit_of_column(tensor.size_bytes for tensor in report.estimate.largest)
+    table.add_column(name_of_unit, justify="right")
     for heading in ("category", "module", "operator"):
         table.add_column(heading, overflow="fold")
     for tensor in report.estimate.largest:
@@ -247,7 +276,7 @@ def _largest(report: EstimateReport) -> Table:
         if not module and not operator.startswith("aten."):
             module, operator = operator, ""
         operator = operator.removeprefix("aten.").removesuffix(".default")
-        table.add_row(f"{tensor.size_bytes / GIB:.3f}", LABELS[tensor.category], module, operator)
+        table.add_row(f"{tensor.size_bytes / unit:.3f}", LABELS[tensor.category], module, operator)
     return table
 
 

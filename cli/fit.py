@@ -18,6 +18,8 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard
@@ -27,6 +29,7 @@ from lightning_memfit.measure.guarded_loggers import guard_loggers
 from lightning_memfit.memory.kind import allows_cuda
 from lightning_memfit.planner.plan import is_technique
 
+from .arguments import next_line
 from .errors import RunFailedError
 from .lightning_cli import MemFitCLI
 from .recipe_schema import MADE_FOR
@@ -36,6 +39,8 @@ PLAN_VARIABLE = "MEMFIT_AUTO_PLAN"
 """Variable with the plan's file for the processes that a strategy starts, so that all of them use one plan."""
 
 _STARTED_BY_OTHERS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "NODE_RANK", "GROUP_RANK")
+
+_STEP_OF = {"validate": "validation_step", "test": "test_step"}
 
 _MEM_FIT = "lightning_memfit.fitting.auto.MemFit"
 
@@ -87,6 +92,36 @@ class FitCLI(MemFitCLI):
         if self.subcommand == "fit":
             named = {type(callback) for callback in callbacks}
             callbacks.extend(kind() for kind in (NonFiniteGuard, WholeSteps, Preemption) if kind not in named)
+
+    @rank_zero_only
+    @override
+    def after_fit(self) -> None:
+        """Say where the run and its checkpoint are, and what to do with them."""
+        super().after_fit()
+        path = None if self._folder is None else self._folder.path
+        folder = path or getattr(self.trainer.logger, "log_dir", None)
+        if folder:
+            print(f"Run: {folder}")
+        checkpoint = self.checkpoint()
+        line = self._next(checkpoint, folder) if checkpoint else None
+        if line is not None:
+            print(line)
+
+    def _next(self, checkpoint: str, folder: Path | str | None) -> str | None:
+        """Say how to use a trained model: one that writes text by its text, any other by its own steps."""
+        of_data = getattr(getattr(self.trainer, "datamodule", None), "hparams", {})
+        if of_data.get("tokenizer"):
+            from lightning_memfit.models import CausalLM, Seq2SeqLM
+
+            if isinstance(self.model, Seq2SeqLM):
+                return next_line("export", ["--ckpt_path", checkpoint, "--folder", "exported"])
+            if isinstance(self.model, CausalLM):
+                return next_line("generate", ["--ckpt_path", checkpoint, "--prompt", "Once upon a time"])
+        config = Path(folder or ".") / "config.yaml"
+        steps = [name for name in ("validate", "test") if is_overridden(_STEP_OF[name], self.model)]
+        if not steps or not config.is_file():
+            return None
+        return next_line(steps[0], ["--config", str(config), "--ckpt_path", checkpoint])
 
     def _check_device(self, planned: str) -> None:
         from lightning_memfit.planner.feedback import device_name

@@ -2,16 +2,19 @@
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import yaml
 from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
+
+from lightning_memfit.memory.wrapping import wrap_method
 
 from .explain import explain, import_public_names, options_of
 from .recipe_files import configs_of, resolve_arguments, without_config
@@ -142,20 +145,37 @@ class MemFitCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer, with checkpoints that are written whole and checked before they are read."""
+        """Make the Trainer: checkpoints are written whole and checked before they are read, and epochs count from 0."""
         trainer = super().instantiate_trainer(**kwargs)
         if self.subcommand is not None:
             from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 
             use_atomic_checkpoints(trainer.strategy)
+            _name_unlimited_epochs(trainer)
         return trainer
 
     @rank_zero_only
     def after_fit(self) -> None:
         """Say where the checkpoint is."""
-        callback = self.trainer.checkpoint_callback
-        path = getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", "")
+        path = self.checkpoint()
         print(f"Checkpoint: {path}" if path else "No checkpoint was written.")
+
+    def checkpoint(self) -> str:
+        """Return the path of the best checkpoint, else of the last; empty if none was written."""
+        callback = self.trainer.checkpoint_callback
+        return getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", "")
+
+
+def _name_unlimited_epochs(trainer: Trainer) -> None:
+    """Let Lightning's progress bar say `Epoch 0` in runs that only `max_steps` ends; 2.6 says `Epoch 0/-2` there."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RichProgressBar):
+            wrap_method(callback, "_get_train_description", _without_last_epoch)
+
+
+def _without_last_epoch(describe: Callable[[int], str], current_epoch: int) -> str:
+    described = describe(current_epoch)
+    return described.replace("/-2", "").ljust(len(described))  # as wide as before, which is that of "Validation"
 
 
 def _section(config: Namespace) -> Namespace:

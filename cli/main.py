@@ -9,6 +9,7 @@ from importlib import import_module
 from lightning_memfit import __version__
 
 from .errors import DEBUG_OPTION, DEBUG_VARIABLE, INTERRUPTED, original, readable_errors, report_unexpected
+from .noise import without_noise
 
 # Name, module in this folder, description. A module has `main(argv: list[str]) -> int`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"memfit: error: {_unknown(command)}", file=sys.stderr)
         return 2
     try:
-        with readable_errors(debug) as outcome, _working_directory_modules():
+        with without_noise(), readable_errors(debug) as outcome, _working_directory_modules():
             # One parser handles all Lightning commands, and reads the command's name itself.
             module, _ = COMMANDS[command]
             rest = arguments if module == "fit" else arguments[1:]

@@ -7,8 +7,9 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memfit.memory import GIB, format_bytes
+from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.units import format_seconds, unit_of_column, unit_of_seconds
 
-from .arguments import add_batch_options, split_arguments
+from .arguments import add_batch_options, next_line, of_batch, split_arguments
 from .recipe_files import resolve
 
 if TYPE_CHECKING:
@@ -51,15 +53,17 @@ def main(argv: list[str]) -> int:
     plan = _known_or_made(arguments, overrides)
     if plan is None:
         return 2
-    if arguments.out is not None and plan["fits"] and not arguments.dry_run:
+    is_written = arguments.out is not None and plan["fits"] and not arguments.dry_run
+    if is_written:
         write_overlay(Path(arguments.out), plan)
     if arguments.json:
         json.dump(plan, sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
         print_plan(plan)
-        if arguments.out is not None and plan["fits"] and not arguments.dry_run:
-            print(f"Written: {arguments.out}. Train with: memfit fit {_configs(arguments)} --config {arguments.out}")
+        if is_written:
+            print(f"Written: {arguments.out}")
+        print(_next(plan["fits"], is_written, arguments, argv, overrides))
     return int(not plan["fits"])
 
 
@@ -232,8 +236,19 @@ def _save(lock: PlanLock, save: Callable[[], None], is_named: bool) -> None:
         raise ValueError(f"`--lock {lock.path}` can't be written: {reason}. Name another file.") from error
 
 
-def _configs(arguments: argparse.Namespace) -> str:
-    return " ".join(f"--config {name}" for name in arguments.config)
+def _next(
+    fits: bool, is_written: bool, arguments: argparse.Namespace, argv: Sequence[str], overrides: Sequence[str]
+) -> str:
+    """Say how to go on: train by the plan, write it first, or see what takes the memory."""
+    if not fits:
+        device = [] if arguments.device is None else ["--device", arguments.device]
+        return next_line("estimate", [*overrides, *device, *of_batch(arguments)], "where the memory goes")
+    if is_written:
+        return next_line("fit", [*overrides, "--config", arguments.out])
+    again = [word for word in argv if word not in ("--dry-run", "--dry_run")]
+    numbered = (f"plan_{number}.yaml" for number in count(2))
+    free = next(name for name in chain(["plan.yaml"], numbered) if not Path(name).exists())
+    return next_line("plan", [*again, *([] if arguments.out is not None else ["--out", free])])
 
 
 # --- what `memfit plan` prints, from the plan's plain data ------------------------------------------------------------
@@ -292,7 +307,7 @@ def _figures(plan: Mapping[str, Any]) -> list[str]:
         f"Predicted peak {format_bytes(plan['peak_bytes'])} of live tensors; with fragmentation and runtime "
         f"{format_bytes(plan['needed_bytes'])}, {format_bytes(plan['headroom_bytes'])} of headroom beside the margin",
         *verified,
-        f"Predicted {plan['seconds_per_step']:.2f} s per step, {speed} ({shares})",
+        f"Predicted {format_seconds(plan['seconds_per_step'])} per step, {speed} ({shares})",
         larger,
     ]
 
@@ -302,22 +317,26 @@ def _memory(plan: Mapping[str, Any]) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("where")
     table.add_column("what")
-    table.add_column("GiB", justify="right")
+    name_of_unit, unit = unit_of_column(sum(entries.values()) for entries in plan["breakdown"].values())
+    table.add_column(name_of_unit, justify="right")
     for tier, entries in plan["breakdown"].items():
         for category, size in entries.items():
-            table.add_row(_TIERS[tier], category.replace("_", " "), f"{size / GIB:.3f}")
+            table.add_row(_TIERS[tier], category.replace("_", " "), f"{size / unit:.3f}")
         if len(plan["breakdown"]) > 1:
-            table.add_row(f"[bold]{_TIERS[tier]}[/bold]", "[bold]in all[/bold]", f"{sum(entries.values()) / GIB:.3f}")
+            table.add_row(f"[bold]{_TIERS[tier]}[/bold]", "[bold]in all[/bold]", f"{sum(entries.values()) / unit:.3f}")
     return table
 
 
 def _bought(plan: Mapping[str, Any]) -> Table:
     table = Table(title="What each technique is for", box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("technique")
-    table.add_column("GiB saved", justify="right")
-    table.add_column("s per step", justify="right")
+    name_of_unit, unit = unit_of_column(item["saved_bytes"] for item in plan["bought"])
+    name_of_time, second = unit_of_seconds(item["extra_seconds"] for item in plan["bought"])
+    table.add_column(f"{name_of_unit} saved", justify="right")
+    table.add_column(f"{name_of_time} per step", justify="right")
     for item in plan["bought"]:
-        table.add_row(item["technique"], f"{item['saved_bytes'] / GIB:.3f}", f"{item['extra_seconds']:+.2f}")
+        extra = round(item["extra_seconds"] / second, 2) + 0.0  # no minus before zero
+        table.add_row(item["technique"], f"{item['saved_bytes'] / unit:.3f}", f"{extra:+.2f}")
     return table
 
 
@@ -339,7 +358,7 @@ def _row_lines(row: Mapping[str, Any], unit: str) -> list[str]:
     if row["fits"] is False:
         figures[0] += f": {row['note']}"
     if row["seconds_per_step"] is not None:
-        figures.append(f"{above}{row['seconds_per_step']:.2f} s per step, {below}{row['per_s']:.0f} {unit}/s")
+        figures.append(f"{above}{format_seconds(row['seconds_per_step'])} per step, {below}{row['per_s']:.0f} {unit}/s")
     if row["note"] and row["fits"] is not False:
         figures.append(row["note"])
     return ["; ".join(figures), f"changes in the numbers: {', '.join(row['changes']) or 'none'}"]

@@ -94,6 +94,7 @@ NAMES: dict[str, str] = {
     "_get_ddp_logging_data": "torch.nn.parallel.DistributedDataParallel",
     "_get_fsdp_state": "torch.distributed.fsdp.FSDPModule",
     "_get_foreach_kernels_supported_devices": "torch.optim.optimizer",
+    "_get_train_description": "lightning.pytorch.callbacks.RichProgressBar",
     "_getframe": "sys",
     "_global_grad_norm": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_grouped_mm": "torch.ops.aten",
@@ -171,6 +172,7 @@ NAMES: dict[str, str] = {
     "_sequence_nr": "torch.autograd.graph.Node",
     "_slotnames": "copyreg",
     "_thread_id": "asyncio.BaseEventLoop",
+    "_update_learning_rates": "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
     "_waiters": "threading.Condition",
     "_version": "torch.Tensor",
     "_wrapped_by_lr_sched": "torch.optim.lr_scheduler",
@@ -244,6 +246,9 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
 
+_TAKE_A_NAME = ("getattr", "setattr", "hasattr", "delattr", "wrap_method")
+
+
 def _accessed(tree: ast.Module, imported: set[str], nearby: set[str], everywhere: set[str]) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
@@ -255,7 +260,7 @@ def _accessed(tree: ast.Module, imported: set[str], nearby: set[str], everywhere
                 yield node.attr
         elif isinstance(node, ast.FunctionDef) and _is_private(node.name) and node.name not in everywhere:
             yield node.name  # overrides a method of upstream's
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in _TAKE_A_NAME:
             for value in node.args[1:2]:
                 if isinstance(value, ast.Constant) and _is_private(str(value.value)) and value.value not in nearby:
                     yield str(value.value)

@@ -98,7 +98,7 @@ class Measurement:
     """Which part of a run is measured."""
 
     warmup_steps: int = 3
-    """Optimizer steps before the clock starts; live tensors are tracked during them."""
+    """Optimizer steps before the clock starts; live tensors are tracked during them, but for two steps at least."""
     timed_steps: int = 20
     """Optimizer steps that are timed."""
     timeout_s: float = 1800.0
@@ -108,6 +108,16 @@ class Measurement:
         for name, low in (("warmup_steps", 1), ("timed_steps", 1), ("timeout_s", 0.001)):
             if getattr(self, name) < low:
                 raise ValueError(f"`measure.{name}={getattr(self, name)}` must be at least {low}.")
+
+    @property
+    def untimed_steps(self) -> int:
+        """Optimizer steps that are tracked and not timed: the first step ends before there are optimizer states."""
+        return max(2, self.warmup_steps)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.untimed_steps + self.timed_steps
 
 
 @dataclass(frozen=True)
@@ -193,7 +203,7 @@ def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe
         settings = overlay(base, chosen.get("base") or {})
         for layer in entry.get("layers") or []:
             settings = overlay(settings, resolve_layer(layer, document.get("overlays") or {}, read_recipe))
-        settings = overlay(settings, {"trainer": {"max_steps": measurement.warmup_steps + measurement.timed_steps}})
+        settings = overlay(settings, {"trainer": {"max_steps": measurement.num_steps}})
         rows.append(_row(name, entry, settings, measurement))
     source = document.get("source") or {}
     notes = tuple(document.get("notes") or ())

@@ -123,15 +123,7 @@ class Runner:
         """Return the worker's outcome, or what is known about its end if it wrote none."""
         (folder / "settings.yaml").write_text(yaml.safe_dump(row.settings, sort_keys=False), encoding="utf-8")
         tracking = asdict(self.tracking) if self.tracking is not None and self.tracking.mode != "off" else None
-        job = {
-            "row": row.name,
-            "point": row.point,
-            "warmup_steps": row.measurement.warmup_steps,
-            "tracking": tracking,
-            "peer": row.peer,
-            "options": row.options,
-        }
-        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        (folder / "job.json").write_text(json.dumps(job_of(row, tracking)), encoding="utf-8")
         log = folder / "log.txt"
         with log.open("wb") as file:
             code = _wait([*self.worker, str(folder)], file, row.measurement.timeout_s)
@@ -146,6 +138,18 @@ class Runner:
             if said["error"]["type"] == "SystemExit" and explained:  # the parser refused the configuration
                 said["error"] |= {"type": "Configuration", "message": explained[-1].removeprefix(_EXPLAINED)}
         return said
+
+
+def job_of(row: Row, tracking: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what a worker is told about a row beside its settings, as plain data."""
+    return {
+        "row": row.name,
+        "point": row.point,
+        "warmup_steps": row.measurement.untimed_steps,
+        "tracking": tracking,
+        "peer": row.peer,
+        "options": row.options,
+    }
 
 
 def _combined(folder: Path) -> dict[str, Any] | None:

@@ -90,7 +90,7 @@ def load_sweep(path: Path, device: str, read_recipe: ReadRecipe) -> Sweep:
             for layer in _layers(matrix, axis, point):
                 settings = overlay(settings, resolve_layer(layer, document.get("overlays") or {}, read_recipe))
         settings = _with_numbers(settings, point, paths, document.get("global_batch_size"))
-        settings = overlay(settings, {"trainer": {"max_steps": measurement.warmup_steps + measurement.timed_steps}})
+        settings = overlay(settings, {"trainer": {"max_steps": measurement.num_steps}})
         rows.append(_row(point, settings, measurement))
     if len({row.name for row in rows}) < len(rows):
         raise ValueError("Some points of `matrix` have the same name. Name techniques and models by different letters.")

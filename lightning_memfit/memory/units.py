@@ -1,6 +1,10 @@
-"""Parse and format bytes as people write and read them. The package computes in integers, and prints GiB."""
+"""Parse and format bytes as people write and read them. The package computes in integers.
+
+It prints binary units that suit the size, in a column of a table one for all.
+"""
 
 import re
+from collections.abc import Iterable
 from decimal import Decimal, DecimalException
 
 KIB = 1 << 10
@@ -61,3 +65,26 @@ def format_bytes(size_bytes: int) -> str:
         if magnitude >= scale:
             return f"{size_bytes / scale:.2f} {unit}"
     return f"{size_bytes} B"
+
+
+def unit_of_column(sizes: Iterable[int]) -> tuple[str, int]:
+    """Return name and bytes of one unit for a column of sizes: GiB from 4 GiB on, MiB from 4 MiB on, or KiB.
+
+    Args:
+        sizes: Bytes, which the largest of decides.
+    """
+    largest = max(map(abs, sizes), default=0)
+    return next(
+        (name, unit) for name, unit in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)) if largest >= 4 * unit or unit == KIB
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """Format seconds with two decimals, those below one as milliseconds: `1.25 s`, `31.20 ms`."""
+    name, unit = unit_of_seconds([seconds])
+    return f"{seconds / unit:.2f} {name}"
+
+
+def unit_of_seconds(times: Iterable[float]) -> tuple[str, float]:
+    """Return name and seconds of one unit for a column of times: seconds if one of them is that long, or ms."""
+    return ("s", 1.0) if max(map(abs, times), default=0.0) >= 1.0 else ("ms", 1e-3)

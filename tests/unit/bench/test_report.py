@@ -81,6 +81,6 @@ def test_one_process_makes_no_curves(tmp_path):
 
 def test_without_matplotlib_the_figures_remain(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install lightning-memfit\[plot\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install \"lightning-memfit\[plot\]\""):
         write_report("T", RESULTS, tmp_path, "c")
     assert (tmp_path / "points.csv").exists()

@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memfit.memory.units import GIB, KIB, MIB, TIB, format_bytes, format_percent, parse_bytes
+from lightning_memfit.memory.units import (
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    format_bytes,
+    format_percent,
+    format_seconds,
+    parse_bytes,
+    unit_of_column,
+    unit_of_seconds,
+)
 
 UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 UNITS["TiB"] = TIB
@@ -73,3 +84,15 @@ def test_what_is_no_size_is_refused(value):
 
 def test_percentages_have_a_sign_and_no_negative_zero():
     assert [format_percent(share) for share in (0.0025, -0.1, -1e-9)] == ["+0.25 %", "-10.00 %", "+0.00 %"]
+
+
+def test_a_column_has_the_unit_of_its_largest_size():
+    columns = [[], [3 * KIB, 0], [4 * MIB, 12], [4 * GIB - 1, -5], [-4 * GIB, 1], [900 * GIB]]
+    assert [unit_of_column(sizes)[0] for sizes in columns] == ["KiB", "KiB", "MiB", "MiB", "GiB", "GiB"]
+    assert unit_of_column(iter([5 * MIB])) == ("MiB", MIB)
+
+
+def test_short_times_are_in_milliseconds():
+    assert [format_seconds(seconds) for seconds in (1.254, 0.0312, 0.0)] == ["1.25 s", "31.20 ms", "0.00 ms"]
+    assert unit_of_seconds([-2.0, 0.1]) == ("s", 1.0)
+    assert unit_of_seconds([]) == ("ms", 1e-3)

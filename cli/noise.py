@@ -1,0 +1,39 @@
+"""`without_noise`: messages of other packages that say nothing about the user's run don't reach the terminal."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_NOISE: dict[str, re.Pattern[str]] = {
+    # torchao 0.18 tries the kernels of every GPU and Python that its wheel was built for.
+    "torchao": re.compile(r"Failed to load \S+\.so: "),
+    # It registers its enumerations in a way that torch 2.13 deprecates.
+    "torch.utils._pytree": re.compile(r".* is an Enum subclass and is now natively supported"),
+    # bitsandbytes 0.50 has a kernel of its own for what it misses here.
+    "bitsandbytes.backends.cpu.ops": re.compile(r"Failed to load CPU gemm_4bit_forward from kernels-community"),
+    # Which accelerator a run is on is said by Lightning.
+    "DeepSpeed": re.compile(r"Setting (ds_)?accelerator to "),
+    # Lightning 2.6 recommends a service of its makers, for logging and for checkpoints.
+    "lightning.pytorch.utilities.rank_zero": re.compile(r"\W*Tip: For seamless cloud "),
+}
+"""Beginnings of such messages, by the logger that they come from."""
+
+
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    return _NOISE[record.name].match(record.getMessage()) is None
+
+
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """Drop these messages, and no others; it has to begin before the packages are imported, as some speak then."""
+    loggers = [logging.getLogger(name) for name in _NOISE]
+    for logger in loggers:
+        logger.addFilter(_is_worth_saying)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_is_worth_saying)

@@ -1,0 +1,53 @@
+"""What other packages say about themselves isn't shown; all else is."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from cli.noise import without_noise
+
+_DROPPED = [
+    ("torchao", "Failed to load /venv/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: Could not load this library"),
+    ("torch.utils._pytree", "<enum 'KernelPreference'> is an Enum subclass and is now natively supported by torch"),
+    ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community: No module named"),
+    ("DeepSpeed", "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."),
+    ("lightning.pytorch.utilities.rank_zero", "\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud logging and experiment"),
+]
+
+
+def test_only_what_is_named_is_dropped(caplog):
+    kept = [(name, f"Something else: {text}") for name, text in _DROPPED if name != "torch.utils._pytree"]
+    kept += [("torch", text) for _, text in _DROPPED]  # the same words of another logger
+    kept.append(("torch.utils._pytree", "the node type is deprecated"))
+    for name, _ in _DROPPED:
+        logging.getLogger(name).propagate = True  # DeepSpeed's, if it is imported, does not
+    with without_noise():
+        for name, text in [*_DROPPED, *kept]:
+            logging.getLogger(name).warning("%s", text)
+    assert [(record.name, record.getMessage()) for record in caplog.records] == kept
+
+
+def test_the_filters_go_again(caplog):
+    with pytest.raises(RuntimeError), without_noise():
+        raise RuntimeError
+    for name, text in _DROPPED[:1]:
+        logging.getLogger(name).warning(text)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.slow
+def test_clean_commands_leave_stderr_empty(tmp_path):
+    """In a process of their own, as most is said when a package is imported."""
+    program = (
+        "from cli.main import main\n"
+        "device = ['--device', '12GiB', '--no-cache']\n"
+        "assert main(['estimate', '--model', 'gpt2', '--sequence-length', '64', *device]) == 0\n"
+        "assert main(['estimate', '--config', 'quickstart', *device]) == 0\n"
+        "assert main(['recipes']) == 0\n"
+        "import torchao, bitsandbytes.backends.cpu.ops, sys\n"
+        "sys.exit(main(['doctor']) not in (0, 1))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
+    assert (ended.returncode, ended.stderr) == (0, "")
