@@ -95,10 +95,23 @@ def render(report: EstimateReport) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">\n'
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n<h1>{html.escape(title)}</h1>\n"
-        f"<p>{html.escape(facts)}.</p>\n{_drawing(report, timeline)}\n{_legend(timeline)}\n"
+        f"<p>{html.escape(facts)}.{html.escape(_beside_tensors(report))}</p>\n"
+        f"{_drawing(report, timeline)}\n{_legend(timeline)}\n"
         "<p>Two optimizer steps are shown. The first makes the optimizer states, the second is like every later one. "
         "The horizontal axis counts allocations and frees, not seconds; every point shows the highest moment of its "
         "stretch. Hover for figures.</p></html>\n"
+    )
+
+
+def _beside_tensors(report: EstimateReport) -> str:
+    """Say what the table of `memfit estimate` counts as allocated and this page doesn't draw."""
+    runtime = report.target.runtime
+    if runtime is None or not runtime.allocated_bytes:
+        return ""
+    return (
+        f" The {format_bytes(report.estimate.allocated_bytes)} that the table has as allocated are this peak and "
+        f"{format_bytes(runtime.allocated_bytes)} of workspaces of CUDA's libraries, which are no tensors. "
+        "In the table they are among the temporary memory."
     )
 
 

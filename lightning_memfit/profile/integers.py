@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_memfit.memory.ledger import tensors_among
+from lightning_memfit.profile.culprit import calling_line
 from lightning_memfit.profile.fake import fake_clone
 from lightning_memfit.profile.watched import TensorNumbers, WatchedFloat, WatchedInt, may_count
 
@@ -264,7 +265,9 @@ class RealIntegers(TorchDispatchMode):
             if value is not None and self._decide([tensor]):
                 return value.detach().cpu().numpy().copy()
             answer = self.assumed.of(tensor.dtype)
-            self.assumptions.append(f"{tensor.numel()} unknown {_name(tensor.dtype)} values were read as {answer}")
+            self.assumptions.append(
+                f"{tensor.numel()} unknown {_name(tensor.dtype)} values were read as {answer}{calling_line()}"
+            )
             return torch.full(tuple(tensor.shape), answer, dtype=tensor.dtype).numpy()
 
     @override
@@ -361,7 +364,7 @@ class RealIntegers(TorchDispatchMode):
             return func(tensor)  # constants that the fake mode knows itself
         except DataDependentOutputException:
             answer = self.assumed.of(tensor.dtype)
-            self.assumptions.append(f"an unknown {_name(tensor.dtype)} value was read as {answer}")
+            self.assumptions.append(f"an unknown {_name(tensor.dtype)} value was read as {answer}{calling_line()}")
             return answer
 
     def _real_result(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:

@@ -48,6 +48,16 @@ def test_limit_far_above_is_said_in_words():
     assert "room for tensors" not in render(build_report(step_profile(), unnamed_target()))
 
 
+def test_what_the_table_has_beside_the_tensors_is_said(page):
+    report = build_report(step_profile(), named_target("1GiB"))
+    allocated, workspaces = report.estimate.allocated_bytes, report.target.runtime.allocated_bytes
+    assert workspaces
+    assert f"The {format_bytes(allocated)} that the table has as allocated are this peak" in page
+    assert f"{format_bytes(workspaces)} of workspaces" in page
+    assert f"Peak of live tensors {format_bytes(allocated - workspaces)} in" in page
+    assert "the table" not in render(build_report(step_profile(), Target("a card", "cuda", 300 * MIB)))
+
+
 def test_names_are_escaped():
     target = Target("<script>alert(1)</script>", "cuda", 300 * MIB)
     assert "<script>" not in render(build_report(step_profile(), target))
