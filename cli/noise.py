@@ -14,6 +14,8 @@ _NOISE: dict[str, re.Pattern[str]] = {
     "torch.utils._pytree": re.compile(r".* is an Enum subclass and is now natively supported"),
     # bitsandbytes 0.50 has a kernel of its own for what it misses here.
     "bitsandbytes.backends.cpu.ops": re.compile(r"Failed to load CPU gemm_4bit_forward from kernels-community"),
+    # With a traceback; it then raises an error, which is reworded with the line of the file.
+    "datasets.packaged_modules.json.json": re.compile(r"Failed to load JSON from file "),
     # Which accelerator a run is on is said by Lightning.
     "DeepSpeed": re.compile(r"Setting (ds_)?accelerator to "),
     # Lightning 2.6 recommends a service of its makers, for logging and for checkpoints.

@@ -59,7 +59,9 @@ def missing_package(error: BaseException | None) -> str | None:
     Args:
         error: An exception; those that caused it are looked at, too.
     """
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # errors that were raised again may be each other's context
+        seen.add(id(error))
         if isinstance(error, ImportError):
             named = (error.name or "").partition(".")[0]
             words = {named} if named else set(re.findall(r"\w+", str(error).lower()))

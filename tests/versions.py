@@ -40,9 +40,10 @@ def newest() -> dict[str, str]:
 
 
 def oldest() -> dict[str, str]:
-    """Lower bounds in `pyproject.toml` of the packages that `constraints.txt` pins."""
-    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    bounds = dict(re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", line).groups() for line in dependencies)
+    """Lower bounds in `pyproject.toml`, extras included, of the packages that `constraints.txt` pins."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    bounds = dict(re.findall(r"^([\w-]+)(?:\[\w+\])?>=([\d.]+)", "\n".join(lines), re.MULTILINE))
     return {name: bounds[name] for name in newest()}
 
 

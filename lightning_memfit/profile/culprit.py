@@ -21,7 +21,14 @@ Python's."""
 
 _MACHINERY = tuple(
     folder
-    for name in ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memfit")
+    for name in (
+        "torch",
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "lightning_memfit",
+        "lightning_memfit.cli",
+    )
     if (spec := find_spec(name)) is not None  # finding them imports none of them
     for folder in spec.submodule_search_locations or ()
 )

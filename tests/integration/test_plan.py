@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ def test_from_the_plan_to_the_run(
 
 def assert_callbacks_are_the_plan_s(capsys: pytest.CaptureFixture[str], configs: list[str], made: Any) -> None:
     """One by one those of the plan, and those of the recipe that are no techniques."""
-    cli = _RecipeCLI(resolve_arguments(configs), run=False, save_config_callback=None)
+    with ExitStack() as context:
+        cli = _RecipeCLI(resolve_arguments(configs), weights=False, context=context)
     classes = [spec.class_path for spec in cli.as_written.trainer.callbacks]
     assert classes.count("lightning.pytorch.callbacks.ModelSummary") == 1
     named = classes.count("lightning_memfit.techniques.optimizer_8bit.Optimizer8bit")
@@ -132,15 +134,15 @@ def assert_an_edited_recipe_is_refused(recipe: str, out: str, folder: Path, caps
         "--data.init_args.num_workers=1",
         f"--trainer.default_root_dir={folder}/run",
     ]
-    cli = _RecipeCLI(["--config", str(edited), "--config", out, *options], run=False, save_config_callback=None)
+    cli = _RecipeCLI(["--config", str(edited), "--config", out, *options], weights=False, context=ExitStack())
     assert STOPPING in [spec.class_path for spec in cli.as_written.trainer.callbacks]
     with pytest.raises(ValueError, match="are two plans"):
         again = shutil.copy(out, folder / "again.yaml")
-        _RecipeCLI(["--config", recipe, "--config", out, "--config", str(again)], run=False, save_config_callback=None)
+        _RecipeCLI(["--config", recipe, "--config", out, "--config", str(again)], weights=False, context=ExitStack())
     Path(again).write_text(re.sub(r"made_for:.*?\n(?=\w)", "made_for: {}\n", Path(out).read_text(), flags=re.S))
     values["data"]["init_args"]["batch_size"] = 1
     edited.write_text(yaml.safe_dump(values))
-    _RecipeCLI(["--config", str(edited), "--config", str(again)], run=False, save_config_callback=None)
+    _RecipeCLI(["--config", str(edited), "--config", str(again)], weights=False, context=ExitStack())
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def test_weights_and_biases_twice_and_resumed(recipe, monkeypatch):
         assert fit(recipe, offline) == 0
         wandb.finish()
     [checkpoint] = Path("runs/mine/version_1/checkpoints").iterdir()
-    again = {**offline, "init_args": {**offline["init_args"], "id": "theirs", "resume": "allow"}}
+    again = {**offline, "init_args": {**offline["init_args"], "id": "theirs"}}
     assert fit(recipe, again, f"--ckpt_path={checkpoint}", "--trainer.max_steps=2") == 0
     wandb.finish()
     assert fit(recipe, [logger("CSVLogger", save_dir="both"), offline]) == 0
