@@ -13,7 +13,7 @@ import yaml
 import lightning_memfit.extras
 from cli.main import main
 from lightning_memfit.data import PairData, TextData
-from lightning_memfit.extras import EXTRAS, how_to_install, is_installed, require
+from lightning_memfit.extras import EXTRAS, how_to_install, is_installed, missing_package, require
 
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -165,3 +165,9 @@ def test_nothing_else_looks_for_packages():
     found = [path for path in _REPOSITORY.glob("lightning_memfit/**/*.py") if "find_spec" in path.read_text()]
     assert {path.name for path in found} <= allowed
     assert lightning_memfit.extras.EXTRAS["datasets"] == "text"
+
+
+def test_errors_that_are_each_others_context_are_looked_at_once():
+    one, other = ValueError("one"), ValueError("other")
+    one.__context__, other.__context__ = other, one
+    assert missing_package(one) is None
