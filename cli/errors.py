@@ -1,11 +1,12 @@
 """Errors of a command: a mistake becomes one message, anything else one line with its place and the way to see more."""
 
 import os
+import select
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,16 +49,31 @@ def readable_errors(debug: bool = False) -> Iterator[Outcome]:
     try:
         yield outcome
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads the output has seen enough
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be flushed to it at exit
     except SystemExit as stop:
         outcome.code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
-        mistake = missing_extra(error) or user_mistake(error)
+        mistake = (None if isinstance(error, RunFailedError) else missing_extra(error)) or user_mistake(error)
         if debug or os.environ.get(DEBUG_VARIABLE) or mistake is None:
             raise
         print(f"memfit: error: {mistake}", file=sys.stderr)
         outcome.code = USER_ERROR
+
+
+def _output_is_closed() -> bool:
+    """Whether whoever reads what is printed has seen enough, rather than another pipe having broken."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    with suppress(OSError, ValueError):  # nothing may be left to flush
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    return False
 
 
 def missing_extra(error: BaseException) -> str | None:

@@ -17,6 +17,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
@@ -149,8 +150,11 @@ class RunFolder:
             elif isinstance(callback, ModelCheckpoint) and callback.dirpath is None and self.path is not None:
                 callback.dirpath = str(self.path.absolute() / "checkpoints")
         roots = [Path(root) for logger in trainer.loggers if (root := getattr(logger, "root_dir", None))]
+        roots += [Path(folder) for logger in trainer.loggers if (folder := getattr(logger, "log_dir", None))]
         existed = {path for root in roots for path in (root, *root.parents, *_children(root)) if path.exists()}
         self._existed = existed - set(self._made)
+        # Steps in processes that this one starts by fork or spawn aren't seen here: their logs stay.
+        self.began |= isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
         for name in _STEPS:
             wrap_method(trainer.strategy, name, self._note)
 

@@ -31,7 +31,7 @@ def is_offline() -> bool:
 @functools.lru_cache(maxsize=1)
 def is_reachable(timeout_s: float = 2.0) -> bool:
     """Whether a connection to the hub can be opened; behind a proxy that is taken for granted. Asked once a process."""
-    if getproxies():
+    if set(getproxies()) - {"no"}:
         return True
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     try:

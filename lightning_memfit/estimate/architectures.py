@@ -129,5 +129,5 @@ def find_architecture(name: str) -> Architecture:
 
 
 def is_known(name: str) -> bool:
-    """Whether a name, with or without its owner, is in the table."""
-    return name.rpartition("/")[2].lower() in _ALIASES
+    """Whether a short name, or a name on the hub, is in the table."""
+    return name.lower() in (_ON_HUB if "/" in name else _ALIASES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lightning_memfit.estimate.architectures import known_configuration
@@ -33,7 +34,8 @@ def without_weights() -> Iterator[None]:
     original = PretrainedConfig.__dict__["get_config_dict"].__func__
 
     def get_config_dict(cls: Any, /, name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        known = known_configuration(str(name)) if not kwargs.get("subfolder") else None
+        other = kwargs.get("subfolder") or kwargs.get("revision") or Path(str(name)).is_dir()  # not what the table has
+        known = None if other else known_configuration(str(name))
         if known is None:
             found: tuple[dict[str, Any], dict[str, Any]] = original(cls, name, **kwargs)
             return found

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.strategies.integrity import (
@@ -110,7 +111,7 @@ def _begin(target: Path, is_writer: bool, stack: ExitStack) -> Path:
 
     def follow() -> None:
         if not partial.is_dir():  # on a machine that doesn't share the folder
-            partial.mkdir(parents=True)
+            partial.mkdir(parents=True, exist_ok=True)  # a shared folder may be seen late
             stack.callback(shutil.rmtree, partial, ignore_errors=True)
 
     all_succeed(target, follow if is_writer and not found else None)
@@ -134,8 +135,11 @@ def _put_in_place(partial: Path, target: Path, stack: ExitStack) -> None:
         target.rename(former)
         partial.rename(target)
     sync_folder(target.parent)
-    remove(partial)
-    remove(former)
+    try:
+        remove(partial)
+        remove(former)
+    except OSError as error:  # the new one is in its place; files of the old one may be in use
+        rank_zero_warn(f"The checkpoint that {str(target)!r} replaced can't be removed: {error}.")
     sync_folder(target.parent)
 
 

@@ -31,6 +31,9 @@ MARKS = ("latest", "meta.pt")
 
 _SIGN, _HEX, _CHUNK = b"memfit-sha256:", 64, 1 << 22
 
+_MOST_WRITERS = 100
+"""Runs that may write one checkpoint at a time."""
+
 _MOST_SECONDS = 60.0
 """How long another run may take to put its folder in place, or to remove one."""
 
@@ -60,7 +63,9 @@ def require_room(folder: Path, needed_bytes: int) -> None:
 
 def is_full(error: BaseException | None) -> bool:
     """Whether an error, or what it came from, says that the disk is full."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # errors that were raised again may be each other's context
+        seen.add(id(error))
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
         error = error.__cause__ or error.__context__
@@ -85,13 +90,16 @@ def partial_of(target: Path, is_folder: bool) -> Iterator[tuple[Path, int]]:
     Yields:
         Its path and a descriptor; the file is gone afterwards, unless it was renamed.
     """
-    number = 1
-    while True:
+    for number in range(1, _MOST_WRITERS + 1):
         partial = target.with_name(f"{target.name}.partial" if number == 1 else f"{target.name}.{number}.partial")
         descriptor = _own(partial, is_folder)
         if descriptor is not None:
             break
-        number += 1
+    else:
+        raise CheckpointError(
+            f"{_MOST_WRITERS} files beside {str(target)!r} are in use, or can't be told from others on this file "
+            "system. Save elsewhere (`dirpath` of `ModelCheckpoint`)."
+        )
     try:
         yield partial, descriptor
     finally:
@@ -144,7 +152,9 @@ def own_place(target: Path) -> int | None:
     Returns:
         A descriptor; None for a link.
     """
-    while not target.is_symlink():
+    for _ in range(_MOST_WRITERS):
+        if target.is_symlink():
+            break
         descriptor = os.open(target, os.O_RDONLY)
         if not locked(descriptor, _MOST_SECONDS) or is_at(target, descriptor):
             return descriptor

@@ -134,15 +134,15 @@ def assert_an_edited_recipe_is_refused(recipe: str, out: str, folder: Path, caps
         "--data.init_args.num_workers=1",
         f"--trainer.default_root_dir={folder}/run",
     ]
-    cli = _RecipeCLI(["--config", str(edited), "--config", out, *options], weights=False, context=ExitStack())
+    cli = _RecipeCLI(["--config", str(edited), "--config", out, *options], weights=True, context=ExitStack())
     assert STOPPING in [spec.class_path for spec in cli.as_written.trainer.callbacks]
     with pytest.raises(ValueError, match="are two plans"):
         again = shutil.copy(out, folder / "again.yaml")
-        _RecipeCLI(["--config", recipe, "--config", out, "--config", str(again)], weights=False, context=ExitStack())
+        _RecipeCLI(["--config", recipe, "--config", out, "--config", str(again)], weights=True, context=ExitStack())
     Path(again).write_text(re.sub(r"made_for:.*?\n(?=\w)", "made_for: {}\n", Path(out).read_text(), flags=re.S))
     values["data"]["init_args"]["batch_size"] = 1
     edited.write_text(yaml.safe_dump(values))
-    _RecipeCLI(["--config", str(edited), "--config", str(again)], weights=False, context=ExitStack())
+    _RecipeCLI(["--config", str(edited), "--config", str(again)], weights=True, context=ExitStack())
 
 
 @pytest.mark.slow

@@ -125,15 +125,14 @@ class Preemption(Callback):
     def _install(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # Python gives signals to the main thread alone
-        is_requeued = _is_requeued(trainer)
+        is_requeued, requeue = _is_requeued(trainer), _requeue_signal(trainer)
         for number in self.signals:
             handler = signal.getsignal(number)
             is_unwanted = handler == signal.SIG_IGN and number in (signal.SIGINT, _HANGUP)
-            is_slurms = is_requeued and number in (signal.SIGTERM, signal.SIGUSR1)
+            is_slurms = is_requeued and number in (signal.SIGTERM, signal.SIGUSR1, requeue)
             if handler != self._handle and not is_unwanted and not is_slurms:
                 self._before.setdefault(number, handler)
                 signal.signal(number, self._handle)
-        requeue = _requeue_signal(trainer)
         handler = signal.getsignal(requeue)
         if is_requeued and callable(handler) and handler not in (self._handle_requeue, self._handle):
             self._before[requeue] = handler  # Lightning's, which is there from the start of training
