@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_memfit.profile.culprit import definition_of, owner_of
+from lightning_memfit.profile.culprit import definition_of, is_of_this_package, owner_of
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.seal import RefusedError
 
@@ -68,7 +68,7 @@ def acting_callbacks(module: Any) -> tuple[Any, ...]:
 
 def is_own(callback: Any) -> bool:
     """Whether a callback is of this package, which passes those that change a step by itself."""
-    return any(kind.__module__.startswith("lightning_memfit.") for kind in type(callback).__mro__)
+    return any(is_of_this_package(kind) for kind in type(callback).__mro__)
 
 
 def acts_in_step(callback: Any) -> bool:

@@ -34,9 +34,23 @@ _MACHINERY = tuple(
 )
 """Where the trace itself runs: what is raised there may come from fake tensors."""
 
+_COMMANDS = tuple(
+    folder
+    for spec in (find_spec("lightning_memfit.cli"),)
+    if spec is not None
+    for folder in spec.submodule_search_locations or ()
+)
+"""The folder of the command line, which a checkout's `python -m cli` imports by another name."""
+
 _INSTALLED = ("site-packages", "dist-packages")
 
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+
+
+def is_of_this_package(kind: type) -> bool:
+    """Whether a class is this package's own, its command line's included."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return kind.__module__.startswith("lightning_memfit.") or file.startswith(_COMMANDS)
 
 
 def definition_of(value: type | FunctionType) -> ast.stmt | None:
