@@ -188,7 +188,10 @@ def test_slurm_requeues_at_a_step(tmp_path, monkeypatch):
     options = {"default_root_dir": tmp_path}
     undisturbed = train(Told(), default_root_dir=tmp_path / "other")
 
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+
     def run():
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # Lightning leaves a handler alone that an earlier test has left
         return train(Told("forward", signal.SIGUSR1), Preemption(), **options)
 
     (ended,) = run_ranks(run, 1, tmp_path / "run")
