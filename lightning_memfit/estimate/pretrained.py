@@ -34,8 +34,9 @@ def without_weights() -> Iterator[None]:
     original = PretrainedConfig.__dict__["get_config_dict"].__func__
 
     def get_config_dict(cls: Any, /, name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        other = kwargs.get("subfolder") or kwargs.get("revision") or Path(str(name)).is_dir()  # not what the table has
-        known = None if other else known_configuration(str(name))
+        # What the table doesn't have: parts, other revisions than the newest, and a folder of that name.
+        is_other = kwargs.get("subfolder") or kwargs.get("revision") not in (None, "main") or Path(str(name)).is_dir()
+        known = None if is_other else known_configuration(str(name))
         if known is None:
             found: tuple[dict[str, Any], dict[str, Any]] = original(cls, name, **kwargs)
             return found
