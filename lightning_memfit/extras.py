@@ -1,12 +1,14 @@
 """Which optional packages are installed, and how to install one: the one place that is asked.
 
-Importing this module imports nothing but the standard library; looking for a package doesn't import it.
+Importing this module imports no other package than this one; looking for a package doesn't import it.
 """
 
 from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+
+from lightning_memfit.memory.error_chain import error_chain
 
 EXTRAS = {
     "wandb": "wandb",
@@ -53,20 +55,17 @@ def require(package: str, user: str) -> None:
         raise ModuleNotFoundError(f"{user} needs {package}: {how_to_install(package)}", name=package)
 
 
-def missing_package(error: BaseException | None) -> str | None:
+def missing_package(error: BaseException) -> str | None:
     """Return the package of an extra whose absence an error tells of, whoever raised it; None if it is something else.
 
     Args:
         error: An exception; those that caused it are looked at, too.
     """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:  # errors that were raised again may be each other's context
-        seen.add(id(error))
-        if isinstance(error, ImportError):
-            named = (error.name or "").partition(".")[0]
-            words = {named} if named else set(re.findall(r"\w+", str(error).lower()))
+    for one in error_chain(error):
+        if isinstance(one, ImportError):
+            named = (one.name or "").partition(".")[0]
+            words = {named} if named else set(re.findall(r"\w+", str(one).lower()))
             found = next((package for package in EXTRAS if package in words and not is_installed(package)), None)
             if found is not None:
                 return found
-        error = error.__cause__ or error.__context__
     return None

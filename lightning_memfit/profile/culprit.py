@@ -19,28 +19,18 @@ Owner = Literal["user", "library", "machinery", "standard"]
 """Whose code it is: the user's own, that of an installed package, that of torch, Lightning and this package, or
 Python's."""
 
-_MACHINERY = tuple(
-    folder
-    for name in (
-        "torch",
-        "lightning",
-        "pytorch_lightning",
-        "lightning_fabric",
-        "lightning_memfit",
-        "lightning_memfit.cli",
-    )
-    if (spec := find_spec(name)) is not None  # finding them imports none of them
-    for folder in spec.submodule_search_locations or ()
-)
-"""Where the trace itself runs: what is raised there may come from fake tensors."""
 
-_COMMANDS = tuple(
-    folder
-    for spec in (find_spec("lightning_memfit.cli"),)
-    if spec is not None
-    for folder in spec.submodule_search_locations or ()
-)
-"""The folder of the command line, which a checkout's `python -m cli` imports by another name."""
+def _folders(*names: str) -> tuple[str, ...]:
+    """Where packages are, as far as they are installed; finding them imports none of them."""
+    found = [spec for name in names if (spec := find_spec(name)) is not None]
+    return tuple(folder for spec in found for folder in spec.submodule_search_locations or ())
+
+
+_OWN = _folders("lightning_memfit", "lightning_memfit.cli")
+"""This package, and its command line, which a checkout's `python -m cli` imports by another name."""
+
+_MACHINERY = (*_folders("torch", "lightning", "pytorch_lightning", "lightning_fabric"), *_OWN)
+"""Where the trace itself runs: what is raised there may come from fake tensors."""
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -50,7 +40,7 @@ _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")
 def is_of_this_package(kind: type) -> bool:
     """Whether a class is this package's own, its command line's included."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return kind.__module__.startswith("lightning_memfit.") or file.startswith(_COMMANDS)
+    return file.startswith(_OWN)
 
 
 def definition_of(value: type | FunctionType) -> ast.stmt | None:

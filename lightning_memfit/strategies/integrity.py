@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.memory.ledger import held_tensors
 
 MANIFEST = "memfit_manifest.json"
@@ -63,13 +64,7 @@ def require_room(folder: Path, needed_bytes: int) -> None:
 
 def is_full(error: BaseException | None) -> bool:
     """Whether an error, or what it came from, says that the disk is full."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:  # errors that were raised again may be each other's context
-        seen.add(id(error))
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT) for one in error_chain(error))
 
 
 def got_full(path: str | Path) -> CheckpointError:

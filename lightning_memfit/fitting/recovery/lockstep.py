@@ -20,11 +20,12 @@ from torch import Tensor, distributed, nn
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.consensus import Apart, PeerFailed, RankConsensus, divide_weights
-from lightning_memfit.fitting.recovery.oom import error_chain, is_out_of_memory, release
+from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.upstream.deepspeed import shards_weights
 from lightning_memfit.fitting.upstream.torch import ShardedUnit, forget_pass, sharded_units
 from lightning_memfit.memory.collectives import listen
+from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.memory.replicas import ranks_together
 
 T = TypeVar("T")

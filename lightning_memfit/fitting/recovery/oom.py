@@ -1,16 +1,13 @@
 """Recognise out-of-memory errors, and release the tensors that such an error holds."""
 
-import builtins
 import errno
 import gc
 import re
 import traceback
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
+from lightning_memfit.memory.error_chain import error_chain
 
 # Messages of libraries when memory runs out but the error's class doesn't say so; for RuntimeErrors only.
 _MESSAGES = re.compile(
@@ -50,22 +47,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     `CUDNN_STATUS_NOT_SUPPORTED` is not one of them: non-contiguous inputs raise it as well.
     """
     return any(_says_out_of_memory(one) for one in error_chain(error))
-
-
-def error_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, what it was raised from, and the members of exception groups, each once."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        waiting.append(one.__cause__)
-        if not one.__suppress_context__:
-            waiting.append(one.__context__)
-        waiting.extend(one.exceptions if isinstance(one, _GROUP) else ())
 
 
 def release(error: BaseException) -> None:

@@ -14,13 +14,14 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from typing_extensions import override
 
 from lightning_memfit.estimate.estimate import estimate_step
-from lightning_memfit.fitting.recovery.oom import error_chain, is_out_of_memory
+from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.fitting.recovery.postmortem import explain
 from lightning_memfit.fitting.size.device_memory import find_device_memory
 from lightning_memfit.fitting.size.prediction import profile_fit, runtime_of
 from lightning_memfit.fitting.size.search import largest_under
 from lightning_memfit.measure.resident_tensors import held_bytes
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.record import ModelProfile

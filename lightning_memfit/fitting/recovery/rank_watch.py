@@ -21,8 +21,8 @@ from typing import Any
 from torch import distributed
 
 from lightning_memfit.fitting.recovery.consensus import PeerFailed
-from lightning_memfit.fitting.recovery.oom import error_chain
 from lightning_memfit.fitting.upstream.torch import store_under
+from lightning_memfit.memory.error_chain import error_chain
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 20.0

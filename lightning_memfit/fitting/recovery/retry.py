@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_memfit.checkpointing.state import restore_dict
-from lightning_memfit.fitting.recovery.oom import error_chain, is_out_of_memory, release
+from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.rollback import RandomState
+from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.memory.wrapping import wrap_method
 
 T = TypeVar("T")
