@@ -1,6 +1,7 @@
 """The monitor on real fits: figures, logging, table, reuse of a limit's ledger, and what it costs."""
 
 import csv
+import gc
 import json
 import re
 import time
@@ -411,6 +412,7 @@ def test_an_exact_peak_holds_what_kernels_take(tmp_path):
     assert tracked.report.exact_peak_bytes is None
     assert exact.report.measured_peak_bytes == exact.report.exact_peak_bytes
     assert exact.report.exact_peak_bytes >= exact.report.measured.total() + 0.9 * BATCH
+    gc.collect()  # what earlier tests left must not be freed in between
     with allocation_events() as changes:
         module = Compared()
         train(tmp_path, module=module, max_steps=3)

@@ -130,9 +130,9 @@ class Repeated:
         return self.count
 
 
-def true_peak(make_module: Any, make_batch: Any, batches: int, **options: Any) -> int:
+def true_peak(make_module: Any, make_batch: Any, batches: int, *, max_epochs: int = 1, **options: Any) -> int:
     """Peak of a plain Lightning run by the allocator's events."""
     gc.collect()  # what earlier tests left must not be freed in between
     with allocation_events() as changes:
-        fit(make_module(), loader=Repeated(make_batch(), batches), max_epochs=1, **options)
+        fit(make_module(), loader=Repeated(make_batch(), batches), max_epochs=max_epochs, **options)
     return int(np.cumsum(changes).max())

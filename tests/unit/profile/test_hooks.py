@@ -4,20 +4,18 @@ from collections import Counter
 from typing import ClassVar
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.size.prediction import MemoryPrediction
-from lightning_memfit.memory.allocations import allocation_events
 from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.hooks import changes_steps
 from lightning_memfit.profile.trace import Emulation
 from tests.helpers.trainers import fit
 
-from .modules import Classifier, Repeated, batch, peak
+from .modules import Classifier, batch, peak, true_peak
 
 AROUND = (
     "setup",
@@ -212,9 +210,7 @@ def make_table():
 
 @pytest.mark.parametrize("kind", [MakesATable, MakesItByAFunction, MakesItEveryEpoch])
 def test_tensors_that_a_hook_makes_count(kind):
-    with allocation_events() as changes:
-        fit(kind(), loader=Repeated(batch(), 3), max_epochs=2)
-    truth = int(np.cumsum(changes).max())
+    truth = true_peak(kind, batch, 3, max_epochs=2)
     traced = profile_module(kind(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
     for profile in (traced, measure_step(kind(), batch())):
         assert peak(profile.events) == pytest.approx(truth, rel=1e-3)

@@ -1,7 +1,6 @@
 """What a step, or a hook, does once in a while is in the figures, whatever it counts by."""
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,13 +8,12 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
 
 from lightning_memfit.estimate.estimate import estimate_step
-from lightning_memfit.memory.allocations import allocation_events
 from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.profile.watched import AskedNumbers, WatchedFloat, WatchedInt
-from tests.helpers.trainers import fit, quiet_trainer
+from tests.helpers.trainers import quiet_trainer
 
-from .modules import CLASSES, WIDTH, Classifier, Repeated, batch, true_peak
+from .modules import CLASSES, WIDTH, Classifier, batch, true_peak
 
 
 def figures(make_module, callbacks=(), **options):
@@ -266,9 +264,7 @@ class CountsEpochs(Larger):
     ],
 )
 def test_later_epochs_count(module, callbacks):
-    with allocation_events() as changes:
-        fit(module(), *(make() for make in callbacks), loader=Repeated(batch(), 3), max_epochs=6)
-    truth = int(np.cumsum(changes).max())
+    truth = true_peak(module, batch, 3, max_epochs=6, callbacks=[make() for make in callbacks])
     found, profile = figures(module, callbacks, max_epochs=6)
     assert found == pytest.approx([truth] * 2, rel=1e-3)
     assert "in epoch" in profile.cautions[0]
