@@ -1,5 +1,6 @@
 """Run a function in one process per rank, and find out how and when each of them ends."""
 
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -92,6 +93,7 @@ def _run(function: Callable[..., Any], rank: int, world_size: int, port: int, fo
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+    faulthandler.enable(sys.stderr)  # where a library ends the process, it says in which call
     names = {"LOCAL_RANK": rank, "RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     global num_ranks

@@ -58,8 +58,9 @@ def disturbed(
 
 
 def assert_nothing_changed(runs: dict[str, tuple[str, tuple[int, ...]]], ended: list[Any], rank: int) -> None:
+    outputs = "\n".join(f"exit code {process.code}: {process.output[-5000:]}" for process in ended)
+    assert not any(process.code for process in ended), outputs
     for process in ended:
-        assert process.code == 0, process.output[-5000:]
         for name in runs:
             _, difference, seconds = process.result[name]
             assert difference < TOLERANCE, name
