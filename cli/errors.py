@@ -1,6 +1,7 @@
 """Errors of a command: a mistake becomes one message, anything else one line with its place and the way to see more."""
 
 import os
+import re
 import select
 import sys
 import tempfile
@@ -121,11 +122,26 @@ def report_unexpected(error: BaseException) -> int:
     error = original(error)
     own_kind = any(kind.__module__.startswith("lightning_memfit.") for kind in type(error).__mro__)
     told = str(error) if own_kind else traceback.format_exception_only(type(error), error)[-1].strip()
+    place, of_rank = _place(error), _of_rank(told)
+    if of_rank is not None:
+        told, place = of_rank
     lines = [line for line in told.splitlines() if line.strip()]
     shown = "\n".join(lines[:_MOST_LINES])[:_MOST_CHARACTERS]
     more = " ..." if len(shown) < len("\n".join(lines)) else ""
-    print(f"memfit: error: {shown}{more} ({_place(error)}). {_where_more(error, code)}", file=sys.stderr)
+    print(f"memfit: error: {shown}{more} ({place}). {_where_more(error, code)}", file=sys.stderr)
     return code
+
+
+def _of_rank(told: str) -> tuple[str, str] | None:
+    """Return the last error and its place from a message that holds the traceback of a rank in another process."""
+    head, begins, printed = told.rpartition("Traceback (most recent call last):")
+    frames = [(name, line) for name, line in re.findall(r'^  File "(.+)", line (\d+)', printed, re.M)]
+    error = re.split(r"^ .*\n", printed, flags=re.M)[-1].strip()
+    if not begins or not frames or not error:
+        return None
+    rank = re.search(r"Process (\d+) terminated", head)
+    name, line = ([frame for frame in frames if _is_users(frame[0])] or frames)[-1]
+    return (f"rank {rank[1]}: {error}" if rank else error), f"{name}:{line}"
 
 
 def original(error: BaseException) -> BaseException:

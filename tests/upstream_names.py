@@ -40,6 +40,7 @@ NAMES: dict[str, str] = {
     "_ExcludeDispatchKeyGuard": "torch._C",
     "_VF": "torch",
     "_WorkItem": "concurrent.futures.thread",
+    "_accelerator_connector": "lightning.pytorch.Trainer",
     "_actions": "argparse.ArgumentParser",
     "_all_gather_comm": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_all_gather_process_group": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",

@@ -85,7 +85,7 @@ def rewritten(
         try:
             try:
                 yield partial
-            except Exception as error:
+            except BaseException as error:  # Ctrl-C, too: the others would wait
                 tell_peers(error)
                 raise
             all_succeed(path)  # no rank digests files before all have written theirs

@@ -348,13 +348,13 @@ def all_succeed(path: str | Path, action: Callable[[], None] | None = None) -> N
     try:
         if action is not None:
             action()
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C, too: the others would wait
         tell_peers(error)
         raise
     check_peers(path, gathered(None))
 
 
-def tell_peers(error: Exception) -> None:
+def tell_peers(error: BaseException) -> None:
     """End the others' next `all_succeed`; one that such an end has caused is known already."""
     if not isinstance(error, PeerError):
         gathered(told_by(place()[0], error))

@@ -13,6 +13,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch.utils.data import DataLoader, TensorDataset
 
 import cli.fit  # noqa: F401  before processes are forked
@@ -175,7 +176,8 @@ echo "$@" >> "$SCONTROL_CALLS"
 """
 
 
-def test_slurm_requeues_at_a_step(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_slurm_requeues_at_a_step(number, tmp_path, monkeypatch):
     """Lightning alone saves inside the signal's handler, in the middle of a forward pass, and loses that batch."""
     program = tmp_path / "bin" / "scontrol"
     program.parent.mkdir()
@@ -185,14 +187,15 @@ def test_slurm_requeues_at_a_step(tmp_path, monkeypatch):
     monkeypatch.setenv("SCONTROL_CALLS", str(tmp_path / "calls"))
     for name, value in {"JOB_ID": "7", "NTASKS": "1", "JOB_NAME": "train", "PROCID": "0", "LOCALID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    options = {"default_root_dir": tmp_path}
+    plugins = [] if number == signal.SIGUSR1 else [SLURMEnvironment(requeue_signal=number)]
+    options = {"default_root_dir": tmp_path, "plugins": plugins}
     undisturbed = train(Told(), default_root_dir=tmp_path / "other")
 
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 
     def run():
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # Lightning leaves a handler alone that an earlier test has left
-        return train(Told("forward", signal.SIGUSR1), Preemption(), **options)
+        signal.signal(number, signal.SIG_DFL)  # Lightning leaves a handler alone that an earlier test has left
+        return train(Told("forward", number), Preemption(), **options)
 
     (ended,) = run_ranks(run, 1, tmp_path / "run")
     assert all(torch.equal(a, b) for a, b in zip(undisturbed, ended.result, strict=True)), ended.output

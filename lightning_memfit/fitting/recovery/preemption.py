@@ -262,13 +262,11 @@ class Preemption(Callback):
 
 
 def _requeue_signal(trainer: Trainer) -> signal.Signals:
-    environment = getattr(trainer.strategy, "cluster_environment", None)
+    environment = trainer._accelerator_connector.cluster_environment
     return signal.Signals(getattr(environment, "requeue_signal", None) or signal.SIGUSR1)
 
 
 def _is_requeued(trainer: Trainer) -> bool:
     """Whether Lightning saves and requeues a job of SLURM by itself."""
-    environment = getattr(trainer.strategy, "cluster_environment", None)  # a strategy for one device has none
-    if isinstance(environment, SLURMEnvironment):
-        return environment.auto_requeue
-    return environment is None and SLURMEnvironment.detect()
+    environment = trainer._accelerator_connector.cluster_environment  # a strategy for one device has none
+    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue

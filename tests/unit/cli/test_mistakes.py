@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import cli.fit  # noqa: F401  Lightning's log handler must not hold the stderr of one test
-from cli.errors import RunFailedError, report_unexpected
+from cli.errors import RunFailedError, readable_errors, report_unexpected
 from cli.main import main
 from tests.fuzz import RECIPE
 
@@ -191,6 +191,23 @@ def test_what_ends_a_run_that_had_begun(run, tmp_path, debug):
     with open(written) as file:
         assert "Traceback (most recent call last)" in file.read()
     assert (tmp_path / "runs" / "fuzz" / "version_0" / "config.yaml").exists()
+
+
+def test_only_the_output_s_pipe_ends_in_silence():
+    """A pipe of the run's own that breaks, as a loader's or a tracker's, is an error."""
+    with pytest.raises(BrokenPipeError), readable_errors():
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_package_that_a_begun_run_misses_is_no_mistake_of_the_command(capsys, monkeypatch):
+    monkeypatch.setattr("lightning_memfit.extras.find_spec", lambda name: None)
+    missing = ModuleNotFoundError("No module named 'wandb'", name="wandb")
+    with readable_errors() as outcome:
+        raise missing
+    assert outcome.code == 2
+    assert 'pip install "lightning-memfit[wandb]"' in capsys.readouterr().err
+    with pytest.raises(RunFailedError), readable_errors():
+        raise RunFailedError from missing
 
 
 def test_long_messages_are_cut(capsys):

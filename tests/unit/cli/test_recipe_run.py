@@ -12,7 +12,7 @@ import lightning_memfit.hub
 from cli.main import main
 from cli.recipe_run import load_recipe, parse_batch_shape
 from lightning_memfit.data import PairData, TextData
-from lightning_memfit.estimate.architectures import ARCHITECTURES, known_configuration
+from lightning_memfit.estimate.architectures import ARCHITECTURES, is_known, known_configuration
 from lightning_memfit.estimate.named import architecture_of
 
 _OWN = """
@@ -81,6 +81,28 @@ def test_pretrained_weights_in_an_own_module_are_not_loaded(away, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["num_parameters"] == ARCHITECTURES["distilbert-base"].num_parameters + 5 * 769  # 7 classes, not 2
     assert report["micro_batch_size"] == 2
+
+
+def test_the_table_gives_way_to_what_is_named(away):
+    """A folder of that name, another revision and another owner are not the model of the table."""
+    from lightning_memfit.estimate.pretrained import without_weights
+
+    assert is_known("openai-community/gpt2-xl")
+    assert is_known("gpt2-xl")
+    assert not is_known("somebody/gpt2-xl")
+    with without_weights():
+        from transformers import AutoConfig, GPT2Config
+
+        assert AutoConfig.from_pretrained("openai-community/gpt2-xl").n_layer == 48
+        with pytest.raises(OSError, match="couldn't connect"):
+            AutoConfig.from_pretrained("openai-community/gpt2-xl", revision="other", local_files_only=True)
+        GPT2Config(n_layer=3).save_pretrained("openai-community/gpt2-xl")
+        assert AutoConfig.from_pretrained("openai-community/gpt2-xl").n_layer == 3
+
+
+def test_a_list_of_hosts_without_a_proxy_is_no_proxy(away, monkeypatch):
+    monkeypatch.setenv("no_proxy", "localhost")
+    assert not lightning_memfit.hub.is_reachable()
 
 
 def test_weights_that_are_quantized_while_loaded_are_refused(away):

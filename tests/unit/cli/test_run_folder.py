@@ -90,6 +90,38 @@ def test_two_runs_have_two_folders(recipe, chosen, parent):
     assert folders(parent) == ["version_0", "version_1"]
 
 
+def test_a_folder_that_a_logger_goes_on_in_stays(recipe):
+    """With a version of one's choice the logger has no new folder, whether the run begins or not."""
+    chosen = logger("CSVLogger", save_dir="runs", name="mine", version="first")
+    assert fit(recipe, chosen) == 0
+    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+    assert before
+    assert fit(recipe, chosen, "--ckpt_path=no.ckpt") == 2
+    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+def test_what_forked_ranks_wrote_stays_when_they_fail(recipe):
+    """Their steps aren't seen by the process that started them."""
+    Path("breaking.py").write_text(
+        "from lightning.pytorch import Callback\n"
+        "class Breaks(Callback):\n"
+        "    def on_train_batch_end(self, *_):\n"
+        "        raise LookupError('of the second kind')\n"
+    )
+    chosen = logger("CSVLogger", save_dir="runs", version=0)  # ranks that are forked share no new number
+    Path("logger.yaml").write_text(yaml.safe_dump({"trainer": {"logger": chosen}}))
+    more = ["--trainer.devices=2", "--trainer.strategy=ddp_fork", "--trainer.callbacks+=breaking.Breaks"]
+    command = [sys.executable, "-m", "cli", "fit", "--config", recipe, "--config", "logger.yaml", *more]
+    environment = {**os.environ, "PYTHONPATH": f"{_REPOSITORY}{os.pathsep}."}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    assert "memfit: error: rank " in run.stderr.splitlines()[-1]
+    assert "LookupError: of the second kind (" in run.stderr.splitlines()[-1]
+    assert "breaking.py:4)" in run.stderr.splitlines()[-1]
+    assert list(Path().rglob("version_0/config.yaml")), run.stderr[-3000:]
+
+
 def test_a_model_that_cannot_be_made_leaves_no_folder(recipe):
     model = "--model=lightning_memfit.models.CausalLM"
     assert fit(recipe, logger("CSVLogger", save_dir="runs"), model, "--model.learning_rate=-1") == 2

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,40 @@ def test_a_link_of_a_partial_leads_nobody_astray(tmp_path):
     assert precious.read_text() == "mine"
 
 
-def fails_on_one(strategy: str, folder: Path, failing: int) -> tuple[str, float]:
+def test_a_replaced_folder_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
+    from lightning_memfit.strategies import checkpoints
+
+    path = tmp_path / "last.ckpt"
+    write_folder(path, 1)
+
+    def in_use(folder):
+        if os.path.lexists(folder):
+            raise OSError(16, "Device or resource busy", str(folder))
+
+    monkeypatch.setattr(checkpoints, "remove", in_use)
+    with pytest.warns(UserWarning, match="last.ckpt' replaced can't be removed: .*busy"):
+        write_folder(path, 2)
+    verify(path)
+    assert (path / "shard-0").read_bytes() == bytes([2]) * 20_000
+
+
+def test_the_search_for_a_free_name_ends(tmp_path, monkeypatch):
+    from contextlib import ExitStack
+
+    from lightning_memfit.strategies import integrity
+
+    monkeypatch.setattr(integrity, "_MOST_WRITERS", 3)
+    path = tmp_path / "last.ckpt"
+    with ExitStack() as others:
+        for _ in range(3):
+            others.enter_context(integrity.partial_of(path, is_folder=False))
+        with pytest.raises(CheckpointError, match="3 files beside .*last.ckpt' are in use"):
+            write_file(path, 1)
+    write_file(path, 1)
+    verify(path)
+
+
+def fails_on_one(strategy: str, folder: Path, failing: int, error: BaseException) -> tuple[str, float]:
     """Save under a strategy where a rank can't write, as its part of a folder is a file already or may not be made."""
     from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -119,19 +153,19 @@ def fails_on_one(strategy: str, folder: Path, failing: int) -> tuple[str, float]
     trainer = quiet_trainer(strategy=getattr(strategies, kind)(**options), devices=2, max_steps=1, limit_val_batches=0)
     trainer.fit(BoringModel())
     save, begin, words = torch.save, time.monotonic(), "saved"
-    torch.save = refuses if rank == failing else save
+    torch.save = partial(refuses, error) if rank == failing else save
     try:
         trainer.save_checkpoint(folder / "last.ckpt")
-    except Exception as error:
+    except BaseException as error:
         words = f"{type(error).__name__}: {error}"
     torch.save, seconds = save, time.monotonic() - begin
     time.sleep(3)  # this rank stays alive: the others must not need its end to notice
     return words, seconds
 
 
-def refuses(*args, **kwargs):
+def refuses(error, *args, **kwargs):
     """In place of torch's, as root may write anywhere."""
-    raise PermissionError(13, "Permission denied", "shard")
+    raise error
 
 
 STRATEGIES = {
@@ -142,13 +176,21 @@ STRATEGIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "failing"), [("zero_2", 1), ("zero_3", 0), ("fsdp2", 0)])
-def test_a_rank_that_fails_inside_a_save_ends_the_others(strategy, failing, tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "failing", "error"),
+    [
+        ("zero_2", 1, PermissionError(13, "Permission denied", "shard")),
+        ("zero_3", 0, PermissionError(13, "Permission denied", "shard")),
+        ("fsdp2", 0, PermissionError(13, "Permission denied", "shard")),
+        ("fsdp2", 1, KeyboardInterrupt("of one rank")),
+    ],
+)
+def test_a_rank_that_fails_inside_a_save_ends_the_others(strategy, failing, error, tmp_path):
     pytest.importorskip("deepspeed")
-    ended = run_ranks(fails_on_one, 2, tmp_path / "run", strategy, tmp_path, failing, seconds=90)
+    ended = run_ranks(fails_on_one, 2, tmp_path / "run", strategy, tmp_path, failing, error, seconds=90)
     assert all(one.result for one in ended), ended[1 - failing].output[-3000:]
     (own, _), (other, seconds) = ended[failing].result, ended[1 - failing].result
-    assert "Permission denied" in own
-    assert f"rank {failing} failed in PermissionError" in other
+    assert str(error) in own
+    assert f"rank {failing} failed in {type(error).__name__}" in other
     assert seconds < 3
     assert [one.name for one in tmp_path.iterdir()] == ["run"]
