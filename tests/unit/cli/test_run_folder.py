@@ -90,14 +90,21 @@ def test_two_runs_have_two_folders(recipe, chosen, parent):
     assert folders(parent) == ["version_0", "version_1"]
 
 
-def test_a_folder_that_a_logger_goes_on_in_stays(recipe):
-    """With a version of one's choice the logger has no new folder, whether the run begins or not."""
-    chosen = logger("CSVLogger", save_dir="runs", name="mine", version="first")
-    assert fit(recipe, chosen) == 0
-    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
-    assert before
+def test_a_folder_that_a_logger_goes_on_in_stays(recipe, monkeypatch):
+    """As TensorBoard's with `sub_dir`, it may be deeper than those of versions."""
+    Path("deeper.py").write_text(
+        "from lightning.pytorch.loggers import CSVLogger\n"
+        "class Deeper(CSVLogger):\n"
+        "    @property\n"
+        "    def log_dir(self):\n"
+        "        return super().log_dir + '/deep'\n"
+    )
+    earlier = Path("runs/mine/first/deep")
+    earlier.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    chosen = {"class_path": "deeper.Deeper", "init_args": {"save_dir": "runs", "name": "mine", "version": "first"}}
     assert fit(recipe, chosen, "--ckpt_path=no.ckpt") == 2
-    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
+    assert earlier.exists()
 
 
 @pytest.mark.slow
