@@ -48,8 +48,11 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(ours)
     if arguments.config is None:
         parser.error("give `--config RECIPE`")
-    if arguments.out is not None:
-        _check_out(Path(arguments.out))
+    for option, name in (("--out", arguments.out), ("--html", arguments.html)):
+        if name is not None:
+            _check_out(Path(name), option)
+    if None not in (arguments.out, arguments.html) and Path(arguments.out).resolve() == Path(arguments.html).resolve():
+        raise ValueError(f"`--html {arguments.html}` is the file of `--out`. Name another one.")
     plan = _known_or_made(arguments, overrides)
     if plan is None:
         return 2
@@ -63,6 +66,8 @@ def main(argv: list[str]) -> int:
         print_plan(plan)
         if is_written:
             print(f"Written: {arguments.out}")
+        if arguments.html is not None and not arguments.dry_run:
+            print(f"Written: {arguments.html}")
         print(_next(plan["fits"], is_written, arguments, argv, overrides))
     return int(not plan["fits"])
 
@@ -97,6 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_limits(parser)
     add_batch_options(parser)
     parser.add_argument("--out", metavar="FILE.yaml", help="write what `fit --config RECIPE --config FILE` trains with")
+    parser.add_argument("--html", metavar="FILE.html", help="write a page that compares all settings at any limit")
     parser.add_argument(
         "--lock", metavar="FILE", help="keep the plan here, and reuse it until something that it depends on changes"
     )
@@ -135,24 +141,23 @@ def write_overlay(path: Path, plan: dict[str, Any]) -> None:
     Raises:
         ValueError: If the file exists, or its folder does not.
     """
-    import yaml
+    from .plan_recipe import overlay_text
 
     _check_out(path)
-    text = f"# {plan['summary']}\n# Made by `memfit plan`; lay it over the recipe: fit --config RECIPE --config THIS.\n"
     with path.open("x", encoding="utf-8") as file:
-        file.write(text + yaml.safe_dump(plan["overlay"], sort_keys=False))
+        file.write(overlay_text(plan["summary"], plan["overlay"]))
 
 
-def _check_out(path: Path) -> None:
+def _check_out(path: Path, option: str = "--out") -> None:
     """Refuse a file that can't be written, before planning.
 
     Raises:
         ValueError: If the file exists, or its folder does not.
     """
     if path.exists():
-        raise ValueError(f"`--out {path}` exists already. Name another file: none is overwritten.")
+        raise ValueError(f"`{option} {path}` exists already. Name another file: none is overwritten.")
     if not path.parent.is_dir():
-        raise ValueError(f"`--out {path}`: there is no folder {str(path.parent)!r}. Make it, or name another.")
+        raise ValueError(f"`{option} {path}`: there is no folder {str(path.parent)!r}. Make it, or name another.")
 
 
 def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any] | None:
@@ -183,23 +188,27 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
     if lock is not None:
         free = probe_host().available_bytes if arguments.host_memory is None else None
         known, changed = _load(lock, key, free, arguments.lock is not None)
-        if known is not None:
+        if known is not None and arguments.html is None:  # what a search knows beside its plan isn't kept
             return known
         if changed and arguments.lock is not None:
             print(f"memfit: planning anew, as this changed: {', '.join(changed)}", file=sys.stderr)
 
     from .plan_recipe import plan_recipe
 
+    pages: list[str] | None = None if arguments.html is None else []
     if arguments.json:
-        made = plan_recipe(arguments, overrides)
+        made = plan_recipe(arguments, overrides, pages=pages)
     else:
         from .progress import PlanningLine
 
         with PlanningLine() as line:
-            made = plan_recipe(arguments, overrides, progress=line)
+            made = plan_recipe(arguments, overrides, progress=line, pages=pages)
     if made is None:
         return None
     plan, files = made
+    if pages and not arguments.dry_run:
+        with Path(arguments.html).open("x", encoding="utf-8") as file:
+            file.write(pages[0])
     if lock is not None and not (arguments.dry_run and arguments.lock is not None):
         _save(lock, partial(lock.save, key, plan, Sources.now(files), free), arguments.lock is not None)
     return plan

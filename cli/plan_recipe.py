@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 from lightning_memfit.nvme.preflight import SAMPLE_BYTES
 from lightning_memfit.planner.lock import names_in
 from lightning_memfit.planner.plan import Plan, overlay_of, technique_classes
+from lightning_memfit.planner.plan_page import render_plan
 from lightning_memfit.planner.progress import Progress, unseen
 from lightning_memfit.planner.search import make_plan
 from lightning_memfit.planner.time import (
@@ -28,6 +29,7 @@ from lightning_memfit.planner.time import (
     calibrated,
     rates_of,
 )
+from lightning_memfit.planner.tried import Explored, tried_of
 from lightning_memfit.planner.workload import (
     DEFAULT_ALLOW,
     DEFAULT_TOLERANCE,
@@ -59,7 +61,11 @@ _DISK_RESERVE = GIB
 
 
 def plan_recipe(
-    arguments: argparse.Namespace, overrides: list[str], compare: bool = True, progress: Progress = unseen
+    arguments: argparse.Namespace,
+    overrides: list[str],
+    compare: bool = True,
+    progress: Progress = unseen,
+    pages: list[str] | None = None,
 ) -> tuple[dict[str, Any], list[str]] | None:
     """Plan for a recipe; if its step can't be traced, say why and return None.
 
@@ -68,6 +74,7 @@ def plan_recipe(
         overrides: Those of the recipe.
         compare: Compare the plan with the recipe as it is.
         progress: Is told how far the search is.
+        pages: Takes the page of all settings that the search knows; it is not made by default.
 
     Returns:
         The plan as plain data with its overlay, and the files and folders that it was made from, some of which may not
@@ -78,7 +85,16 @@ def plan_recipe(
         workload = workload_of(run, target_of(device, run), arguments, named)
         try:
             cache = None if arguments.no_cache else ProfileCache()
-            plan = make_plan(workload, cache, overlap=True, verify=arguments.verify, compare=compare, progress=progress)
+            explored: list[Explored] = []
+            plan = make_plan(
+                workload,
+                cache,
+                overlap=True,
+                verify=arguments.verify,
+                compare=compare,
+                progress=progress,
+                observe=None if pages is None else lambda *found: explored.append(tried_of(*found)),
+            )
         except TraceError as error:
             mistake = user_mistake(error)
             if mistake is not None:
@@ -86,19 +102,30 @@ def plan_recipe(
             print(f"memfit: cannot tell: {error}", file=sys.stderr)
             return None
     data = plan.to_dict()
-    overlay = None
-    if plan.fits:
-        overlay = {
-            MADE_FOR: made_for(run.parsed[1], workload.target.name),
-            **overlay_of(plan, run.takes_batch_size, arguments.nvme_path),
-        }
-    data["overlay"] = overlay
+    origin = {MADE_FOR: made_for(run.parsed[1], workload.target.name)}
+
+    def laid(one: Plan) -> dict[str, Any]:
+        return {**origin, **overlay_of(one, run.takes_batch_size, arguments.nvme_path)}
+
+    data["overlay"] = laid(plan) if plan.fits else None
     data["notes"] += _assumed(workload, plan, arguments)
     if compare and workload.own is None:
         reason = own_setting(run, workload.devices.total)[1].rstrip(".")
         data["notes"].append(f"The recipe as it is was not compared: {reason}.")
+    if pages is not None:
+        texts = [overlay_text(one.plan.summary(), laid(one.plan)) for one in explored[0].tried]
+        pages.append(render_plan(data, explored[0], texts))
     named_files = names_in([run.config.get("model"), run.config.get("data")])
     return data, [*named_files, str(CalibrationFile(workload.rates.name).path)]
+
+
+def overlay_text(summary: str, overlay: Mapping[str, Any]) -> str:
+    """Return the YAML of a plan, with what it is in a comment."""
+    import yaml
+
+    text = f"# {summary}\n# Made by `memfit plan`; lay it over the recipe: fit --config RECIPE --config THIS.\n"
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return text + str(yaml.dump(dict(overlay), Dumper=dumper, sort_keys=False))
 
 
 def workload_of(

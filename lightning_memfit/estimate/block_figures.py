@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -20,8 +21,8 @@ class BlockFigures:
     """Effect of one choice that all blocks follow; arrays have one entry per block."""
 
     kept: np.ndarray
-    peak: np.ndarray
-    """Highest level while a block runs, less what the blocks before it keep."""
+    runs: np.ndarray
+    """Highest level while a block runs forward and backward, less what the blocks before it keep; shape (2, blocks)."""
     head: int
     elsewhere: int
     """Highest level outside the blocks, the optimizer's step included."""
@@ -30,6 +31,12 @@ class BlockFigures:
     traffic: np.ndarray
     """Bytes allocated in forward and backward of a block."""
     flops: int
+
+    @cached_property
+    def peak(self) -> np.ndarray:
+        """Highest level while a block runs in either direction, less what the blocks before it keep."""
+        highest: np.ndarray = self.runs.max(axis=0)
+        return highest
 
 
 Chain = tuple[tuple[int, ...], ...]
@@ -129,7 +136,7 @@ def block_figures(
     staying, live = (own, own) if levels is None else levels
     rounded = events.rounded_sizes(rounding)
     made = np.where(events.events > 0, rounded[events.storages], 0)
-    kept, peak = np.zeros(num_blocks, dtype=np.int64), np.zeros(num_blocks, dtype=np.int64)
+    kept, runs = np.zeros(num_blocks, dtype=np.int64), np.zeros((2, num_blocks), dtype=np.int64)
     traffic = np.zeros(num_blocks, dtype=np.int64)
     head = 0
     inside = np.zeros(len(events), dtype=bool)
@@ -140,17 +147,18 @@ def block_figures(
         before = np.concatenate(([0], np.cumsum(kept_now)))
         for block in range(num_blocks):
             spans = (forward[block], forward[block + 1]), (backward[block + 1], backward[block])
-            for first, stop in spans:
+            for direction, (first, stop) in enumerate(spans):
                 if first == stop:
                     continue  # nothing is allocated here, as in the backward of blocks that get no gradient
-                peak[block] = max(peak[block], int(live[first:stop].max()) - int(before[block]))
+                level = int(live[first:stop].max()) - int(before[block])
+                runs[direction, block] = max(runs[direction, block], level)
             traffic[block] = sum(int(made[first:stop].sum()) for first, stop in spans)
         head = max(head, int(live[forward[-1] : backward[-1]].max(initial=0)) - int(before[-1]))
         inside[forward[0] : backward[0]] = True
     inside[: events.phases[0][0]] = True  # building the module is not part of a step
     elsewhere = int(live[~inside].max(initial=0))
     outside = int(live[~inside & _in_passes(events)].max(initial=0))
-    return BlockFigures(kept, peak, head, elsewhere, outside, traffic, sum(trace.flops.values()))
+    return BlockFigures(kept, runs, head, elsewhere, outside, traffic, sum(trace.flops.values()))
 
 
 def _in_passes(events: EventList) -> np.ndarray:

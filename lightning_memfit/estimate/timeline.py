@@ -29,7 +29,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 16, 34, 62
 _PLOT_WIDTH, _PLOT_HEIGHT = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 _CHARACTER = 7.2  # pixels, upper end for 13 px text
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --soft: #5b5b5b; --paper: #ffffff; --grid: #d8d8d8;
   --band: #00000009; }
 @media (prefers-color-scheme: dark) {
@@ -94,7 +94,7 @@ def render(report: EstimateReport) -> str:
         facts += " at least" if report.target.lower_bound else ""
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n<h1>{html.escape(title)}</h1>\n"
+        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n<h1>{html.escape(title)}</h1>\n"
         f"<p>{html.escape(facts)}.{html.escape(_beside_tensors(report))}</p>\n"
         f"{_drawing(report, timeline)}\n{_legend(timeline)}\n"
         "<p>Two optimizer steps are shown. The first makes the optimizer states, the second is like every later one. "

@@ -8,7 +8,7 @@ why, and what would help if nothing fits.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -185,6 +185,11 @@ class Search:
         )
 
     @property
+    def tie(self) -> float:
+        """Share of each other's time within which settings count as equal."""
+        return max(TIE, self._unsure)
+
+    @property
     def _unsure(self) -> float:
         """Share of each other's time within which strategies count as equal, so that the simplest one is taken."""
         return UNSURE if self.workload.devices.total > 1 else 0.0
@@ -276,6 +281,7 @@ def make_plan(
     withheld_bytes: int = 0,
     compare: bool = False,
     progress: Progress = unseen,
+    observe: Callable[[Search, Outcome, Plan], object] | None = None,
 ) -> Plan:
     """Find the fastest setting of a workload that fits.
 
@@ -288,6 +294,7 @@ def make_plan(
         withheld_bytes: Bytes of the device that a run of an earlier plan needed beyond its prediction.
         compare: Compare the plan with the recipe as it is, the best exact and the best allowed one.
         progress: Is told how far the search is.
+        observe: Is given the search, what it found and the plan made of it.
 
     Raises:
         TraceError: If the plain step can't be traced.
@@ -318,7 +325,17 @@ def make_plan(
     )
     best = outcome.best
     if best is None:
-        return replace(plan, advice=tuple(advice_of(search, outcome)))
+        plan = replace(plan, advice=tuple(advice_of(search, outcome)))
+    else:
+        plan = _with_figures(search, plan, best, verified)
+    if observe is not None:
+        observe(search, outcome, plan)
+    return plan
+
+
+def _with_figures(search: Search, plan: Plan, best: Solution, verified: Solution | None) -> Plan:
+    """Complete a plan for the setting that was chosen."""
+    workload = search.workload
     # The figures of a plan under a strategy are those that `memfit estimate` gives for it, and so is its limit.
     is_estimate = verified is not None and best.setting.sharding is not None
     shown = verified if verified is not None and is_estimate else best

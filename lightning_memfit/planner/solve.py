@@ -7,7 +7,7 @@ micro-batches and answers with the best `Solution`, or with `Rejected` and the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_memfit.checkpointing.knapsack import PlanFrontier
@@ -175,8 +175,51 @@ class Solver:
         size = _size_of(setting)
         if not model.is_bounded_at(size):
             return Unknown()
-        overhead, usable = self._overhead_at(size), self.budget.usable_bytes
-        frontier = model.frontier(size)
+        return self._fastest(model, setting, model.frontier(size), self.budget.usable_bytes, rival)
+
+    def fastest_within(self, setting: Setting, usable_bytes: Sequence[int]) -> Iterator[Solution]:
+        """Every micro-batch's fastest plan within each of several limits on the device, and the one that needs least.
+
+        Limits on host memory and disk are not considered.
+
+        Args:
+            setting: Techniques without sizes.
+            usable_bytes: Limits, ascending.
+
+        Yields:
+            Plans by micro-batch; a plan that is the fastest within several limits comes once.
+
+        Raises:
+            TraceError: If the step can't be traced.
+        """
+        model = self.models.of(setting)
+        for sized in self._sized(model, setting):
+            if conflict_of_sizes(sized, self._run_of(sized), self.workload.loader_batch) is not None:
+                continue
+            frontier = model.frontier(_size_of(sized))
+            limits, last = list(usable_bytes), None
+            least = self._fastest(model, sized, frontier, 0)
+            if isinstance(least, TooLarge):
+                limits = [least.needed_bytes, *(limit for limit in limits if limit > least.needed_bytes)]
+            for limit in limits:
+                found = self._fastest(model, sized, frontier, limit)
+                if isinstance(found, Fits) and found.solution.choices != last:
+                    last = found.solution.choices
+                    yield found.solution
+                if isinstance(found, Fits) and frontier is None:
+                    break
+
+    def _fastest(
+        self,
+        model: MemoryModel,
+        setting: Setting,
+        frontier: PlanFrontier | None,
+        usable: int,
+        rival: Solution | None = None,
+    ) -> Fits | TooLarge | Slower:
+        """Find the fastest plan on a frontier within a limit; the other arguments are those of `solve_at_size`."""
+        size = _size_of(setting)
+        overhead = self._overhead_at(size)
         if frontier is None:
             peak = model.peak_bytes(size)
             needed = peak + overhead + model.fragmentation_bytes((), size)
@@ -281,10 +324,11 @@ def is_better(one: Solution, other: Solution) -> bool:
         return True
     if one.cost > other.cost * (1 + TIE):
         return False
-    return _rank(one) < _rank(other)
+    return rank_of(one) < rank_of(other)
 
 
-def _rank(solution: Solution) -> tuple[float, int, int, int, float, tuple[str, ...]]:
+def rank_of(solution: Solution) -> tuple[float, int, int, int, float, tuple[str, ...]]:
+    """Sort key among solutions that cost the same."""
     setting = solution.setting
     checkpointed = sum(choice != "none" for choice in solution.choices)
     simpler = complexity_of(setting), len(setting.chosen), checkpointed

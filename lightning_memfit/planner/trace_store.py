@@ -8,7 +8,8 @@ complete setting to verify a plan.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.profile.trace import Emulation
+from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.technique import CallbackSpec, Kind
@@ -43,6 +44,10 @@ _FEW_BLOCKS, _MORE_BLOCKS = 3, 5
 
 _LARGEST_CHUNK = 1 << 25
 """Number of elements: optimizers step smaller blocks in shared chunks (`Float32Step`), so that they don't add up."""
+
+
+class NotTraced(TraceError):
+    """A profile was asked of a store that makes none."""
 
 
 class TraceStore:
@@ -68,9 +73,19 @@ class TraceStore:
         self._cache = cache
         self._overlap = overlap
         self._known: dict[tuple[Any, ...], ModelProfile] = {}
+        self._may_trace = True
         size = batch_size(workload.batch)
         self._batch = resize_batch(workload.batch, size, _TRACED_SIZE)
         self._emulation = Emulation(workload.target.kind, workload.target.capability)
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Make no more traces: what would need one raises `NotTraced`."""
+        self._may_trace = False
+        try:
+            yield
+        finally:
+            self._may_trace = True
 
     def plain(self) -> ModelProfile:
         """The step in the recipe's precision without any technique, traced with several assumed values."""
@@ -158,6 +173,8 @@ class TraceStore:
         self, key: tuple[Any, ...], module: Any, options: StepOptions, callbacks: tuple[Any, ...], whole: bool = False
     ) -> ModelProfile:
         if key not in self._known:
+            if not self._may_trace:
+                raise NotTraced(f"The search traced no {_words(key)}.")
             self.on_trace(_words(key))
             self._known[key] = self._run(module, self._batch, options, callbacks, not whole, not whole)
         return self._known[key]

@@ -1,5 +1,7 @@
 """Profiles with figures made up, so that the planner's arithmetic is tested without a trace."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import Category
 from lightning_memfit.planner.time import Rates
-from lightning_memfit.planner.trace_store import passes_of, stepping_of
+from lightning_memfit.planner.trace_store import NotTraced, passes_of, stepping_of
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
 from lightning_memfit.profile.record import ModelProfile, ParameterInfo
@@ -118,6 +120,18 @@ class MadeTraceStore:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.asked: list[tuple[Any, ...]] = []
+        self._may_trace = True
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        self._may_trace = False
+        yield
+        self._may_trace = True
+
+    def _note(self, key: tuple[Any, ...]) -> None:
+        if not self._may_trace and key not in self.asked:
+            raise NotTraced(str(key))
+        self.asked.append(key)
 
     @property
     def num_traces(self) -> int:
@@ -128,7 +142,7 @@ class MadeTraceStore:
 
     def passes(self, setting: Setting, choice: str) -> ModelProfile:
         pure = passes_of(setting)
-        self.asked.append(("passes", pure, choice))
+        self._note(("passes", pure, choice))
         itemsize = 2 if pure.precision == "bf16-true" else 4
         half = 0.5 if "bf16" in pure.precision else 1.0
         figures = {k: v * (1.0 if k == "recompute" else half) for k, v in _ACTIVATIONS[choice].items()}
@@ -150,7 +164,7 @@ class MadeTraceStore:
 
     def stepping(self, setting: Setting, rounding: int) -> SteadyState:
         pure = stepping_of(setting)
-        self.asked.append(("stepping", pure))
+        self._note(("stepping", pure))
         itemsize = 2 if pure.precision == "bf16-true" else 4
         optimizer = pure.of_kind("optimizer")
         states = _STATES[optimizer.name if optimizer else ""] * NUM_PARAMETERS

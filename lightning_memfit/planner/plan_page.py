@@ -1,0 +1,130 @@
+"""`render_plan`: the settings of a search as one HTML page that needs nothing else, to compare them at any limit."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_memfit.estimate.timeline import COLOURS, STYLE
+from lightning_memfit.planner.plan import label
+from lightning_memfit.planner.tried import Explored
+
+_SCRIPT = Path(__file__).with_suffix(".js")
+
+_STYLE = """
+h2 { font-size: 16px; margin: 22px 0 6px; } h3 { font-size: 15px; margin: 0 0 4px; overflow-wrap: anywhere; }
+.front { fill: none; stroke: var(--soft); stroke-width: 1.5; } .dot { cursor: pointer; }
+.dot.exact { fill: #0072B2; } .dot.lossy { fill: #E69F00; stroke: var(--ink); stroke-width: .6; }
+.dot.over { opacity: .35; } .ring { fill: none; stroke: var(--ink); stroke-width: 2; pointer-events: none; }
+.ring.best { stroke: #009E73; stroke-width: 2.5; } .knob { fill: var(--ink); } .grip { fill: transparent; }
+#limit { cursor: ew-resize; touch-action: none; } :focus-visible { outline: 2px solid #56B4E9; outline-offset: 2px; }
+.moment:hover { opacity: .75; } .exactly i, .lossily i { border-radius: 50%; } .exactly i { background: #0072B2; }
+.lossily i { background: #E69F00; } #sizes button { margin: 0 6px 6px 0; }
+button { font: inherit; padding: 5px 11px; color: var(--ink); background: var(--paper); border: 1px solid var(--soft);
+  border-radius: 5px; cursor: pointer; } button[aria-pressed=true] { background: var(--ink); color: var(--paper); }
+#best { border-left: 4px solid #009E73; padding: 2px 0 2px 12px; overflow-wrap: anywhere; min-height: 130px; }
+fieldset { border: 1px solid var(--grid); margin: 0 0 10px; } label { display: inline-block; margin-right: 16px; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; } th { font-weight: normal; text-align: left; }
+th, td { padding: 2px 12px 2px 0; vertical-align: top; overflow-wrap: anywhere; }
+th i { display: inline-block; width: 12px; height: 12px; margin-right: 7px; }
+textarea { box-sizing: border-box; width: 100%; height: 260px; font: 13px ui-monospace, monospace; color: var(--ink);
+  background: var(--paper); border: 1px solid var(--grid); } [hidden] { display: none; }
+"""
+
+_BODY = """
+<p>Every dot is a complete setting: techniques, micro-batch and checkpointing of every block. Dots are drawn for the
+combinations that the search's traces allow to work out: at every micro-batch the plan that needs least, and the fastest
+within each of the sizes below. Left and low is better; the line is the Pareto front of the dots shown. Memory is what
+the device must have, with fragmentation and runtime. Times are those of the device that was planned for, whatever the
+limit. For the other combinations only bounds are known; they are listed at the end and never drawn.</p>
+<div id="sizes" role="group" aria-label="Size of the device"></div>
+<svg id="chart" tabindex="0" role="group" aria-label="Memory against time. Arrow keys choose a setting."></svg>
+<ul><li class="exactly"><i></i>keeps the recipe's numbers</li><li class="lossily"><i></i>changes them</li>
+<li>pale: over the limit</li><li>ring: chosen; green ring: best at the limit</li></ul>
+<div id="best" aria-live="polite"></div>
+<h2>Filters</h2>
+<fieldset><legend>What may change in the recipe's numbers</legend><div id="changes"></div></fieldset>
+<fieldset><legend>Techniques that may be used</legend><div id="techniques"></div></fieldset>
+<section id="chosen"><h2>The chosen setting</h2><h3 id="label"></h3><p id="facts"></p>
+<h2>Memory at the peak</h2><table><tbody id="breakdown"></tbody></table>
+<h2>Memory over a step</h2><p>Live tensors block by block, the highest level among the micro-batches of a step, as the
+planner puts it together from its traces. Hover for figures.</p>
+<svg id="course" role="img" aria-label="Memory over a step"></svg>
+<h2>Overlay</h2><p>Save it as a file, and train: <code>memfit fit --config RECIPE --config FILE</code>.</p>
+<textarea id="yaml" readonly aria-label="Overlay of the chosen setting" spellcheck="false"></textarea>
+<button id="copy">Copy</button> <span id="copied" role="status"></span></section>
+<h2>Not worked out</h2><p>Combinations that rules refuse, that can't fit or that can't be faster, by bounds.</p>
+<details><summary>Show all</summary><table><tbody id="left"></tbody></table></details>
+"""
+
+
+def render_plan(plan: Mapping[str, Any], explored: Explored, overlays: Sequence[str]) -> str:
+    """The page as text. Loads nothing: its policy forbids every request, and every script but its own.
+
+    Args:
+        plan: The plan as `memfit plan --json` prints it.
+        explored: What the search knows.
+        overlays: The YAML of every setting that was tried, in order.
+    """
+    length = plan["sequence_length"]
+    limits = explored.limits
+    dots = []
+    for one, overlay in zip(explored.tried, overlays, strict=True):
+        data = one.plan.to_dict()
+        is_plan = data["setting"] == plan["setting"]
+        wanted = (i for i, limit in enumerate(limits) if data["needed_bytes"] <= limit.usable_bytes)
+        dots.append(
+            {
+                **{name: data[name] for name in ("label", "needed_bytes", "peak_bytes", "seconds_per_step")},
+                **{name: data[name] for name in ("breakdown", "changes")},
+                "per_s": data["tokens_per_s"] if length else data["samples_per_s"],
+                "techniques": list(data["setting"]["techniques"]),
+                "is_plan": is_plan,
+                "from": explored.planned if is_plan else next(wanted, len(limits)),
+                "combination": one.combination,
+                "weight": one.weight,
+                "rank": one.rank,
+                "course": one.course.to_dict(),
+                "yaml": overlay,
+            }
+        )
+    left = [
+        {
+            "label": label(one.setting),
+            "techniques": [choice.name for choice in one.setting.chosen],
+            "changes": list(one.changes),
+            "reason": one.reason,
+            "least_bytes": one.least_bytes,
+            "least_cost": one.least_cost,
+            "least_cost_within": one.least_cost_within,
+        }
+        for one in explored.left
+    ]
+    content = {
+        "plan": plan,
+        "tried": dots,
+        "left": left,
+        "limits": [vars(limit) for limit in limits],
+        "planned": explored.planned,
+        "yields": explored.yields,
+        "tie": explored.tie,
+        "unit": "tokens" if length else "samples",
+        "colours": {str(category): colour for category, colour in COLOURS.items()},
+    }
+    # Within `script` only `<` could end the element or begin a comment.
+    embedded = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+    script = _SCRIPT.read_text(encoding="utf-8")
+    known = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{known}'"
+    title = html.escape(f"Settings for {plan['model']} on {plan['device']}")
+    return (
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">\n'
+        f'<title>{title}</title>\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<style>{STYLE}{_STYLE}</style>\n<h1>{title}</h1>\n<p>{html.escape(plan['summary'])}</p>\n{_BODY}"
+        f'<script type="application/json" id="data">{embedded}</script>\n<script>{script}</script></html>\n'
+    )

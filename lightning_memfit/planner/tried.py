@@ -1,0 +1,247 @@
+"""`tried_of`: the settings that a search knows enough about to compare them at any limit, beside what it left out.
+
+A search proves its plan for one limit and traces as little as it can. What it has traced says more: a combination of
+techniques whose passes and whose optimizer's step are traced can be worked out at every micro-batch and under every
+limit, without another trace. They are the dots of the page of `memfit plan --html`. For all other combinations
+only bounds are known; they are kept apart (`Left`), to say where one of them may be better and never to be drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lightning_memfit.device.catalogue import DEVICES
+from lightning_memfit.device.runtime import safety_margin_bytes
+from lightning_memfit.memory import GIB, MIB
+from lightning_memfit.planner.candidates import Rejected, conflict
+from lightning_memfit.planner.course import Course
+from lightning_memfit.planner.plan import Plan
+from lightning_memfit.planner.solve import Solution, key_of, rank_of
+from lightning_memfit.planner.time import uncorrected
+from lightning_memfit.planner.workload import Budget
+from lightning_memfit.profile.trace import TraceError
+from lightning_memfit.techniques.core.setting import Setting
+
+if TYPE_CHECKING:
+    from lightning_memfit.planner.search import Outcome, Search
+
+_NAMED_FROM, _NAMED_TO = 0.4, 4.5
+"""Shares of the device's capacity between which other devices' sizes are offered by name."""
+
+_FINE = 1.02
+"""Factor between two limits that can be chosen."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A device's capacity, and what a plan may need of it."""
+
+    capacity_bytes: int
+    usable_bytes: int
+    named: bool = False
+    """Whether it is the size of a device, for which every combination was worked out exactly."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A setting that was worked out."""
+
+    plan: Plan
+    """The setting with its own figures, as if it had been chosen."""
+    combination: int
+    """Number of its techniques among all that were worked out."""
+    weight: float
+    """What its time is multiplied by in comparisons, because it changes the recipe's numbers."""
+    rank: int
+    """Place among settings that cost the same."""
+    course: Course
+    """Levels of its live tensors over a step."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """A combination that was not worked out, and why."""
+
+    setting: Setting
+    changes: tuple[str, ...]
+    reason: str
+    """Without figures, which would be bounds."""
+    least_bytes: int | None = None
+    """What it needs at least; None if no limit on the device lets it in."""
+    least_cost: float = 0.0
+    """Time, multiplied by its weight, that it takes at least on a device of any size."""
+    least_cost_within: float = 0.0
+    """The same on the device that was planned for, and on smaller ones."""
+
+
+@dataclass(frozen=True)
+class Explored:
+    """All settings that were worked out, what was left out, and the limits under which they can be compared."""
+
+    tried: tuple[Tried, ...]
+    """By bytes needed, then by time."""
+    left: tuple[Left, ...]
+    limits: tuple[Limit, ...]
+    """Ascending; settings were made for the named ones."""
+    planned: int
+    """Place among `limits` of the device that was planned for."""
+    yields: tuple[tuple[int, ...], ...]
+    """For every combination those that are taken first where they fit, because its own cost was never measured."""
+    tie: float
+    """Share of each other's time within which settings count as equally fast."""
+
+
+def tried_of(search: Search, outcome: Outcome, plan: Plan) -> Explored:
+    """Work out what the traces of a search allow, at all limits. Makes no trace.
+
+    Args:
+        search: A search that has run.
+        outcome: What it found.
+        plan: What was made of it; its figures are those of the setting that was chosen.
+    """
+    named, fine, planned = _limits(search)
+    numbers: dict[Setting, int] = {}
+    found: list[tuple[int, Solution]] = []
+    left: list[Left] = []
+    known = [solution.setting.without_sizes().without("checkpointing") for solution in outcome.solutions]
+    passed = {one.setting: one for one in outcome.rejected}
+    bounds = {setting: cost for cost, _, _, setting in outcome.unvisited}
+    with search.store.closed():
+        for setting in sorted({*known, *passed, *bounds}, key=key_of):
+            rejected = passed.get(setting)
+            refusal = _refusal(search, setting)
+            if refusal:
+                left.append(Left(setting, search.solver.numerics.changes(setting), refusal))
+                continue
+            try:
+                solutions = list(search.solver.fastest_within(setting, [limit.usable_bytes for limit in named]))
+            except TraceError:
+                left.append(_bounded(search, outcome, setting, rejected, bounds.get(setting)))
+                continue
+            if solutions:
+                numbers[setting] = len(numbers)
+                found += [(numbers[setting], solution) for solution in solutions]
+        tried = _tried(search, plan, found, outcome)
+    return Explored(
+        tuple(tried),
+        tuple(left),
+        tuple(fine),
+        planned,
+        tuple(tuple(_yielding(setting, numbers)) for setting in numbers),
+        search.tie,
+    )
+
+
+def _refusal(search: Search, setting: Setting) -> str:
+    """Why no limit on the device lets a combination in; empty if one may."""
+    workload, budget = search.workload, search.solver.budget
+    reason = conflict(setting, workload)
+    if reason is not None:
+        return reason
+    try:
+        off_device = search.solver.models.of(setting).off_device()
+    except TraceError:
+        placement = search.solver.models.deepspeed(setting)
+        if placement is None:
+            return ""
+        off_device = placement.elsewhere
+    return budget.refuse_off_device(off_device, setting.world_size) or ""
+
+
+def _bounded(search: Search, outcome: Outcome, setting: Setting, rejected: Rejected | None, cost: float | None) -> Left:
+    """What is known of a combination that is not traced, or not all of it."""
+    bound, changes = search.bound, search.solver.numerics.changes(setting)
+    least = bound.least_bytes(setting)
+    any_size = bound.seconds(setting) * bound.weight(setting)
+    within, reason = any_size, "no trace was needed: others are faster by a bound on its time"
+    if cost is not None:
+        within = max(within, cost)
+    if rejected is not None and rejected.needed_bytes is not None:
+        least = max(least, rejected.needed_bytes)
+        reason = "not traced: it can't fit, by a bound on its memory"
+    elif rejected is not None and rejected.slower is not None and outcome.best is not None:
+        within = max(within, outcome.best.time.total * (1 + rejected.slower) * bound.weight(setting))
+    elif rejected is not None:
+        reason = rejected.reason
+    return Left(setting, changes, reason, least, any_size, within)
+
+
+def _tried(search: Search, plan: Plan, found: list[tuple[int, Solution]], outcome: Outcome) -> Iterator[Tried]:
+    ranks = sorted((rank_of(solution), index) for index, (_, solution) in enumerate(found))
+    place = {index: rank for rank, (_, index) in enumerate(ranks)}
+    order = sorted(range(len(found)), key=lambda i: (found[i][1].needed_bytes, found[i][1].time.total, place[i]))
+    for index in order:
+        combination, solution = found[index]
+        setting = solution.setting
+        is_plan = setting == plan.setting
+        model, size = search.solver.models.of(setting), setting.micro_batch_size or 1
+        course = model.course(solution.choices, size)
+        shown = plan if is_plan else _as_plan(search, plan, solution)
+        # What lies beside the traced tensors: the libraries' workspaces, and samples that wait for their turn.
+        course = course.raised(solution.peak_bytes - course.peak_bytes)
+        yield Tried(shown, combination, solution.weight, place[index], course)
+
+
+def _as_plan(search: Search, plan: Plan, solution: Solution) -> Plan:
+    """A setting with its own figures, in the form of the plan."""
+    return replace(
+        plan,
+        usable_bytes=search.solver.budget.usable_bytes,
+        setting=solution.setting,
+        peak_bytes=solution.peak_bytes,
+        needed_bytes=solution.needed_bytes,
+        breakdown=solution.breakdown,
+        written_bytes=search.solver.time.written_bytes(solution.setting),
+        seconds=dict(solution.time.seconds),
+        verified_bytes=None,
+        uncorrected=uncorrected(solution.time.seconds, search.workload.rates),
+        rates=search.workload.rates.name,
+        changes=search.solver.numerics.changes(solution.setting),
+    )
+
+
+def _yielding(setting: Setting, numbers: dict[Setting, int]) -> Iterator[int]:
+    for choice in setting.chosen:
+        first = choice.technique.yields_to
+        other = setting.choose(first) if first else None
+        if other in numbers:
+            yield numbers[other]
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def _limits(search: Search) -> tuple[list[Limit], list[Limit], int]:
+    """Named limits, limits that can be chosen (the named ones among them), and the place of the planned one."""
+    capacity = search.workload.target.capacity_bytes or 0
+    unit = GIB if capacity >= 2 * GIB else MIB
+    sizes = {math.ceil(spec.memory_bytes / GIB) * GIB for spec in DEVICES} if unit == GIB else set()
+    if unit == MIB:
+        sizes = {_round(capacity * share, unit) for share in (0.5, 0.6, 0.7, 0.8, 0.9, 1.2, 1.5, 2.0, 3.0, 4.0)}
+    near = {size for size in sizes if _NAMED_FROM * capacity <= size <= _NAMED_TO * capacity} | {capacity}
+    low, high = min(near), max(near)
+    count = math.ceil(math.log(high / low) / math.log(_FINE))
+    between = {_round(low * _FINE**step, unit) for step in range(count)}
+    fine = [_limit(search, size, size in near) for size in sorted(near | {b for b in between if low < b < high})]
+    return [limit for limit in fine if limit.named], fine, [limit.capacity_bytes for limit in fine].index(capacity)
+
+
+def _round(size_bytes: float, unit: int) -> int:
+    """A size with three digits."""
+    digits = 2 - math.floor(math.log10(max(1.0, size_bytes / unit)))
+    return round(round(size_bytes / unit, max(0, digits)) * unit)
+
+
+def _limit(search: Search, capacity: int, named: bool) -> Limit:
+    """What a plan may need of a device like the planned one with another capacity."""
+    workload, budget = search.workload, search.solver.budget
+    target = workload.target
+    if capacity == target.capacity_bytes:
+        return Limit(capacity, budget.usable_bytes, named)
+    margin = target.margin_bytes if target.counts_tensors else safety_margin_bytes(capacity)
+    there = replace(target, capacity_bytes=capacity, margin_bytes=margin)
+    usable = Budget(replace(workload, target=there), budget.withheld_bytes).usable_bytes
+    return Limit(capacity, max(0, usable), named)
