@@ -112,14 +112,14 @@ def known_configuration(name: str) -> dict[str, Any] | None:
 
 
 def find_architecture(name: str) -> Architecture:
-    """Look an architecture up; an owner before a slash and upper case don't matter.
+    """Look an architecture up by its short name or its name on the hub; upper case doesn't matter.
 
     Raises:
         ValueError: If there is none of that name; lists the closest.
     """
+    if is_known(name):
+        return (_ALIASES | _ON_HUB)[name.lower()]
     key = name.rpartition("/")[2].lower()
-    if key in _ALIASES:
-        return _ALIASES[key]
     closest = get_close_matches(key, ARCHITECTURES, n=5, cutoff=0.4) or list(ARCHITECTURES)
     raise ValueError(
         f"`--model {name}` is neither a known architecture nor a local folder or file with a Hugging Face config. "

@@ -83,6 +83,14 @@ def test_pretrained_weights_in_an_own_module_are_not_loaded(away, capsys):
     assert report["micro_batch_size"] == 2
 
 
+def test_another_owner_s_model_is_named_where_it_cannot_be_had(away, capsys):
+    assert main(["estimate", "--model", "someone/gpt2-xl"]) == 2
+    told = capsys.readouterr().err
+    assert "`--model someone/gpt2-xl`" in told
+    assert "Closest: gpt2-xl" in told
+    assert "the hub can't be reached" in told
+
+
 def test_the_table_gives_way_to_what_is_named(away):
     """A folder of that name, another revision and another owner are not the model of the table."""
     from lightning_memfit.estimate.pretrained import without_weights
