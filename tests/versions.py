@@ -74,11 +74,14 @@ def install(name: str, environment: Environment, python: str) -> Path:
         return folder / "bin"
     subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
     constraints.write_text(pins)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--constraint", str(constraints)]
+    program = str(folder / "bin" / "python")
+    options = ["install", "--quiet", "--constraint", str(constraints)]
+    pip, uv = [program, "-m", "pip", *options], [sys.executable, "-m", "uv", "pip", *options, "--python", program]
     quiet = {**os.environ, "DS_BUILD_OPS": "0"}
     subprocess.run([*pip, "--upgrade", "pip"], check=True)
     subprocess.run([*pip, "torch"], check=True)
-    subprocess.run([*pip, "--editable", ".[dev,all]"], check=True, cwd=ROOT, env=quiet)
+    # Where old versions meet new ones, pip tries releases so old that they can't be built, and gives up.
+    subprocess.run([*uv, "--editable", ".[dev,all]"], check=True, cwd=ROOT, env=quiet)
     stamp.write_text(wanted)
     return folder / "bin"
 

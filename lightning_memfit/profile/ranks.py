@@ -164,5 +164,12 @@ def process_group_of(ranks: Ranks | None) -> Iterator[None]:
             f"(backend {torch.distributed.get_backend()}), as there can only be one. Trace it before training starts, "
             "or in a process of its own"
         )
-    with fake_process_group(ranks.world_size, ranks.rank), traced_data_parallel():
-        yield
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    before: int = rank_zero_only.rank  # type: ignore[attr-defined]
+    try:
+        with fake_process_group(ranks.world_size, ranks.rank), traced_data_parallel():
+            yield
+    finally:
+        # Strategies have told Lightning their rank, and what only the first may print would stay unsaid.
+        rank_zero_only.rank = before  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from benchmarks.sharded_traces import published
 from benchmarks.sharded_traces.cases import CASES, UNDER, Case
@@ -22,14 +23,21 @@ SAMPLE = (
 @pytest.mark.slow
 def test_a_sample_of_real_runs_has_the_predicted_peaks() -> None:
     assert all(case in CASES for case in SAMPLE)
-    true: dict[str, Any] = {}
-    for _ in range(3):  # a thread of gloo may free a tensor late, after which a measurement says nothing
-        lacking = [case for case in SAMPLE if case.name not in true or len(set(true[case.name]["at_starts"][1:])) > 1]
-        true |= measured(lacking, 240.0) if lacking else {}
+    predicted = {}
     for case in SAMPLE:
-        found = true[case.name]
-        assert len(set(found["at_starts"][1:])) == 1, "the allocator's events lack what a thread of gloo has freed"
-        assert predict(case)["predicted_bytes"] == pytest.approx(found["true_bytes"], rel=0.001)
+        predicted[case.name] = predict(case)["predicted_bytes"]
+        assert rank_zero_only.rank == 0  # what only the first rank says is still said
+    lacking, found = list(SAMPLE), {}
+    for _ in range(3):  # a thread of gloo may free a tensor late: then the peak is higher, or events are lacking
+        found |= measured(lacking, 240.0)
+        lacking = [case for case in lacking if not is_as_predicted(found[case.name], predicted[case.name])]
+        if not lacking:
+            return
+    assert not lacking, {case.name: (predicted[case.name], found[case.name]) for case in lacking}
+
+
+def is_as_predicted(found: dict[str, Any], predicted: int) -> bool:
+    return len(set(found["at_starts"][1:])) == 1 and found["true_bytes"] == pytest.approx(predicted, rel=0.001)
 
 
 def test_the_results_meet_their_bar() -> None:
