@@ -226,7 +226,7 @@ def _made(arguments: list[str]) -> Path:
     made = plan_recipe(make_parser().parse_args([]), of_recipe, compare=False)
     if made is None:
         raise ValueError("`memfit: auto`: without a trace there is no plan. Choose techniques yourself: `memfit: off`.")
-    plan, _ = made
+    plan = made[0]
     if not plan["fits"]:
         raise ValueError(f"`memfit: auto`: {plan['summary']} {' '.join(plan['advice'][1:])}".rstrip())
     folder = tempfile.TemporaryDirectory(prefix="memfit-")

@@ -22,7 +22,7 @@ from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.units import format_seconds, unit_of_column, unit_of_seconds
 
 from .arguments import add_batch_options, next_line, of_batch, split_arguments
-from .recipe_files import resolve
+from .recipe_files import overlay_text, resolve
 
 if TYPE_CHECKING:
     from lightning_memfit.planner.lock import PlanKey, PlanLock
@@ -141,8 +141,6 @@ def write_overlay(path: Path, plan: dict[str, Any]) -> None:
     Raises:
         ValueError: If the file exists, or its folder does not.
     """
-    from .plan_recipe import overlay_text
-
     _check_out(path)
     with path.open("x", encoding="utf-8") as file:
         file.write(overlay_text(plan["summary"], plan["overlay"]))
@@ -195,20 +193,20 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
 
     from .plan_recipe import plan_recipe
 
-    pages: list[str] | None = None if arguments.html is None else []
+    with_page = arguments.html is not None
     if arguments.json:
-        made = plan_recipe(arguments, overrides, pages=pages)
+        made = plan_recipe(arguments, overrides, with_page=with_page)
     else:
         from .progress import PlanningLine
 
         with PlanningLine() as line:
-            made = plan_recipe(arguments, overrides, progress=line, pages=pages)
+            made = plan_recipe(arguments, overrides, progress=line, with_page=with_page)
     if made is None:
         return None
-    plan, files = made
-    if pages and not arguments.dry_run:
+    plan, files, page = made
+    if page is not None and not arguments.dry_run:
         with Path(arguments.html).open("x", encoding="utf-8") as file:
-            file.write(pages[0])
+            file.write(page)
     if lock is not None and not (arguments.dry_run and arguments.lock is not None):
         _save(lock, partial(lock.save, key, plan, Sources.now(files), free), arguments.lock is not None)
     return plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ from lightning_memfit.techniques.core.sharding import Sharding
 from .errors import user_mistake
 from .estimate_recipe import division_of_recipe, quiet, target_of
 from .made_for import made_for
+from .recipe_files import overlay_text
 from .recipe_run import RecipeRun, load_recipe
 from .recipe_schema import MADE_FOR
 
@@ -65,8 +66,8 @@ def plan_recipe(
     overrides: list[str],
     compare: bool = True,
     progress: Progress = unseen,
-    pages: list[str] | None = None,
-) -> tuple[dict[str, Any], list[str]] | None:
+    with_page: bool = False,
+) -> tuple[dict[str, Any], list[str], str | None] | None:
     """Plan for a recipe; if its step can't be traced, say why and return None.
 
     Args:
@@ -74,7 +75,7 @@ def plan_recipe(
         overrides: Those of the recipe.
         compare: Compare the plan with the recipe as it is.
         progress: Is told how far the search is.
-        pages: Takes the page of all settings that the search knows; it is not made by default.
+        with_page: Make the page of all settings that the search knows.
 
     Returns:
         The plan as plain data with its overlay, and the files and folders that it was made from, some of which may not
@@ -93,7 +94,7 @@ def plan_recipe(
                 verify=arguments.verify,
                 compare=compare,
                 progress=progress,
-                observe=None if pages is None else lambda *found: explored.append(tried_of(*found)),
+                observe=(lambda *found: explored.append(tried_of(*found))) if with_page else None,
             )
         except TraceError as error:
             mistake = user_mistake(error)
@@ -112,20 +113,12 @@ def plan_recipe(
     if compare and workload.own is None:
         reason = own_setting(run, workload.devices.total)[1].rstrip(".")
         data["notes"].append(f"The recipe as it is was not compared: {reason}.")
-    if pages is not None:
+    page = None
+    if with_page:
         texts = [overlay_text(one.plan.summary(), laid(one.plan)) for one in explored[0].tried]
-        pages.append(render_plan(data, explored[0], texts))
+        page = render_plan(data, explored[0], texts)
     named_files = names_in([run.config.get("model"), run.config.get("data")])
-    return data, [*named_files, str(CalibrationFile(workload.rates.name).path)]
-
-
-def overlay_text(summary: str, overlay: Mapping[str, Any]) -> str:
-    """Return the YAML of a plan, with what it is in a comment."""
-    import yaml
-
-    text = f"# {summary}\n# Made by `memfit plan`; lay it over the recipe: fit --config RECIPE --config THIS.\n"
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return text + str(yaml.dump(dict(overlay), Dumper=dumper, sort_keys=False))
+    return data, [*named_files, str(CalibrationFile(workload.rates.name).path)], page
 
 
 def workload_of(

@@ -1,9 +1,10 @@
-"""The recipes that come with the package, by name."""
+"""The recipes that come with the package, by name, and the text of a plan's file, which is laid over one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 # In the same folder as this package, both in a checkout and in an installed wheel.
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
@@ -69,3 +70,12 @@ def without_config(arguments: Sequence[str], path: str) -> list[str]:
         elif argument != f"--config={path}":
             kept.append(argument)
     return kept
+
+
+def overlay_text(summary: str, overlay: Mapping[str, Any]) -> str:
+    """Return the YAML of a plan, with what it is in a comment."""
+    import yaml
+
+    text = f"# {summary}\n# Made by `memfit plan`; lay it over the recipe: fit --config RECIPE --config THIS.\n"
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return text + str(yaml.dump(dict(overlay), Dumper=dumper, sort_keys=False))

@@ -37,8 +37,9 @@ class Course:
 
     def raised(self, more_bytes: int) -> Course:
         """The course with as many more bytes at every moment."""
-        blocks = tuple(replace(run, forward=run.forward + more_bytes, backward=run.backward + more_bytes)
-                       for run in self.blocks)  # fmt: skip
+        blocks = tuple(
+            replace(run, forward=run.forward + more_bytes, backward=run.backward + more_bytes) for run in self.blocks
+        )
         return Course(blocks, self.head + more_bytes, self.outside + more_bytes, self.step + more_bytes)
 
     def levels(self) -> Iterator[tuple[int, int]]:

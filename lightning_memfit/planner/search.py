@@ -340,20 +340,32 @@ def _with_figures(search: Search, plan: Plan, best: Solution, verified: Solution
     is_estimate = verified is not None and best.setting.sharding is not None
     shown = verified if verified is not None and is_estimate else best
     return replace(
-        plan,
+        as_plan(search, plan, best),
         usable_bytes=(workload.target.usable_bytes or 0) if is_estimate else plan.usable_bytes,
-        setting=best.setting,
         peak_bytes=shown.peak_bytes,
         needed_bytes=shown.needed_bytes,
         breakdown=shown.breakdown,
-        written_bytes=search.solver.time.written_bytes(best.setting),
-        seconds=dict(best.time.seconds),
         verified_bytes=None if verified is None else verified.needed_bytes,
-        uncorrected=uncorrected(best.time.seconds, workload.rates),
-        rates=workload.rates.name,
-        changes=search.solver.numerics.changes(best.setting),
         bought=tuple(_effects(search, best)),
         largest_micro_batch=largest_micro_batch(search, best.setting),
+    )
+
+
+def as_plan(search: Search, plan: Plan, solution: Solution) -> Plan:
+    """Return a plan with the setting of a solution and its figures, which are not verified, in place of its own."""
+    return replace(
+        plan,
+        usable_bytes=search.solver.budget.usable_bytes,
+        setting=solution.setting,
+        peak_bytes=solution.peak_bytes,
+        needed_bytes=solution.needed_bytes,
+        breakdown=solution.breakdown,
+        written_bytes=search.solver.time.written_bytes(solution.setting),
+        seconds=dict(solution.time.seconds),
+        verified_bytes=None,
+        uncorrected=uncorrected(solution.time.seconds, search.workload.rates),
+        rates=search.workload.rates.name,
+        changes=search.solver.numerics.changes(solution.setting),
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from lightning_memfit.device.catalogue import DEVICES
 from lightning_memfit.device.runtime import safety_margin_bytes
@@ -19,14 +18,11 @@ from lightning_memfit.memory import GIB, MIB
 from lightning_memfit.planner.candidates import Rejected, conflict
 from lightning_memfit.planner.course import Course
 from lightning_memfit.planner.plan import Plan
+from lightning_memfit.planner.search import Outcome, Search, as_plan
 from lightning_memfit.planner.solve import Solution, key_of, rank_of
-from lightning_memfit.planner.time import uncorrected
 from lightning_memfit.planner.workload import Budget
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.setting import Setting
-
-if TYPE_CHECKING:
-    from lightning_memfit.planner.search import Outcome, Search
 
 _NAMED_FROM, _NAMED_TO = 0.4, 4.5
 """Shares of the device's capacity between which other devices' sizes are offered by name."""
@@ -179,28 +175,10 @@ def _tried(search: Search, plan: Plan, found: list[tuple[int, Solution]], outcom
         is_plan = setting == plan.setting
         model, size = search.solver.models.of(setting), setting.micro_batch_size or 1
         course = model.course(solution.choices, size)
-        shown = plan if is_plan else _as_plan(search, plan, solution)
+        shown = plan if is_plan else as_plan(search, plan, solution)
         # What lies beside the traced tensors: the libraries' workspaces, and samples that wait for their turn.
         course = course.raised(solution.peak_bytes - course.peak_bytes)
         yield Tried(shown, combination, solution.weight, place[index], course)
-
-
-def _as_plan(search: Search, plan: Plan, solution: Solution) -> Plan:
-    """A setting with its own figures, in the form of the plan."""
-    return replace(
-        plan,
-        usable_bytes=search.solver.budget.usable_bytes,
-        setting=solution.setting,
-        peak_bytes=solution.peak_bytes,
-        needed_bytes=solution.needed_bytes,
-        breakdown=solution.breakdown,
-        written_bytes=search.solver.time.written_bytes(solution.setting),
-        seconds=dict(solution.time.seconds),
-        verified_bytes=None,
-        uncorrected=uncorrected(solution.time.seconds, search.workload.rates),
-        rates=search.workload.rates.name,
-        changes=search.solver.numerics.changes(solution.setting),
-    )
 
 
 def _yielding(setting: Setting, numbers: dict[Setting, int]) -> Iterator[int]:
