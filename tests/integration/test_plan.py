@@ -273,7 +273,7 @@ def test_full_disk(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("cli.plan_recipe.plan_recipe", lambda *_, **__: ({"fits": True}, []))
+    monkeypatch.setattr("cli.plan_recipe.plan_recipe", lambda *_, **__: ({"fits": True}, [], None))
     monkeypatch.setattr("lightning_memfit.planner.lock.PlanLock.save", full)
     assert main(["plan", "--config", recipe, "--device", "900MiB", "--lock", str(tmp_path / "plan.lock")]) == 2
     assert "is full" in capsys.readouterr().err
