@@ -22,6 +22,7 @@ from typing import Any
 from lightning_memfit.estimate.deepspeed_sizes import AioSettings
 from lightning_memfit.memory import MIB
 from lightning_memfit.memory.cache_files import default_cache_folder, is_own, opened, sealed, write_file
+from lightning_memfit.nvme.extensions import outlive_killed_builds
 
 POINTS = tuple(
     AioSettings(block_size, queue_depth, threads)
@@ -95,6 +96,7 @@ def _measure(name: str, settings: AioSettings, size_bytes: int, repeats: int) ->
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     options = settings.config()
+    outlive_killed_builds()
     handle = AsyncIOBuilder().load(verbose=False).aio_handle(**options)
     buffer = handle.new_cpu_locked_tensor(size_bytes, torch.empty(0, dtype=torch.uint8))
     try:

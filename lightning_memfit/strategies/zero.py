@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
 from lightning_memfit.extras import require
 from lightning_memfit.memory.process import return_freed_memory
+from lightning_memfit.nvme.extensions import outlive_killed_builds
 from lightning_memfit.strategies.checkpoints import ZERO_MARK, read_run, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.integrity import stored_bytes, verify
@@ -143,6 +144,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Start the processes' communication; Lightning's own strategy refuses the CPU here."""
         broadcast_scalars()
         keep_adagrad()
+        outlive_killed_builds()
         if self._on_cpu or {"offload_optimizer", "offload_param"} & set(self.config["zero_optimization"]):
             return_freed_memory()
         if not self._on_cpu:
