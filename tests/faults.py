@@ -202,6 +202,19 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             "test_a_rank_that_fails_inside_a_save_ends_the_others",
         ),
     ),
+    "Kernels that are compiled": _cases(
+        "unit/nvme/test_extensions.py",
+        (
+            "the process that compiles or loads DeepSpeed's kernels is killed",
+            "who waits takes over",
+            "test_who_waits_takes_over_from_who_is_killed",
+        ),
+        (
+            "it had torch's own lock, and nobody has it",
+            "one message after 10 seconds",
+            "test_compiling_does_not_wait_for_nobody",
+        ),
+    ),
     "Hidden code": _cases(
         "integration/test_payloads.py",
         (
