@@ -113,7 +113,7 @@ def _load_files(path: Path, cache_dir: str | None) -> Dataset:
     try:
         return load_dataset(reader, data_files={"train": names}, split="train", cache_dir=cache_dir, **options)
     except Exception as error:
-        place = next((found for file in files if (found := _fault_in(file))), "")
+        place = next((found for look in (_fault_in, _change_in) for file in files if (found := look(file))), "")
         cause = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"`dataset={str(path)!r}` cannot be read as {reader} files: {place or cause}") from error
 
@@ -215,6 +215,26 @@ def _fault_in(file: Path, column: str | None = None) -> str | None:
             reason = _fault_of(line, column, file.suffix == ".jsonl")
             if reason is not None:
                 return f"In {str(file)!r}, line {number:,} {reason}."
+    return None
+
+
+def _change_in(file: Path) -> str | None:
+    """Name the first line of a file of JSON that has another type in a column than the lines before; None if none has.
+
+    Columns have one type each, and some versions of `datasets` read none of the file then.
+    """
+    if file.suffix != ".jsonl":
+        return None
+    known: dict[str, tuple[str, int]] = {}
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            row = json.loads(line) if line.strip() else None
+            for column, value in row.items() if isinstance(row, dict) else ():
+                kind = "number" if type(value) in (int, float) else type(value).__name__
+                before, first = known.setdefault(column, (kind, number)) if value is not None else (kind, number)
+                if kind != before:
+                    words = f"has {type(value).__name__} as {column!r}, where line {first:,} has {before}"
+                    return f"In {str(file)!r}, line {number:,} {words}."
     return None
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from lightning_memfit.data import TextData
 from lightning_memfit.data import text as token_files_module
+from lightning_memfit.data.sources import _change_in
 
 DOCUMENTS = [f"document {i} " * (i % 7 + 1) for i in range(60)]
 
@@ -139,6 +140,14 @@ def test_the_file_and_the_line_of_a_fault_are_named(tmp_path, cache, name, row, 
         TextData(str(tmp_path / name), "bytes", cache_dir=cache).load_tokens()
     assert str(tmp_path / name) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_column_that_changes_its_type_is_named_where_no_type_was_asked_for(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"a": null, "n": 1}\n\n{"a": "x", "n": 2.5}\n{"a": null, "n": null}\n{"a": 7, "n": 3}\n')
+    assert _change_in(file) == f"In {str(file)!r}, line 5 has int as 'a', where line 3 has str."
+    file.write_text('{"a": null, "n": 1}\n{"a": "x", "n": 2.5}\n')
+    assert _change_in(file) is None
 
 
 def test_links_to_nothing(tmp_path, cache):
