@@ -27,6 +27,14 @@ STEPS = 6
 DATA = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)))
 
 
+@pytest.fixture(autouse=True)
+def hangups_count():
+    """As if these tests were not started by `nohup`, whose processes ignore them."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 class Told(LightningModule):
     """Sends its process a signal at a place of the run, once."""
 
