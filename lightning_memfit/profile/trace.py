@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
-from lightning_memfit.memory.kind import CUDA, DeviceKind, DeviceType
+from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
 from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.copying import UncopiedError
 from lightning_memfit.profile.culprit import Culprit
@@ -487,6 +487,30 @@ def _wrappers() -> tuple[type, ...]:
     from torch.distributed.tensor import DTensor
 
     return (DTensor,)
+
+
+def built_shape(module: torch.nn.Module) -> torch.nn.Module:
+    """A LightningModule as it is once it has built itself (`configure_model`), in a copy that takes no memory.
+
+    Values that it reads of weights meanwhile are assumed, as in a trace.
+
+    Returns:
+        A copy on fake tensors, or the module itself if it has no `configure_model` of its own.
+
+    Raises:
+        TraceError: If it can't be built so.
+    """
+    if not _builds_itself(module):
+        return module
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    integers = RealIntegers(fake_mode)
+    with one_at_a_time(), _disable_current_modes(), _explained(module, integers), trial(module):
+        clone = fake_clone(module, fake_mode, None, integers.remember_counter)
+        with contextlib.ExitStack() as stack:
+            _enter_modes(stack, fake_mode, integers, Emulation(CPU), StepOptions())
+            with _building(module):
+                clone.configure_model()  # type: ignore[operator]
+    return clone
 
 
 def _builds_itself(module: torch.nn.Module) -> bool:
