@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightning_memfit.extras import is_installed, require
+from lightning_memfit.memory.cache_files import checksum, default_cache_folder, read_entry, write_entry
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -194,13 +196,25 @@ def _fault_of_column(documents: Dataset | PlainDocuments, column: str) -> str:
         return f"{count}, number {first:,} the first of them. Fill them in or remove them"
     if kind not in ("string", "large_string"):
         return str(documents.features[column])
+    return "" if _is_utf8(documents, column) else "bytes that are not UTF-8"
+
+
+def _is_utf8(documents: Dataset, column: str) -> bool:
+    """Whether all texts of a column are UTF-8. That all were is kept in the cache: looking reads the whole column."""
     from pyarrow import ArrowInvalid
 
+    files = [(name, os.stat(name)) for name in sorted(file["filename"] for file in documents.cache_files)]
+    stamp = [documents._fingerprint, column, [(name, one.st_size, one.st_mtime_ns) for name, one in files]]
+    entry = default_cache_folder() / "texts" / f"{checksum(stamp)[:24]}.json"
+    if files and read_entry(entry) is not None:
+        return True
     try:
-        values.validate(full=True)
+        documents.data.column(column).validate(full=True)
     except ArrowInvalid:
-        return "bytes that are not UTF-8"
-    return ""
+        return False
+    if files:  # what is in memory only has no stamp
+        write_entry(entry, {"column": column, "documents": len(documents)})
+    return True
 
 
 def _fault_in(file: Path, column: str | None = None) -> str | None:

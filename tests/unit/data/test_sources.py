@@ -1,7 +1,10 @@
+import json
+import os
+
 import numpy as np
 import pytest
 
-from lightning_memfit.data.sources import content_hash, validation_mask
+from lightning_memfit.data.sources import check_texts, content_hash, load_documents, validation_mask
 
 
 def hashes(texts):
@@ -42,3 +45,37 @@ def test_what_cannot_be_split_is_refused(texts):
 def test_fraction_out_of_range(fraction):
     with pytest.raises(ValueError, match="val_fraction"):
         validation_mask(hashes(["a", "b"]), fraction)
+
+
+class Watched:
+    """A column that notes when all of it is looked at."""
+
+    def __init__(self, column, noted):
+        self._column, self._noted = column, noted
+
+    def __getattr__(self, name):
+        return getattr(self._column, name)
+
+    def validate(self, full):
+        self._noted.append(full)
+        self._column.validate(full=full)
+
+
+def test_texts_are_looked_at_once(tmp_path, monkeypatch):
+    table = pytest.importorskip("datasets.table")
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "memfit"))
+    path, looked = tmp_path / "a.jsonl", []
+    column = table.Table.column
+    monkeypatch.setattr(table.Table, "column", lambda self, name: Watched(column(self, name), looked))
+
+    def check(name="text"):
+        documents = load_documents(str(path), None, "train", str(tmp_path / "cache"))
+        check_texts(documents, name, "text_column", str(path))
+        return len(looked)
+
+    path.write_text("".join(json.dumps({"text": f"one {number}", "more": "b"}) + "\n" for number in range(30)))
+    assert [check(), check(), check("more"), check()] == [1, 1, 2, 2]
+    with path.open("a") as file:
+        file.write(json.dumps({"text": "one more", "more": "b"}) + "\n")
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
+    assert [check(), check()] == [3, 3]
