@@ -69,7 +69,8 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
             if mistake is not None:
                 raise mistake from None
             if not arguments.measure:
-                print(f"memfit: cannot tell: {error} On the command line that is `--measure`.", file=sys.stderr)
+                told = f"{error} On the command line that is `--measure`. {run.example}".rstrip()
+                print(f"memfit: cannot tell: {told}", file=sys.stderr)
                 return None
             profile = _measure(run)
             if division is not None and division.traced:

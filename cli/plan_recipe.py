@@ -100,7 +100,7 @@ def plan_recipe(
             mistake = user_mistake(error)
             if mistake is not None:
                 raise mistake from None
-            print(f"memfit: cannot tell: {error}", file=sys.stderr)
+            print(f"memfit: cannot tell: {error} {run.example}".rstrip(), file=sys.stderr)
             return None
     data = plan.to_dict()
     origin = {MADE_FOR: made_for(run.parsed[1], workload.target.name)}

@@ -75,7 +75,9 @@ class RecipeRun:
     parsed: tuple[ArgumentParser, Namespace]
     """The recipe's parser, and its configuration before anything was made of it."""
     notes: tuple[str, ...] = ()
-    """What the user should know of how the module was made."""
+    """What the user should know of how the module and the batch were made."""
+    example: str = ""
+    """Whose example the batch is, as a sentence; empty for real batches, and shapes that were given."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -114,6 +116,7 @@ class _RecipeCLI(MemFitCLI):
         self._weights, self._context = weights, context
         self._without: tuple[Weightless, ExitStack] | None = None
         self.notes: tuple[str, ...] = ()
+        self.example = ""
         super().__init__(arguments, run=False, save_config_callback=None)
 
     @override
@@ -251,6 +254,7 @@ def _loaded(cli: _RecipeCLI, shaped: Any, real_batch: bool) -> RecipeRun:
         recipe["num_nodes"],
         (cli.parser, cli.as_written),
         cli.notes,
+        cli.example,
     )
 
 
@@ -325,20 +329,42 @@ def parse_batch_shape(text: str) -> Any:
     return [tensor for _, tensor in tensors] if len(tensors) > 1 else tensors[0][1]
 
 
-def _batch(cli: MemFitCLI, processes: int, shaped: Any, real: bool) -> Any:
+def _batch(cli: _RecipeCLI, processes: int, shaped: Any, real: bool) -> Any:
     """Return a batch: of the shapes that the user or the data module knows, or else the first real one."""
     data = cli.datamodule
-    example = getattr(data, "example_batch", None)
+    example = None if real or shaped is not None else _example_of(cli)
     if real or (shaped is None and example is None):
         return _first_batch(cli, processes)
     if data is None:
         return shaped
     data.trainer = _PlannedTrainer(cli.trainer, processes)
-    if shaped is None and example is not None:
+    if example is not None:
         architecture = getattr(cli.model, "architecture", None)
         shaped = example(getattr(architecture, "vocab_size", None))
     cli.trainer.datamodule = data  # type: ignore[attr-defined]
     return data.on_after_batch_transfer(data.on_before_batch_transfer(shaped, 0), 0)
+
+
+_MAKE_BATCHES = ("train_dataloader", "make_samples", "setup")
+"""Methods of data modules, ours and others, that decide what a batch is."""
+
+
+def _example_of(cli: _RecipeCLI) -> Callable[..., Any] | None:
+    """The data module's `example_batch`, unless it was inherited by a class that makes its batches in another way."""
+    example, kind = getattr(cli.datamodule, "example_batch", None), type(cli.datamodule)
+    owners = [owner for owner in kind.__mro__ if "example_batch" in vars(owner)]
+    if example is None or not owners:
+        return example
+    below = kind.__mro__[: kind.__mro__.index(owners[0])]
+    words = f"`example_batch` of {owners[0].__name__}"
+    for owner, name in ((owner, name) for owner in below for name in _MAKE_BATCHES if name in vars(owner)):
+        cli.notes += (
+            f"{words} was not used, as {owner.__name__} has its own `{name}`: a real batch was read. Give "
+            f"{kind.__name__} an `example_batch` of its own, or pass `--batch-shape`, to read none.",
+        )
+        return None
+    cli.example = f"The batch was made by {words}, without data; `--real-batch` reads one."
+    return example
 
 
 def _first_batch(cli: MemFitCLI, processes: int) -> Any:
