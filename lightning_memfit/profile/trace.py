@@ -23,7 +23,8 @@ from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
 from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.copying import UncopiedError
-from lightning_memfit.profile.culprit import Culprit
+from lightning_memfit.profile.course import Course
+from lightning_memfit.profile.culprit import Culprit, runs_steps
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
 from lightning_memfit.profile.events import (
     CATEGORIES,
@@ -375,6 +376,7 @@ def trace_step(
         raise not_known(module, limit, " if the step is only long. " + WAY_OUT) from None
 
 
+@runs_steps
 def _trace(
     module: torch.nn.Module,
     batch: Any,
