@@ -6,6 +6,7 @@ A run that never began leaves none behind.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import sys
@@ -79,6 +80,7 @@ class RunFolder:
 
     def __init__(self, config: Namespace) -> None:
         self.began = False
+        self._is_first = _is_first(config)
         self.path: Path | None = None
         self._is_users_choice = False
         self._trainer: Trainer | None = None
@@ -121,7 +123,7 @@ class RunFolder:
         """Make the next `version_N`, and the folders above it; on other ranks than the first only name it."""
         numbers = [int(found[1]) for path in _children(parent) if (found := re.fullmatch(r"version_(\d+)", path.name))]
         number = max(numbers, default=-1) + 1
-        if getattr(rank_zero_only, "rank", 0) != 0:
+        if not self._is_first:
             return parent / f"version_{number}"
         for folder in reversed([parent, *parent.parents]):
             if not folder.exists():
@@ -208,6 +210,16 @@ class RunFolder:
 def _is_remote(config: Namespace) -> bool:
     """Whether something is written to an address (`s3://...`), where only Lightning's file systems can make folders."""
     return any("://" in str(config.get(key)) for key in ("default_root_dir", "logger"))
+
+
+def _is_first(config: Namespace) -> bool:
+    """Whether this process makes the run's folder.
+
+    Where Lightning's own launcher is started on several machines, the first process of each has no rank yet.
+    """
+    machine = os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0"))
+    is_other_machine = config.get("num_nodes", 1) > 1 and machine != "0"
+    return getattr(rank_zero_only, "rank", 0) == 0 and not is_other_machine
 
 
 def _kind(spec: Namespace) -> str:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonargparse import Namespace
 
 from cli.main import main
+from cli.run_folder import RunFolder
 
 _DEMOS = "lightning.pytorch.demos.boring_classes"
 _REPOSITORY = Path(__file__).parents[3]
@@ -149,6 +151,22 @@ def test_a_version_of_the_user_is_not_overwritten(recipe, capsys):
     assert fit(recipe, named) == 2
     assert "NOT exist" in capsys.readouterr().err
     assert saved.read_text() == before
+
+
+@pytest.mark.parametrize("name", ["NODE_RANK", "GROUP_RANK"])
+def test_only_the_first_machine_makes_the_folder(name, tmp_path, monkeypatch):
+    """Lightning's own launcher, started on each machine, has no rank yet when the folder is made."""
+    monkeypatch.chdir(tmp_path)
+    run = Namespace(logger=False, num_nodes=2)
+    monkeypatch.setenv(name, "1")
+    assert RunFolder(run).path == Path("lightning_logs/version_0")
+    assert folders(".") == []
+    monkeypatch.setenv(name, "0")
+    assert RunFolder(run).path == Path("lightning_logs/version_0")
+    assert folders("lightning_logs") == ["version_0"]
+    monkeypatch.setenv(name, "1")  # left over from another job
+    assert RunFolder(Namespace(logger=False, num_nodes=1)).path == Path("lightning_logs/version_1")
+    assert folders("lightning_logs") == ["version_0", "version_1"]
 
 
 @pytest.mark.slow
