@@ -129,7 +129,9 @@ def report_unexpected(error: BaseException) -> int:
     """
     code = RUN_FAILED if isinstance(error, RunFailedError) else USER_ERROR
     error = original(error)
-    own_kind = any(kind.__module__.startswith("lightning_memfit.") for kind in type(error).__mro__)
+    from lightning_memfit.profile.culprit import is_of_this_package
+
+    own_kind = any(map(is_of_this_package, type(error).__mro__))
     told = str(error) if own_kind else traceback.format_exception_only(type(error), error)[-1].strip()
     place, of_rank = _place(error), _of_rank(told)
     if of_rank is not None:

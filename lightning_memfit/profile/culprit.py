@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import linecache
+import os
 import sys
 import sysconfig
 import textwrap
@@ -28,7 +29,7 @@ def _folders(*names: str) -> tuple[str, ...]:
     return tuple(folder for spec in found for folder in spec.submodule_search_locations or ())
 
 
-_OWN = _folders("lightning_memfit", "lightning_memfit.cli")
+_OWN = tuple(folder + os.sep for folder in _folders("lightning_memfit", "lightning_memfit.cli"))
 """This package, and its command line, which a checkout's `python -m cli` imports by another name."""
 
 _MACHINERY = (*_folders("torch", "lightning", "pytorch_lightning", "lightning_fabric"), *_OWN)
