@@ -90,17 +90,26 @@ def missing_extra(error: BaseException) -> str | None:
 def user_mistake(error: BaseException) -> BaseException | None:
     """Return the error that was raised to tell the user something: this one, or one that caused it; else None.
 
-    That is Lightning's `MisconfigurationException`, its refusal to overwrite a run's configuration, and a `ValueError`
-    or `ModuleNotFoundError` raised by our own code.
+    That is Lightning's `MisconfigurationException`, its refusal to overwrite a run's configuration (in other words),
+    and a `ValueError` or `ModuleNotFoundError` raised by our own code.
     jsonargparse wraps what a constructor raises, hence the causes.
     """
     if type(error).__name__ == "MisconfigurationException":
         return error
     if isinstance(error, (ValueError, ModuleNotFoundError)) and _raised_by_us(error):
         return error
-    if isinstance(error, RuntimeError) and str(error).startswith("SaveConfigCallback expected"):
-        return error  # Lightning won't overwrite the configuration of an earlier run
+    taken = re.match(r"SaveConfig\w* expected (.+) to NOT exist", str(error))
+    if isinstance(error, RuntimeError) and taken is not None:
+        return ValueError(_taken(taken[1]))
     return user_mistake(error.__cause__) if error.__cause__ is not None else None
+
+
+def _taken(config: str) -> str:
+    """What to do where the configuration of an earlier run stands, which Lightning doesn't overwrite."""
+    told = f"{config!r} is that of an earlier run, which is never overwritten. Remove it, or name another folder:"
+    if "://" in config:
+        return f"{told} at an address only CSVLogger and TensorBoardLogger have one for each run (`trainer.logger`)."
+    return f"{told} another `version` of the logger, or another `trainer.default_root_dir`."
 
 
 def _raised_by_us(error: BaseException) -> bool:
@@ -120,7 +129,9 @@ def report_unexpected(error: BaseException) -> int:
     """
     code = RUN_FAILED if isinstance(error, RunFailedError) else USER_ERROR
     error = original(error)
-    own_kind = any(kind.__module__.startswith("lightning_memfit.") for kind in type(error).__mro__)
+    from lightning_memfit.profile.culprit import is_of_this_package
+
+    own_kind = any(map(is_of_this_package, type(error).__mro__))
     told = str(error) if own_kind else traceback.format_exception_only(type(error), error)[-1].strip()
     place, of_rank = _place(error), _of_rank(told)
     if of_rank is not None:

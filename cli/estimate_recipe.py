@@ -15,8 +15,6 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.report import EstimateReport, build_report
 from lightning_memfit.estimate.target import Target, host_target, live_target, named_target, unnamed_target
@@ -27,7 +25,7 @@ from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.profile.trace import Emulation, TraceError
+from lightning_memfit.profile.trace import Emulation, TraceError, built_shape
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 
 from .arguments import NAMED_OPTIONS, split_device
@@ -58,6 +56,7 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
         run = run if count is None else _on_devices(run, count)
         target = target_of(device, run)
         division, notes = division_of_recipe(run)
+        notes += run.notes
         precision = run.options.precision
         if division is not None:
             traced = division.traced_precision(precision)
@@ -70,7 +69,8 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
             if mistake is not None:
                 raise mistake from None
             if not arguments.measure:
-                print(f"memfit: cannot tell: {error} On the command line that is `--measure`.", file=sys.stderr)
+                told = f"{error} On the command line that is `--measure`. {run.example}".rstrip()
+                print(f"memfit: cannot tell: {told}", file=sys.stderr)
                 return None
             profile = _measure(run)
             if division is not None and division.traced:
@@ -236,10 +236,7 @@ def _measure(run: RecipeRun) -> ModelProfile:
     Raises:
         ValueError: If host memory is not enough.
     """
-    with torch.device("meta"):
-        shape = copy.deepcopy(run.module, {id(run.module.trainer): None})
-        shape.configure_model()
-    weights = sum(p.numel() * p.element_size() for p in shape.parameters())
+    weights = sum(p.numel() * p.element_size() for p in built_shape(run.module).parameters())
     # The module, its copy, gradients and two fp32 states; the activations' need isn't known in advance.
     needed, available = 5 * weights, host_target().usable_bytes or 0
     if needed > available:

@@ -83,8 +83,8 @@ def plan_recipe(
     """
     with quiet(), load_recipe(overrides, arguments.batch_shape, arguments.real_batch) as run:
         named, device = (None, None) if arguments.device is None else parse_device_count(arguments.device)
-        workload = workload_of(run, target_of(device, run), arguments, named)
         try:
+            workload = workload_of(run, target_of(device, run), arguments, named)
             cache = None if arguments.no_cache else ProfileCache()
             explored: list[Explored] = []
             plan = make_plan(
@@ -100,7 +100,7 @@ def plan_recipe(
             mistake = user_mistake(error)
             if mistake is not None:
                 raise mistake from None
-            print(f"memfit: cannot tell: {error}", file=sys.stderr)
+            print(f"memfit: cannot tell: {error} {run.example}".rstrip(), file=sys.stderr)
             return None
     data = plan.to_dict()
     origin = {MADE_FOR: made_for(run.parsed[1], workload.target.name)}
@@ -109,7 +109,7 @@ def plan_recipe(
         return {**origin, **overlay_of(one, run.takes_batch_size, arguments.nvme_path)}
 
     data["overlay"] = laid(plan) if plan.fits else None
-    data["notes"] += _assumed(workload, plan, arguments)
+    data["notes"] += [*run.notes, *_assumed(workload, plan, arguments)]
     if compare and workload.own is None:
         reason = own_setting(run, workload.devices.total)[1].rstrip(".")
         data["notes"].append(f"The recipe as it is was not compared: {reason}.")

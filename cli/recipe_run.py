@@ -10,13 +10,14 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -29,12 +30,17 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 import lightning_memfit
+from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.units import format_seconds
 from lightning_memfit.models import CausalLM
 from lightning_memfit.profile.step import Precision, StepOptions
 
 from .arguments import LARGEST_COUNT
 from .explain import import_public_names
 from .lightning_cli import MemFitCLI
+
+if TYPE_CHECKING:
+    from lightning_memfit.estimate.pretrained import Weightless
 
 _PRECISIONS: dict[str, Precision] = {
     "32": "32-true",
@@ -68,6 +74,10 @@ class RecipeRun:
     num_nodes: int
     parsed: tuple[ArgumentParser, Namespace]
     """The recipe's parser, and its configuration before anything was made of it."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of how the module and the batch were made."""
+    example: str = ""
+    """Whose example the batch is, as a sentence; empty for real batches, and shapes that were given."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -104,6 +114,9 @@ class _RecipeCLI(MemFitCLI):
 
     def __init__(self, arguments: list[str], weights: bool, context: ExitStack) -> None:
         self._weights, self._context = weights, context
+        self._without: tuple[Weightless, ExitStack] | None = None
+        self.notes: tuple[str, ...] = ()
+        self.example = ""
         super().__init__(arguments, run=False, save_config_callback=None)
 
     @override
@@ -112,7 +125,8 @@ class _RecipeCLI(MemFitCLI):
         if not self._weights and _may_load_weights(self.config.get("model")):
             from lightning_memfit.estimate.pretrained import without_weights
 
-            self._context.enter_context(without_weights())
+            stack = self._context.enter_context(ExitStack())
+            self._without = stack.enter_context(without_weights()), stack
         self.as_written = self.config.clone()
         trainer = self.config.trainer
         self.recipe = {name: trainer[name] for name in _STAND_IN}
@@ -120,6 +134,58 @@ class _RecipeCLI(MemFitCLI):
             trainer[name] = value
         trainer.logger = False
         trainer.enable_progress_bar = False
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Make everything, with weights if the model's own code can't do without their values."""
+        if self._without is None:
+            super().instantiate_classes()
+            return
+        weightless, stack = self._without
+        try:
+            with weightless:
+                super().instantiate_classes()
+        except Exception as error:
+            if not weightless.was_asked:
+                raise
+            stack.close()
+            self.notes = (_with_weights(weightless, error, super().instantiate_classes),)
+
+
+def _with_weights(weightless: Weightless, error: Exception, make: Callable[[], None]) -> str:
+    """Make a recipe's model with its weights, and say what for and at which cost.
+
+    Args:
+        weightless: How it was made without them.
+        error: What that ended in.
+        make: Makes it.
+
+    Raises:
+        ValueError: If host memory has no room for them, or they can't be had.
+    """
+    from lightning_memfit.estimate.target import host_target
+    from lightning_memfit.hub import offline_if_unreachable
+    from lightning_memfit.memory.error_chain import error_chain
+    from lightning_memfit.profile.culprit import Culprit
+
+    size, free = format_bytes(weightless.weights_bytes), host_target().usable_bytes or 0
+    places = [place for one in error_chain(error) if (place := Culprit.of(one).place)]  # jsonargparse's is the first
+    reads = f"{places[-1] if places else 'the model'} reads values of pretrained weights"
+    fix = "Move that line to `configure_model`, where a value is assumed and no weights are needed."
+    if weightless.weights_bytes > free:
+        raise ValueError(f"{reads}: {size}, where {format_bytes(free)} of RAM is free. {fix}")
+    begun = time.perf_counter()
+    try:
+        with offline_if_unreachable():
+            make()
+    except Exception as failed:
+        missing = next((one for one in error_chain(failed) if isinstance(one, OSError)), None)  # of transformers
+        if missing is None:
+            raise
+        reason = str(missing).strip().splitlines()[0].rstrip(".")
+        raise ValueError(f"{reads}, which can't be loaded: {reason}. {fix}") from missing
+    seconds = format_seconds(time.perf_counter() - begun)
+    return f"{reads}, so these were loaded: {size} of host memory, {seconds}."
 
 
 def _names_file(text: str, folders: Collection[Path]) -> bool:
@@ -187,6 +253,8 @@ def _loaded(cli: _RecipeCLI, shaped: Any, real_batch: bool) -> RecipeRun:
         devices,
         recipe["num_nodes"],
         (cli.parser, cli.as_written),
+        cli.notes,
+        cli.example,
     )
 
 
@@ -261,20 +329,42 @@ def parse_batch_shape(text: str) -> Any:
     return [tensor for _, tensor in tensors] if len(tensors) > 1 else tensors[0][1]
 
 
-def _batch(cli: MemFitCLI, processes: int, shaped: Any, real: bool) -> Any:
+def _batch(cli: _RecipeCLI, processes: int, shaped: Any, real: bool) -> Any:
     """Return a batch: of the shapes that the user or the data module knows, or else the first real one."""
     data = cli.datamodule
-    example = getattr(data, "example_batch", None)
+    example = None if real or shaped is not None else _example_of(cli)
     if real or (shaped is None and example is None):
         return _first_batch(cli, processes)
     if data is None:
         return shaped
     data.trainer = _PlannedTrainer(cli.trainer, processes)
-    if shaped is None and example is not None:
+    if example is not None:
         architecture = getattr(cli.model, "architecture", None)
         shaped = example(getattr(architecture, "vocab_size", None))
     cli.trainer.datamodule = data  # type: ignore[attr-defined]
     return data.on_after_batch_transfer(data.on_before_batch_transfer(shaped, 0), 0)
+
+
+_MAKE_BATCHES = ("train_dataloader", "make_samples", "setup")
+"""Methods of data modules, ours and others, that decide what a batch is."""
+
+
+def _example_of(cli: _RecipeCLI) -> Callable[..., Any] | None:
+    """The data module's `example_batch`, unless it was inherited by a class that makes its batches in another way."""
+    example, kind = getattr(cli.datamodule, "example_batch", None), type(cli.datamodule)
+    owners = [owner for owner in kind.__mro__ if "example_batch" in vars(owner)]
+    if example is None or not owners:
+        return example
+    below = kind.__mro__[: kind.__mro__.index(owners[0])]
+    words = f"`example_batch` of {owners[0].__name__}"
+    for owner, name in ((owner, name) for owner in below for name in _MAKE_BATCHES if name in vars(owner)):
+        cli.notes += (
+            f"{words} was not used, as {owner.__name__} has its own `{name}`: a real batch was read. Give "
+            f"{kind.__name__} an `example_batch` of its own, or pass `--batch-shape`, to read none.",
+        )
+        return None
+    cli.example = f"The batch was made by {words}, without data; `--real-batch` reads one."
+    return example
 
 
 def _first_batch(cli: MemFitCLI, processes: int) -> Any:

@@ -1,11 +1,12 @@
 """`RunFolder`: the one new folder of a run, for its configuration, logs and checkpoints, whatever the logger is.
 
-A run that never began leaves none behind.
+A run that never began leaves none behind. At an address (`s3://...`) only Lightning makes folders, for its own loggers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import sys
@@ -79,12 +80,13 @@ class RunFolder:
 
     def __init__(self, config: Namespace) -> None:
         self.began = False
+        self._is_first = _is_first(config)
         self.path: Path | None = None
         self._is_users_choice = False
         self._trainer: Trainer | None = None
         self._made: list[Path] = []
         self._config, self._as_written = config, config.get("logger")
-        if not config.get("fast_dev_run") and not _is_remote(config):
+        if not config.get("fast_dev_run") and not _goes_to_address(config):
             self._claim(Path(config.get("default_root_dir") or "."))
 
     def _claim(self, default_root: Path) -> None:
@@ -121,7 +123,7 @@ class RunFolder:
         """Make the next `version_N`, and the folders above it; on other ranks than the first only name it."""
         numbers = [int(found[1]) for path in _children(parent) if (found := re.fullmatch(r"version_(\d+)", path.name))]
         number = max(numbers, default=-1) + 1
-        if getattr(rank_zero_only, "rank", 0) != 0:
+        if not self._is_first:
             return parent / f"version_{number}"
         for folder in reversed([parent, *parent.parents]):
             if not folder.exists():
@@ -205,9 +207,29 @@ class RunFolder:
         return all(path.name.startswith(_OF_A_START) or path.parts[0] == "wandb" for path in files)
 
 
-def _is_remote(config: Namespace) -> bool:
-    """Whether something is written to an address (`s3://...`), where only Lightning's file systems can make folders."""
-    return any("://" in str(config.get(key)) for key in ("default_root_dir", "logger"))
+def _goes_to_address(config: Namespace) -> bool:
+    """Whether a run lies at an address (`s3://...`), where only Lightning's file systems can make folders.
+
+    Raises:
+        ValueError: If W&B, which writes to folders alone, is given one.
+    """
+    logger = config.get("logger")
+    loggers = [spec for spec in (logger if isinstance(logger, list) else [logger]) if isinstance(spec, Namespace)]
+    places = [(_kind(spec), str((spec.get("init_args") or {}).get("save_dir"))) for spec in loggers]
+    wrong = next((place for kind, place in places if kind == "WandbLogger" and "://" in place), None)
+    if wrong is not None:
+        raise ValueError(f"`save_dir={wrong!r}` of WandbLogger is an address, and W&B writes to local folders only.")
+    return any("://" in place for place in (str(config.get("default_root_dir")), *(place for _, place in places)))
+
+
+def _is_first(config: Namespace) -> bool:
+    """Whether this process makes the run's folder.
+
+    Where Lightning's own launcher is started on several machines, the first process of each has no rank yet.
+    """
+    machine = os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0"))
+    is_other_machine = config.get("num_nodes", 1) > 1 and machine != "0"
+    return getattr(rank_zero_only, "rank", 0) == 0 and not is_other_machine
 
 
 def _kind(spec: Namespace) -> str:

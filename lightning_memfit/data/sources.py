@@ -1,6 +1,6 @@
 """Where text comes from: local files, or a data set of the hub through Hugging Face `datasets`.
 
-Without `datasets`, which is an extra, txt and jsonl files are read here (`PlainDocuments`), into memory.
+Without `datasets`, which is an extra, txt and jsonl files are read here (`PlainDocuments`).
 
 The files are read as one document per row; `validation_mask` splits documents into training and validation by content.
 """
@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_memfit.extras import is_installed, require
+from lightning_memfit.device.host import probe_host
+from lightning_memfit.extras import how_to_install, is_installed, require
+from lightning_memfit.memory.cache_files import checksum, default_cache_folder, read_entry, write_entry
+from lightning_memfit.memory.units import format_bytes
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -27,23 +35,129 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _ENDINGS = ", ".join(_READERS)
 
+MAPPED = f"With `datasets` they are mapped from disk instead: {how_to_install('datasets')}"
+"""What to do where files are read into host memory."""
 
-class PlainDocuments:
-    """Rows of local files, held in memory: as much of a `datasets.Dataset` as is needed here.
+_IN_PARTS = "Divide it into several files, or into the lines of a jsonl file."
+
+
+class NoRoomError(ValueError):
+    """What is read is more than host memory has room for."""
+
+
+class HostRoom:
+    """Counts what is read into host memory, and refuses more than was free in the beginning.
 
     Args:
-        rows: One dictionary per document.
+        what: What is read, in words.
+        fix: What to do where it is too much, as a sentence.
     """
 
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self._rows = rows
-        self.column_names = sorted({name for row in rows for name in row})
+    _SHARE = 0.1
+    """Of the free memory, from which on it is said."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        self._what, self._fix = what, fix
+        self._free, self._taken = probe_host().available_bytes, 0
+
+    def take(self, size_bytes: int) -> None:
+        """Count some more.
+
+        Raises:
+            NoRoomError: If it is too much.
+        """
+        self._taken += size_bytes
+        if self._taken > self._free:
+            raise NoRoomError(f"{self._what} take more than the {self._of_free()}. {self._fix}")
+
+    def tell(self) -> None:
+        """Say how much was read, if it is much."""
+        if self._taken > self._SHARE * self._free:
+            taken = format_bytes(self._taken)
+            rank_zero_warn(f"{self._what} take {taken} in every process, of the {self._of_free()}. {self._fix}")
+
+    def _of_free(self) -> str:
+        return f"{format_bytes(self._free)} of host memory that were free"
+
+
+class PlainDocuments:
+    """Rows of local txt and jsonl files, read anew whenever they are gone through, one at a time.
+
+    It is as much of a `datasets.Dataset` as is needed here.
+
+    Args:
+        files: From `local_files`.
+
+    Raises:
+        ValueError: If a file can't be read.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files = files
+        self._length = 0
+        self._texts: dict[str, _Texts] = {}
+        for row in self:
+            for name, value in row.items():
+                texts = self._texts.setdefault(name, _Texts())
+                if isinstance(value, str):
+                    texts.unbroken += texts.unbroken == self._length
+                    texts.count += 1
+            self._length += 1
+        self.column_names = sorted(self._texts)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for file in self._files:
+            try:
+                yield from _rows(file)
+            except NoRoomError:
+                raise
+            except ValueError as error:
+                reason = _fault_in(file) or str(error)
+                raise ValueError(f"`dataset`: the file {str(file)!r} cannot be read: {reason}") from error
 
     def __getitem__(self, column: str) -> list[Any]:
-        return [row.get(column) for row in self._rows]
+        room, values = HostRoom(f"`dataset`: without `datasets`, the texts of {column!r}", MAPPED), []
+        for row in self:
+            values.append(row.get(column))
+            room.take(sys.getsizeof(values[-1]))
+        room.tell()
+        return values
+
+    def without_text(self, column: str) -> tuple[int, int]:
+        """How many rows have no text in a column, and the number of the first of them."""
+        texts = self._texts[column]
+        return self._length - texts.count, texts.unbroken + 1
+
+
+@dataclass
+class _Texts:
+    """Rows that have text in a column: all of them, and those before the first one without."""
+
+    count: int = 0
+    unbroken: int = 0
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The documents of a file, one at a time.
+
+    Raises:
+        ValueError: If the file isn't UTF-8, or a line no JSON.
+    """
+    if file.suffix == ".txt":
+        room = HostRoom(f"`dataset`: the bytes and letters of {str(file)!r}, one document,", _IN_PARTS)
+        room.take(2 * file.stat().st_size)
+        yield {"text": file.read_text(encoding="utf-8")}
+        return
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            row = json.loads(line) if line.strip() else {}
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} is no object")
+            if row:
+                yield row
 
 
 def _read_plainly(path: Path) -> PlainDocuments:
@@ -56,22 +170,7 @@ def _read_plainly(path: Path) -> PlainDocuments:
     files = local_files(path)
     if files[0].suffix not in (".txt", ".jsonl"):
         require("datasets", f"`dataset={str(path)!r}`: reading {files[0].suffix} files")
-    rows: list[dict[str, Any]] = []
-    for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
-            if file.suffix == ".txt":
-                rows.append({"text": text})
-                continue
-            for number, line in enumerate(text.split("\n"), 1):
-                row = json.loads(line) if line.strip() else {}
-                if not isinstance(row, dict):
-                    raise ValueError(f"line {number} is no object")
-                rows += [row] if row else []
-        except ValueError as error:
-            reason = _fault_in(file) or str(error)
-            raise ValueError(f"`dataset`: the file {str(file)!r} cannot be read: {reason}") from error
-    return PlainDocuments(rows)
+    return PlainDocuments(files)
 
 
 def load_documents(
@@ -181,11 +280,11 @@ def check_texts(documents: Dataset | PlainDocuments, column: str, argument: str,
 def _fault_of_column(documents: Dataset | PlainDocuments, column: str) -> str:
     """What a column has besides text, in words; empty if it has nothing else."""
     if isinstance(documents, PlainDocuments):
-        wrong = [number for number, value in enumerate(documents[column], 1) if not isinstance(value, str)]
+        wrong, first = documents.without_text(column)
         if not wrong:
             return ""
-        count = f"{len(wrong):,} of {len(documents):,} documents have no text"
-        return f"{count}, number {wrong[0]:,} the first of them. Fill them in or remove them"
+        count = f"{wrong:,} of {len(documents):,} documents have no text"
+        return f"{count}, number {first:,} the first of them. Fill them in or remove them"
     kind = getattr(documents.features[column], "dtype", None)
     values = documents.data.column(column)
     if values.null_count:
@@ -194,13 +293,25 @@ def _fault_of_column(documents: Dataset | PlainDocuments, column: str) -> str:
         return f"{count}, number {first:,} the first of them. Fill them in or remove them"
     if kind not in ("string", "large_string"):
         return str(documents.features[column])
+    return "" if _is_utf8(documents, column) else "bytes that are not UTF-8"
+
+
+def _is_utf8(documents: Dataset, column: str) -> bool:
+    """Whether all texts of a column are UTF-8. That all were is kept in the cache: looking reads the whole column."""
     from pyarrow import ArrowInvalid
 
+    files = [(name, os.stat(name)) for name in sorted(file["filename"] for file in documents.cache_files)]
+    stamp = [documents._fingerprint, column, [(name, one.st_size, one.st_mtime_ns) for name, one in files]]
+    entry = default_cache_folder() / "texts" / f"{checksum(stamp)[:24]}.json"
+    if files and read_entry(entry) is not None:
+        return True
     try:
-        values.validate(full=True)
+        documents.data.column(column).validate(full=True)
     except ArrowInvalid:
-        return "bytes that are not UTF-8"
-    return ""
+        return False
+    if files:  # what is in memory only has no stamp
+        write_entry(entry, {"column": column, "documents": len(documents)})
+    return True
 
 
 def _fault_in(file: Path, column: str | None = None) -> str | None:

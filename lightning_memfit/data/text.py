@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,15 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_memfit.data.packed import PackedText, join
-from lightning_memfit.data.sources import PlainDocuments, check_texts, content_hash, load_documents, validation_mask
+from lightning_memfit.data.sources import (
+    MAPPED,
+    HostRoom,
+    PlainDocuments,
+    check_texts,
+    content_hash,
+    load_documents,
+    validation_mask,
+)
 from lightning_memfit.data.tokenization import encode, token_dtype, tokenizer_fingerprint
 
 # --- token files ------------------------------------------------------------------------------------------------------
@@ -26,7 +34,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-_ROWS = 1000
+_ROWS, _LETTERS = 1000, 1 << 22
+"""Documents, and letters of them, that are tokenized at a time."""
 
 
 def tokenize_documents(
@@ -91,6 +100,20 @@ def write_tokens(tokenized: Dataset, folder: Path, name: str, keep: np.ndarray |
 def _tokenize(batch: dict[str, list[Any]], column: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     texts = [text for text in batch[column] if text]
     return {"tokens": encode(tokenizer, texts), "hash": np.array([content_hash(text) for text in texts], np.uint64)}
+
+
+def _portions(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts that aren't empty, so many at a time that a tokenizer's own records of them stay small."""
+    portion: list[str] = []
+    letters = 0
+    for text in filter(None, texts):
+        portion.append(text)
+        letters += len(text)
+        if len(portion) == _ROWS or letters > _LETTERS:
+            yield portion
+            portion, letters = [], 0
+    if portion:
+        yield portion
 
 
 def _fill(tokenized: Dataset, keep: np.ndarray | None, path: str) -> None:
@@ -213,18 +236,24 @@ class TextData(PackedText):
         if self.val_split is not None:
             raise ValueError(f"`val_split={self.val_split!r}` is for data sets of the hub. Local files have none.")
         check_texts(documents, self.text_column, "text_column", self.dataset)
-        texts = [text for text in documents[self.text_column] if text]
-        if not texts:
+        room = HostRoom(f"`dataset={self.dataset!r}`: without `datasets`, its tokens", MAPPED)
+        tokens: list[np.ndarray] = []
+        hashes: list[int] = []
+        for texts in _portions(row[self.text_column] for row in documents):
+            encoded = encode(self.tokenizer, texts)
+            room.take(2 * sum(one.nbytes for one in encoded))  # they are joined
+            tokens += encoded
+            hashes += map(content_hash, texts)
+        if not tokens:
             raise ValueError(
                 f"`text_column={self.text_column!r}`: none of the {len(documents)} documents has any text."
             )
-        tokens = encode(self.tokenizer, texts)
-        if len(texts) == 1:
+        room.tell()
+        if len(tokens) == 1:
             cut = round(len(tokens[0]) * (1 - self.val_fraction))
             return tokens[0][:cut], tokens[0][cut:]
         # `datasets` hands hashes out as signed integers; so that both choose the same documents, they are so here, too.
-        hashes = np.array([content_hash(text) for text in texts], np.uint64).astype(np.int64)
-        mask = validation_mask(hashes, self.val_fraction)
+        mask = validation_mask(np.array(hashes, np.uint64).astype(np.int64), self.val_fraction)
         train, val = (
             [one for one, is_val in zip(tokens, mask, strict=True) if is_val == side] for side in (False, True)
         )

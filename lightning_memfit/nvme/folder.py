@@ -183,14 +183,17 @@ def folder_name(host: str, run_id: str) -> str:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether any process of the run is alive: each holds the lock until it ends, in whatever way."""
+    """Whether any process of the run is alive: each holds the lock until it ends, in whatever way.
+
+    Where the file system has no locks, nobody can tell, and it counts as alive.
+    """
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR)
     except FileNotFoundError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:
         return True
     finally:
         os.close(descriptor)
@@ -393,7 +396,8 @@ def _locked(parent: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             raise ValueError(
-                f"`nvme_path` {str(parent)!r} can't be locked ({error.strerror}): name a folder on a local drive."
+                f"`nvme_path` {str(parent)!r} can't be locked ({error.strerror}), which keeps runs from removing each "
+                "other's files: name a folder on a local drive."
             ) from error
         yield
     finally:

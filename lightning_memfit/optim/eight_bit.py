@@ -225,6 +225,99 @@ class Form:
         return {**named, "betas": tuple(group[name] for name in betas)} if betas else named
 
 
+_Upstream: Any = object
+"""Stands for the class of bitsandbytes that follows in the order of bases."""
+
+
+class _Guarded(_Upstream):  # type: ignore[misc]
+    """What comes before a class of bitsandbytes: it reads groups of the original, and refuses what it can't step."""
+
+    upstream: type[Any]
+    """The class of bitsandbytes that steps."""
+    form: Form
+    state_widths: StateWidths
+    upstream_defaults: dict[str, Any]
+    checks: "_Checks"
+
+    @override
+    def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+        translated = {**self.upstream_defaults, **self.form.translate(group)}
+        config: dict[str, Any] = super().get_config(gindex, pindex, translated)
+        config["optim_bits"] = self.state_widths.requested(group["params"][pindex])
+        return config
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = run_closure(closure)
+        self._refuse()
+        step_below_hooks(self, self.upstream)
+        return loss
+
+    @override
+    def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        if not p.numel():
+            return
+        where = p.data
+        super().update_step(group, p, gindex, pindex)
+        if not where.is_contiguous():
+            # bitsandbytes has moved it to contiguous memory, away from whatever else refers to its own.
+            where.copy_(p.data)
+            p.data = where
+
+    @override
+    def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        # Kernels walk through states in the order of a contiguous parameter.
+        like = p if p.is_contiguous() else torch.empty_like(p, memory_format=torch.contiguous_format)
+        buffer: Tensor = super().get_state_buffer(like, dtype)
+        return buffer
+
+    @override
+    def state_dict(self) -> StateDict:
+        """Return bitsandbytes' states; those of 32 bits by torch's names, which torch's optimizers can load."""
+        saved: StateDict = super().state_dict()
+        resume = Resume.of(self)
+        if resume is not None and resume.class_name.startswith("torch."):
+            if self.args.optim_bits == 32:
+                states = saved["state"].items()
+                saved["state"] = {number: _plain(flat(state), self.form.family) for number, state in states}
+            elif self.form.family == "SGD":
+                # torch's SGD would start with new momenta where it finds none; of a number it makes an error.
+                for state in saved["state"].values():
+                    state[MOMENTS["SGD"][0]] = self.args.optim_bits
+        return saved
+
+    @override
+    def load_state_dict(self, state_dict: StateDict, move_to_device: bool = True) -> None:
+        """Load what this optimizer or one of its family has saved, and run torch's hooks as torch does."""
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        super().load_state_dict(state_dict, move_to_device)
+        self.checks.num_checked = 0
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy everything; torch's optimizers leave out attributes that bitsandbytes needs."""
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            if name != "step":  # a scheduler's layer, which would step the original
+                copied.__dict__[name] = value if name == "page_mng" else copy.deepcopy(value, memo)
+        return copied
+
+    def _refuse(self) -> None:
+        """Refuse, before a weight changes, what bitsandbytes would ignore or fail at."""
+        name = type(self).__name__
+        for index, group in enumerate(self.param_groups):
+            reason = self.form.refusal(group)
+            if reason:
+                raise ValueError(f"{name}, parameter group {index}: {reason}.")
+            refuse_sparse(name, group["params"])
+            for parameter in group["params"]:
+                if parameter not in self.state:
+                    refuse_parameter(parameter, index)
+
+
 @functools.cache
 def guarded(cls: type[Any]) -> type[Any]:
     """Make a class of the same name that steps groups of the original optimizer, and refuses what it can't step.
@@ -232,93 +325,8 @@ def guarded(cls: type[Any]) -> type[Any]:
     Args:
         cls: An optimizer class of bitsandbytes.
     """
-
-    class Guarded(cls):  # type: ignore[misc]
-        form: Form
-        state_widths: StateWidths
-        upstream_defaults: dict[str, Any]
-        checks: "_Checks"
-
-        @override
-        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-            translated = {**self.upstream_defaults, **self.form.translate(group)}
-            config: dict[str, Any] = super().get_config(gindex, pindex, translated)
-            config["optim_bits"] = self.state_widths.requested(group["params"][pindex])
-            return config
-
-        @override
-        def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            loss = run_closure(closure)
-            self._refuse()
-            step_below_hooks(self, cls)
-            return loss
-
-        @override
-        def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
-            if not p.numel():
-                return
-            where = p.data
-            super().update_step(group, p, gindex, pindex)
-            if not where.is_contiguous():
-                # bitsandbytes has moved it to contiguous memory, away from whatever else refers to its own.
-                where.copy_(p.data)
-                p.data = where
-
-        @override
-        def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-            # Kernels walk through states in the order of a contiguous parameter.
-            like = p if p.is_contiguous() else torch.empty_like(p, memory_format=torch.contiguous_format)
-            buffer: Tensor = super().get_state_buffer(like, dtype)
-            return buffer
-
-        @override
-        def state_dict(self) -> StateDict:
-            """Return bitsandbytes' states; those of 32 bits by torch's names, which torch's optimizers can load."""
-            saved: StateDict = super().state_dict()
-            resume = Resume.of(self)
-            if resume is not None and resume.class_name.startswith("torch."):
-                if self.args.optim_bits == 32:
-                    states = saved["state"].items()
-                    saved["state"] = {number: _plain(flat(state), self.form.family) for number, state in states}
-                elif self.form.family == "SGD":
-                    # torch's SGD would start with new momenta where it finds none; of a number it makes an error.
-                    for state in saved["state"].values():
-                        state[MOMENTS["SGD"][0]] = self.args.optim_bits
-            return saved
-
-        @override
-        def load_state_dict(self, state_dict: StateDict, move_to_device: bool = True) -> None:
-            """Load what this optimizer or one of its family has saved, and run torch's hooks as torch does."""
-            state_dict = dict(state_dict)
-            for hook in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = hook(self, state_dict) or state_dict
-            super().load_state_dict(state_dict, move_to_device)
-            self.checks.num_checked = 0
-            for hook in self._optimizer_load_state_dict_post_hooks.values():
-                hook(self)
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            """Copy everything; torch's optimizers leave out attributes that bitsandbytes needs."""
-            memo[id(self)] = copied = type(self).__new__(type(self))
-            for name, value in vars(self).items():
-                if name != "step":  # a scheduler's layer, which would step the original
-                    copied.__dict__[name] = value if name == "page_mng" else copy.deepcopy(value, memo)
-            return copied
-
-        def _refuse(self) -> None:
-            """Refuse, before a weight changes, what bitsandbytes would ignore or fail at."""
-            name = type(self).__name__
-            for index, group in enumerate(self.param_groups):
-                reason = self.form.refusal(group)
-                if reason:
-                    raise ValueError(f"{name}, parameter group {index}: {reason}.")
-                refuse_sparse(name, group["params"])
-                for parameter in group["params"]:
-                    if parameter not in self.state:
-                        refuse_parameter(parameter, index)
-
-    Guarded.__name__, Guarded.__qualname__, Guarded.__module__ = cls.__name__, cls.__qualname__, cls.__module__
-    return Guarded
+    names = {"__qualname__": cls.__qualname__, "__module__": cls.__module__, "__doc__": cls.__doc__, "upstream": cls}
+    return type(cls.__name__, (_Guarded, cls), names)
 
 
 class _Checks(OwnHook):

@@ -6,23 +6,20 @@ what a user names: allowed numerics, the module, the number of devices.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-import torch
-
 from lightning_memfit.estimate.division import Division
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.planner.time import Rates
 from lightning_memfit.profile.build import batch_size
-from lightning_memfit.profile.copying import copied
-from lightning_memfit.profile.fake import fake_pretrained_weights, tensors_in
+from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import built_shape
 from lightning_memfit.techniques.core.facts import Facts, read_facts
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.sharding import Sharding
@@ -297,16 +294,17 @@ def facts_of(module: Any, target: Target, options: StepOptions, optimizer: str =
 
     Raises:
         ValueError: If the module has no training step.
+        TraceError: If it can't be built without memory.
     """
     check_trainable(module)
-    shape = module
-    if hasattr(module, "configure_model"):
-        with torch.device("meta"), fake_pretrained_weights(), contextlib.suppress(NotImplementedError):
-            shape = copied(module)
-            shape.configure_model()
     capability = target.capability if target.device_kind.has_compute_capability else None
     return read_facts(
-        shape, target.kind, capability, optimizer, options.gradient_clip_val, options.gradient_clip_algorithm
+        built_shape(module),
+        target.kind,
+        capability,
+        optimizer,
+        options.gradient_clip_val,
+        options.gradient_clip_algorithm,
     )
 
 

@@ -18,6 +18,7 @@ from lightning_memfit.profile.cache import ProfileCache, package_versions, profi
 from lightning_memfit.profile.callbacks import CallbackError, acting_callbacks
 from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.course import Course, RunLength
+from lightning_memfit.profile.culprit import runs_steps
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import describe_processor
@@ -324,6 +325,7 @@ def sequence_length(batch: Any) -> int | None:
 # --- measuring instead of tracing -------------------------------------------------------------------------------------
 
 
+@runs_steps
 def measure_step(
     module: torch.nn.Module,
     batch: Any,

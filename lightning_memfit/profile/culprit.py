@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import linecache
+import os
 import sys
 import sysconfig
 import textwrap
@@ -12,8 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType, FunctionType
-from typing import Literal
+from types import CodeType, FrameType, FunctionType
+from typing import Any, Literal, TypeVar
+
+_Function = TypeVar("_Function", bound=Any)
 
 Owner = Literal["user", "library", "machinery", "standard"]
 """Whose code it is: the user's own, that of an installed package, that of torch, Lightning and this package, or
@@ -26,7 +29,7 @@ def _folders(*names: str) -> tuple[str, ...]:
     return tuple(folder for spec in found for folder in spec.submodule_search_locations or ())
 
 
-_OWN = _folders("lightning_memfit", "lightning_memfit.cli")
+_OWN = tuple(folder + os.sep for folder in _folders("lightning_memfit", "lightning_memfit.cli"))
 """This package, and its command line, which a checkout's `python -m cli` imports by another name."""
 
 _MACHINERY = (*_folders("torch", "lightning", "pytorch_lightning", "lightning_fabric"), *_OWN)
@@ -85,8 +88,17 @@ def running_frames(thread: int | None = None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+_RUN_STEPS: set[CodeType] = set()
+
+
+def runs_steps(function: _Function) -> _Function:
+    """Mark a function that runs the user's steps: what called it, such as a script or a console command, is no step."""
+    _RUN_STEPS.add(function.__code__)
+    return function
+
+
 def calling_line(thread: int | None = None) -> str:
-    """The innermost line of the user's code that is being run, as ` at file:line, in function`; empty if there is none.
+    """The innermost line of the user's code in the step being run, as ` at file:line, in function`; empty without one.
 
     Code of installed packages is nobody's own.
 
@@ -94,6 +106,8 @@ def calling_line(thread: int | None = None) -> str:
         thread: Another thread that runs it, by `threading.get_ident`.
     """
     for frame in running_frames(thread):
+        if frame.f_code in _RUN_STEPS:
+            break
         if owner_of_frame(frame) == "user":
             return f" at {frame.f_code.co_filename}:{frame.f_lineno}, in `{frame.f_code.co_name}`"
     return ""

@@ -185,11 +185,14 @@ _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit")
 
 
 @contextmanager
-def fake_pretrained_weights(device: str | None = None) -> Iterator[None]:
+def fake_pretrained_weights(
+    device: str | None = None, note: Callable[[Any], object] = lambda model: None
+) -> Iterator[None]:
     """Let `from_pretrained` build the architecture without reading the weights, whose values no trace needs.
 
     Args:
         device: Where to build it; by default where the caller's modes have it, such as on fake tensors.
+        note: Is given every model that is built so.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
@@ -216,6 +219,7 @@ def fake_pretrained_weights(device: str | None = None) -> Iterator[None]:
         options = {} if dtype == "auto" else {"dtype": dtype}
         with torch.device(device) if device is not None else nullcontext():
             model = cls._from_config(config, **options, **of_model).eval()
+        note(model)
         return (model, {}) if kwargs.get("output_loading_info") else model
 
     with replaced(modeling.PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):

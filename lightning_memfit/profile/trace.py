@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
-from lightning_memfit.memory.kind import CUDA, DeviceKind, DeviceType
+from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
 from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.copying import UncopiedError
-from lightning_memfit.profile.culprit import Culprit
+from lightning_memfit.profile.course import Course
+from lightning_memfit.profile.culprit import Culprit, runs_steps
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
 from lightning_memfit.profile.events import (
     CATEGORIES,
@@ -56,7 +57,7 @@ from lightning_memfit.profile.quiet import collector_paused, loggers_at
 from lightning_memfit.profile.ranks import Ranks, RunningGroupError, process_group_of
 from lightning_memfit.profile.record import Growth, ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
-from lightning_memfit.profile.repeat import fold_blocks, fold_groups, plan_fold, unroll
+from lightning_memfit.profile.repeat import Fold, fold_blocks, fold_groups, plan_fold, unroll
 from lightning_memfit.profile.seal import RefusedError
 from lightning_memfit.profile.step import (
     AUTOCAST_DTYPES,
@@ -375,6 +376,7 @@ def trace_step(
         raise not_known(module, limit, " if the step is only long. " + WAY_OUT) from None
 
 
+@runs_steps
 def _trace(
     module: torch.nn.Module,
     batch: Any,
@@ -421,36 +423,27 @@ def _trace(
             recorder = EventRecorder(
                 fold.blocks, host_scalars=cuda, python_kernels=not cuda, wrappers=_wrappers() if ranks else ()
             )
-            course = run_copy(
-                module,
-                clone,
-                recorder,
-                integers.fake_batch(batch),
-                options,
-                techniques,
-                others,
-                make_optimizer,
-                start_hooks,
-                budget,
-                outside,
-                TensorAccess(integers.number_of, integers.set_number),
-                ranks,
-            )
-    events = course.essential(recorder.result())
-    undivided: list[str] = []
-    if ranks is not None:  # a step begins with what the strategy has divided
-        events = without_setup(events)
-        undivided = _undivided(table, events) if builds_itself else []
+            own_batch, numbers = integers.fake_batch(batch), TensorAccess(integers.number_of, integers.set_number)
+            settings = (options, techniques, others, make_optimizer, start_hooks, budget, outside)
+            course = run_copy(module, clone, recorder, own_batch, *settings, numbers, ranks)
+    ran = _what_ran(recorder, course, integers, dispatch, fold, table)
+    if ranks is not None:
+        ran = _once_divided(ran, builds_itself)
+    return _with_every_block(ran, fold, recorder, course)
+
+
+def _what_ran(
+    recorder: EventRecorder,
+    course: Course,
+    integers: RealIntegers,
+    dispatch: CudaDispatch | None,
+    fold: Fold,
+    table: tuple[ParameterInfo, ...],
+) -> Trace:
+    """Read the trace of the blocks that ran from what followed them."""
     flops, per_block = recorder.flops()
-    extra = fold.num_blocks - len(fold.blocks)
-    if extra and recorder.gathered_bytes > _NEGLIGIBLE_BYTES:
-        raise AlignmentError("a tensor is joined from those of several blocks, so that it grows with their number")
-    if extra and course.draws:
-        raise AlignmentError("the step draws random numbers, by which it may leave blocks out")
-    if extra and course.callback_bytes > _NEGLIGIBLE_BYTES:
-        raise AlignmentError("a callback makes tensors, perhaps for every block")
     return Trace(
-        events=unroll(events, fold.num_blocks) if extra else events,
+        events=course.essential(recorder.result()),
         parameters=table,
         optimizer=" + ".join(recorder.optimizers),
         num_blocks=fold.num_blocks,
@@ -459,16 +452,47 @@ def _trace(
         assumptions=tuple(dict.fromkeys(integers.assumptions)),
         taken=tuple(dict.fromkeys(integers.taken)),
         routings=tuple(dict.fromkeys(integers.routings)),
-        assumed=assumed,
+        assumed=integers.assumed,
         attention_kernels=dict(dispatch.used) if dispatch else {},
-        flops=_unrolled(flops, per_block, extra),
+        flops=flops,
         block_flops=per_block,
-        operators=_unrolled(*recorder.operators(), extra),
-        traffic=_unrolled(*recorder.traffic(), extra),
+        operators=recorder.operators()[0],
+        traffic=recorder.traffic()[0],
         host=recorder.host_memory(fold.num_blocks),
         batches=course.batches,
         growth=course.growth,
-        remarks=(*course.remarks, *recorder.remarks(), *undivided),
+        remarks=(*course.remarks, *recorder.remarks()),
+    )
+
+
+def _once_divided(ran: Trace, builds_itself: bool) -> Trace:
+    """The trace of a rank from where the strategy has divided the module."""
+    events = without_setup(ran.events)
+    undivided = _undivided(ran.parameters, events) if builds_itself else []
+    return replace(ran, events=events, remarks=(*ran.remarks, *undivided))
+
+
+def _with_every_block(ran: Trace, fold: Fold, recorder: EventRecorder, course: Course) -> Trace:
+    """The trace of a module with all its blocks, from that of the few which ran.
+
+    Raises:
+        AlignmentError: If the others may take more than copies of those.
+    """
+    extra = fold.num_blocks - len(fold.blocks)
+    if not extra:
+        return ran
+    if recorder.gathered_bytes > _NEGLIGIBLE_BYTES:
+        raise AlignmentError("a tensor is joined from those of several blocks, so that it grows with their number")
+    if course.draws:
+        raise AlignmentError("the step draws random numbers, by which it may leave blocks out")
+    if course.callback_bytes > _NEGLIGIBLE_BYTES:
+        raise AlignmentError("a callback makes tensors, perhaps for every block")
+    return replace(
+        ran,
+        events=unroll(ran.events, fold.num_blocks),
+        flops=_unrolled(*recorder.flops(), extra),
+        operators=_unrolled(*recorder.operators(), extra),
+        traffic=_unrolled(*recorder.traffic(), extra),
     )
 
 
@@ -487,6 +511,30 @@ def _wrappers() -> tuple[type, ...]:
     from torch.distributed.tensor import DTensor
 
     return (DTensor,)
+
+
+def built_shape(module: torch.nn.Module) -> torch.nn.Module:
+    """A LightningModule as it is once it has built itself (`configure_model`), in a copy that takes no memory.
+
+    Values that it reads of weights meanwhile are assumed, as in a trace.
+
+    Returns:
+        A copy on fake tensors, or the module itself if it has no `configure_model` of its own.
+
+    Raises:
+        TraceError: If it can't be built so.
+    """
+    if not _builds_itself(module):
+        return module
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    integers = RealIntegers(fake_mode)
+    with one_at_a_time(), _disable_current_modes(), _explained(module, integers), trial(module):
+        clone = fake_clone(module, fake_mode, None, integers.remember_counter)
+        with contextlib.ExitStack() as stack:
+            _enter_modes(stack, fake_mode, integers, Emulation(CPU), StepOptions())
+            with _building(module):
+                clone.configure_model()  # type: ignore[operator]
+    return clone
 
 
 def _builds_itself(module: torch.nn.Module) -> bool:

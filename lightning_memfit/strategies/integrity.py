@@ -5,6 +5,7 @@ other programs read it as before. A folder has `memfit_manifest.json`, with size
 """
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_memfit.memory import format_bytes
@@ -124,7 +126,10 @@ def _own(partial: Path, is_folder: bool) -> int | None:
 
 
 def locked(descriptor: int, seconds: float = 0.0) -> bool:
-    """Lock a file or folder that is open, until it is closed; False if another process has it for longer than this."""
+    """Lock a file or folder that is open, until it is closed; False if another process has it for longer than this.
+
+    Where there are no locks, that is said once, and it counts as locked.
+    """
     end = time.monotonic() + seconds
     while True:
         try:
@@ -135,10 +140,19 @@ def locked(descriptor: int, seconds: float = 0.0) -> bool:
             if time.monotonic() >= end:
                 return False
             time.sleep(0.005)
-        except (ImportError, OSError):  # a system or file system without locks
+        except (ImportError, OSError) as error:  # a system or file system without locks, such as some of NFS and Lustre
+            _tell_without_locks(str(error))
             return True
         else:
             return True
+
+
+@functools.cache
+def _tell_without_locks(why: str) -> None:
+    rank_zero_warn(
+        f"The file system of the checkpoints has no locks ({why}). Saving goes on; two runs that write the same "
+        "checkpoint at the same time are not kept apart there. Let every run write into a folder of its own."
+    )
 
 
 def own_place(target: Path) -> int | None:

@@ -44,7 +44,8 @@ def run_ranks(
 ) -> list[Ended]:
     """Call `function(*args)` on every rank; processes that have not ended after some time are killed.
 
-    The processes are forked and independent of each other, as those of a launcher on several machines are.
+    The processes are forked and independent of each other, as those of a launcher on several machines are. The time in
+    which a rank has waited for a core doesn't count. What is killed says so in its output, and where it was.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -57,16 +58,30 @@ def run_ranks(
     for process in processes:
         process.start()
     ends: dict[int, float] = {}
-    while len(ends) < world_size and time.monotonic() - begin < seconds:
+    while len(ends) < world_size and time.monotonic() - begin - max(map(_waited, processes)) < seconds:
         time.sleep(0.05)
         for rank, process in enumerate(processes):
             if rank not in ends and not process.is_alive():
                 ends[rank] = time.monotonic() - begin
+    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for rank in late:
+        with (folder / f"output-{rank}.txt").open("a") as output:
+            output.write(f"\nrank {rank} had not ended after {time.monotonic() - begin:.0f} s and is killed here:\n")
+        os.kill(processes[rank].pid, signal.SIGUSR2)
+    time.sleep(0.5 if late else 0)
+    for rank in late:
+        os.kill(processes[rank].pid, signal.SIGKILL)
     for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
         process.join()
     return [_ended(folder, rank, process.exitcode, ends.get(rank, seconds)) for rank, process in enumerate(processes)]
+
+
+def _waited(process: Any) -> float:
+    """Seconds in which a process was ready to run and had no core; 0 once it has ended, or where nobody tells."""
+    try:
+        return int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def free_port() -> int:
@@ -89,11 +104,12 @@ def _ended(folder: Path, rank: int, code: int | None, seconds: float) -> Ended:
 
 def _run(function: Callable[..., Any], rank: int, world_size: int, port: int, folder: Path, args: Any) -> None:
     """In the process of a rank: call the function and leave what it returned or raised in a file."""
-    output = os.open(folder / f"output-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    output = os.open(folder / f"output-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
     faulthandler.enable(sys.stderr)  # where a library ends the process, it says in which call
+    faulthandler.register(signal.SIGUSR2, sys.stderr)
     names = {"LOCAL_RANK": rank, "RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     global num_ranks

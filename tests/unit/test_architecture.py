@@ -33,7 +33,7 @@ ALLOWED = {
     "bench": {"memory", "device", "profile", "estimate", "techniques", "fitting", "measure"},
     "strategies": {"techniques", "memory", "device", "optim", "checkpointing", "profile", "estimate", "nvme"},
     "models": {"memory", "optim", "adapters"},
-    "data": {"memory"},
+    "data": {"memory", "device"},
 }
 
 # Where the text "cuda" may be written, and why; everybody else asks a `DeviceKind`.

@@ -210,6 +210,17 @@ def test_a_package_that_a_begun_run_misses_is_no_mistake_of_the_command(capsys, 
         raise RunFailedError from missing
 
 
+def test_messages_of_own_errors_go_without_the_name_of_their_class(capsys):
+    """Its file tells, not its name: a checkout's command line is `cli`, not `lightning_memfit.cli`."""
+    for module, told in (
+        ("cli.errors", "no room"),
+        ("lightning_memfit.memory.units", "no room"),
+        ("mine", "mine.Full: no room"),
+    ):
+        assert report_unexpected(type("Full", (Exception,), {"__module__": module})("no room")) == 2
+        assert capsys.readouterr().err.startswith(f"memfit: error: {told} (")
+
+
 def test_long_messages_are_cut(capsys):
     error = RuntimeError("\n".join(f"line {number}" for number in range(100)))
     assert report_unexpected(error) == 2

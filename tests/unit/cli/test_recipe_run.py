@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from cli.recipe_run import load_recipe, parse_batch_shape
 from lightning_memfit.data import PairData, TextData
 from lightning_memfit.estimate.architectures import ARCHITECTURES, is_known, known_configuration
 from lightning_memfit.estimate.named import architecture_of
+from lightning_memfit.memory import GIB
 
 _OWN = """
 import lightning.pytorch as pl, torch
@@ -81,6 +83,94 @@ def test_pretrained_weights_in_an_own_module_are_not_loaded(away, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["num_parameters"] == ARCHITECTURES["distilbert-base"].num_parameters + 5 * 769  # 7 classes, not 2
     assert report["micro_batch_size"] == 2
+
+
+_READS = """
+import lightning.pytorch as pl, numpy, torch
+from transformers import GPT2LMHeadModel
+class Reader(pl.LightningModule):
+    def __init__(self, name: str, late: bool = False, mistake: bool = False):
+        super().__init__()
+        self.name = name
+        if not late:
+            self.configure_model()
+        if mistake:
+            self.width = self.network.config.no_such_width
+    def configure_model(self):
+        self.network = GPT2LMHeadModel.from_pretrained(self.name)
+        self.scale = READ
+    def training_step(self, batch, batch_idx):
+        return self.network(**batch).loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+"""
+_SHAPES = "--batch-shape=input_ids=2x8:int64,labels=2x8:int64"
+
+
+@pytest.fixture
+def reader(away, monkeypatch, request):
+    """A recipe whose module reads weights' values where it is made, and a folder with such weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=50, n_positions=16)).save_pretrained("weights")
+    name = f"own_reader_{abs(hash(request.param))}"
+    Path(f"{name}.py").write_text(_READS.replace("READ", request.param))
+    model = {"class_path": f"{name}.Reader", "init_args": {"name": "weights"}}
+    Path("own.yaml").write_text(yaml.safe_dump({"model": model, "trainer": {"max_steps": 1, "accelerator": "cpu"}}))
+    monkeypatch.syspath_prepend(str(away))
+    return ["--config", "own.yaml", _SHAPES, "--device=12GiB"]
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        "2.0 if self.network.lm_head.weight.std() > 1 else 1.0",
+        "numpy.asarray(self.network.lm_head.weight.detach()).mean()",
+        "sum(self.network.transformer.ln_f.weight.tolist())",
+        "torch.nn.Embedding.from_pretrained(self.network.lm_head.weight.detach()).to('cpu')",
+        "torch.nn.init.normal_(torch.empty(8), std=float(self.network.lm_head.weight.std()))",
+        "torch.nn.Linear(8, 50).load_state_dict({**self.network.lm_head.state_dict(), 'bias': torch.zeros(50)})",
+    ],
+    indirect=True,
+)
+def test_weights_whose_values_a_module_reads_are_loaded(reader, capsys):
+    assert main(["estimate", *reader, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_parameters"] >= 50 * 8 + 16 * 8 + 8
+    note = next(note for note in report["notes"] if "were loaded" in note)
+    assert "own_reader" in note
+    assert "in configure_model: `self.scale = " in note
+    assert "KiB of host memory" in note
+
+
+@pytest.mark.parametrize("reader", ["self.network.lm_head.weight.std().item()"], indirect=True)
+def test_weights_that_cannot_be_loaded_are_one_message(reader, capsys, monkeypatch):
+    import lightning_memfit.estimate.target as target
+
+    with monkeypatch.context() as patch:
+        small = target.host_target(8 * GIB)
+        patch.setattr(target, "host_target", lambda: replace(small, capacity_bytes=1000, margin_bytes=0))
+        assert main(["estimate", *reader]) == 2
+    told = capsys.readouterr().err
+    assert "reads values of pretrained weights: " in told
+    assert "1000 B of RAM is free" in told
+    Path("weights/model.safetensors").unlink()
+    assert main(["estimate", *reader]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("memfit: error: own_reader")
+    assert "which can't be loaded" in told
+    assert "Move that line to `configure_model`" in told
+    assert main(["estimate", *reader, "--model.late=true", "--json"]) == 0  # what the message advises
+    report = json.loads(capsys.readouterr().out)
+    assert any("unknown float32 value" in text for text in report["notes"])
+
+
+@pytest.mark.parametrize("reader", ["1.0"], indirect=True)
+def test_another_mistake_loads_no_weights(reader, capsys):
+    Path("weights/model.safetensors").unlink()
+    assert main(["estimate", *reader, "--model.mistake=true"]) == 2
+    assert "no_such_width" in capsys.readouterr().err
 
 
 def test_another_owner_s_model_is_named_where_it_cannot_be_had(away, capsys):
@@ -161,6 +251,50 @@ def test_example_batches_have_the_shapes_of_real_ones(tmp_path):
             name: (one.shape, one.dtype) for name, one in real.items()
         }
         assert example["input_ids"].max() < 258
+
+
+_DERIVED = """
+import torch
+from torch.utils.data import DataLoader
+from lightning_memfit.data import TextData
+class Alike(TextData):
+    def load_tokens(self):
+        raise RuntimeError("read")
+class Pictures(TextData):
+    def train_dataloader(self):
+        return DataLoader([{"pixels": torch.zeros(3, 4, 4)}] * 8, batch_size=2)
+    def prepare_data(self): pass
+    def setup(self, stage): pass
+class Known(Pictures):
+    def example_batch(self, vocab_size=None):
+        return {"pixels": torch.zeros(2, 3, 4, 4)}
+"""
+
+
+def test_an_inherited_example_stands_only_for_batches_made_alike(away, capsys, monkeypatch):
+    Path("own_data.py").write_text(_DERIVED)
+    monkeypatch.syspath_prepend(str(away))
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 258}
+    model = {"class_path": "CausalLM", "init_args": {"config": config}}
+    Path("own.yaml").write_text(yaml.safe_dump({"model": model, "trainer": {"accelerator": "cpu"}}))
+    model = ["--config", "own.yaml"]
+
+    def load(name):
+        data = [f"--data=own_data.{name}", "--data.dataset=none", "--data.tokenizer=bytes", "--data.sequence_length=16"]
+        with load_recipe([*model, *data]) as run:
+            return set(run.batch), run.notes, run.example
+
+    assert load("Alike") == ({"input_ids", "labels"}, (), load("Alike")[2])
+    assert "`example_batch` of PackedText" in load("Alike")[2]
+    keys, notes, example = load("Pictures")
+    assert (keys, example) == ({"pixels"}, "")
+    assert "`example_batch` of PackedText was not used, as Pictures has its own `train_dataloader`" in notes[0]
+    assert load("Known") == ({"pixels"}, (), load("Known")[2])
+    data = ["--data=own_data.Known", "--data.dataset=none", "--data.tokenizer=bytes"]
+    assert main(["estimate", *model, *data]) == 2
+    told = capsys.readouterr().err
+    assert "cannot tell" in told
+    assert "The batch was made by `example_batch` of Known" in told
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 import yaml
+from jsonargparse import Namespace
 
 from cli.main import main
+from cli.run_folder import RunFolder
 
 _DEMOS = "lightning.pytorch.demos.boring_classes"
 _REPOSITORY = Path(__file__).parents[3]
@@ -147,8 +150,57 @@ def test_a_version_of_the_user_is_not_overwritten(recipe, capsys):
     saved = Path("runs/lightning_logs/best/config.yaml")
     before = saved.read_text()
     assert fit(recipe, named) == 2
-    assert "NOT exist" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.startswith("memfit: error: 'runs/lightning_logs/best/config.yaml' is that of an earlier run")
+    assert "another `version`" in told
     assert saved.read_text() == before
+
+
+@pytest.mark.medium
+def test_runs_at_an_address(recipe, capsys):
+    """Lightning's own loggers have a folder for each run there, and others say what is missing."""
+    files = fsspec.filesystem("memory")
+    at = [logger("CSVLogger", save_dir="memory://logs"), False]
+    for _ in range(2):
+        assert fit(recipe, at[0]) == 0
+    assert fit(recipe, at[1], "--trainer.default_root_dir=memory://plain") == 0
+    for version in ("logs/lightning_logs/version_0", "logs/lightning_logs/version_1", "plain"):
+        assert files.exists(f"/{version}/config.yaml")
+        assert files.find(f"/{version}/checkpoints")
+    capsys.readouterr()
+    assert fit(recipe, at[1], "--trainer.default_root_dir=memory://plain") == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("memfit: error: 'memory://plain/config.yaml' is that of an earlier run")
+    assert "only CSVLogger and TensorBoardLogger" in told
+    assert folders(".") == ["logger.yaml", "recipe.yaml"]
+    files.rm("/logs", recursive=True)
+    files.rm("/plain", recursive=True)
+
+
+def test_addresses_that_are_no_places_of_files(tmp_path, monkeypatch):
+    """A tracking server says nothing of where files lie; W&B would make a local folder named after the address."""
+    monkeypatch.chdir(tmp_path)
+    server = Namespace(class_path="MLFlowLogger", init_args=Namespace(tracking_uri="http://localhost:1"))
+    assert RunFolder(Namespace(logger=server)).path == Path("lightning_logs/version_0")
+    remote = Namespace(class_path="WandbLogger", init_args=Namespace(save_dir="s3://bucket"))
+    with pytest.raises(ValueError, match=r"`save_dir='s3://bucket'` of WandbLogger is an address"):
+        RunFolder(Namespace(logger=remote))
+
+
+@pytest.mark.parametrize("name", ["NODE_RANK", "GROUP_RANK"])
+def test_only_the_first_machine_makes_the_folder(name, tmp_path, monkeypatch):
+    """Lightning's own launcher, started on each machine, has no rank yet when the folder is made."""
+    monkeypatch.chdir(tmp_path)
+    run = Namespace(logger=False, num_nodes=2)
+    monkeypatch.setenv(name, "1")
+    assert RunFolder(run).path == Path("lightning_logs/version_0")
+    assert folders(".") == []
+    monkeypatch.setenv(name, "0")
+    assert RunFolder(run).path == Path("lightning_logs/version_0")
+    assert folders("lightning_logs") == ["version_0"]
+    monkeypatch.setenv(name, "1")  # left over from another job
+    assert RunFolder(Namespace(logger=False, num_nodes=1)).path == Path("lightning_logs/version_1")
+    assert folders("lightning_logs") == ["version_0", "version_1"]
 
 
 @pytest.mark.slow

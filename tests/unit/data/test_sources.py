@@ -1,7 +1,16 @@
+import json
+import os
+import tracemalloc
+import warnings
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from lightning_memfit.data.sources import content_hash, validation_mask
+from lightning_memfit.data import PairData, TextData, sources
+from lightning_memfit.data.sources import PlainDocuments, check_texts, content_hash, load_documents, validation_mask
+from lightning_memfit.device.host import probe_host
+from lightning_memfit.memory import GIB
 
 
 def hashes(texts):
@@ -42,3 +51,98 @@ def test_what_cannot_be_split_is_refused(texts):
 def test_fraction_out_of_range(fraction):
     with pytest.raises(ValueError, match="val_fraction"):
         validation_mask(hashes(["a", "b"]), fraction)
+
+
+@pytest.fixture
+def plain(tmp_path, monkeypatch):
+    """Read files as where `datasets` isn't installed, with so much host memory free."""
+    monkeypatch.setattr(sources, "is_installed", lambda package: package != "datasets")
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"line {number} " * 100}) + "\n" for number in range(2000)))
+
+    def with_free(available_bytes):
+        state = replace(probe_host(), available_bytes=available_bytes)
+        monkeypatch.setattr(sources, "probe_host", lambda: state)
+        return lines
+
+    return with_free
+
+
+def tokens_of(path):
+    return TextData(str(path), "bytes", sequence_length=16, num_workers=0).load_tokens()
+
+
+def test_rows_are_read_one_at_a_time(plain):
+    path = plain(GIB)
+    size = path.stat().st_size
+    tracemalloc.start()
+    documents = load_documents(str(path), None, "train", None)
+    assert sum(len(row["text"]) for row in documents) > 0.9 * size
+    assert (len(documents), documents.column_names) == (2000, ["text"])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < size / 8
+
+
+def test_what_does_not_fit_into_host_memory_is_refused(plain):
+    path = plain(1 << 20)
+    with pytest.raises(ValueError, match=r"`dataset='.*lines.jsonl'`.*its tokens take more than the 1.00 MiB.*pip"):
+        tokens_of(path)
+    with pytest.raises(ValueError, match=r"texts of 'text' take more than the 1.00 MiB"):
+        PairData(str(path), "bytes", "text", "text", num_workers=0).load_pairs()
+    text = path.with_name("one.txt")
+    text.write_text("one document " * 100_000)
+    with pytest.raises(ValueError, match=r"one.txt', one document, take more than.*Divide it"):
+        tokens_of(text)
+
+
+def test_much_text_in_host_memory_is_said(plain):
+    with pytest.warns(UserWarning, match=r"its tokens take .* MiB in every process, of the 20.00 MiB of host memory"):
+        tokens_of(plain(20 << 20))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokens_of(plain(GIB))
+
+
+def test_rows_without_text_are_counted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"text": "a"}, {"text": "b", "n": 1}, {"n": 2}, {"text": "c"}, {"text": 3, "only": None}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    documents = PlainDocuments([path])
+    assert documents.column_names == ["n", "only", "text"]
+    assert documents.without_text("text") == (2, 3)
+    assert documents.without_text("n") == (5, 1)
+
+
+class Watched:
+    """A column that notes when all of it is looked at."""
+
+    def __init__(self, column, noted):
+        self._column, self._noted = column, noted
+
+    def __getattr__(self, name):
+        return getattr(self._column, name)
+
+    def validate(self, full):
+        self._noted.append(full)
+        self._column.validate(full=full)
+
+
+def test_texts_are_looked_at_once(tmp_path, monkeypatch):
+    table = pytest.importorskip("datasets.table")
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "memfit"))
+    path, looked = tmp_path / "a.jsonl", []
+    column = table.Table.column
+    monkeypatch.setattr(table.Table, "column", lambda self, name: Watched(column(self, name), looked))
+
+    def check(name="text"):
+        documents = load_documents(str(path), None, "train", str(tmp_path / "cache"))
+        check_texts(documents, name, "text_column", str(path))
+        return len(looked)
+
+    path.write_text("".join(json.dumps({"text": f"one {number}", "more": "b"}) + "\n" for number in range(30)))
+    assert [check(), check(), check("more"), check()] == [1, 1, 2, 2]
+    with path.open("a") as file:
+        file.write(json.dumps({"text": "one more", "more": "b"}) + "\n")
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
+    assert [check(), check()] == [3, 3]

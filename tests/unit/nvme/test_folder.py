@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -229,3 +230,20 @@ def test_run_ids() -> None:
     assert new_run_id() != new_run_id()
     with pytest.raises(ValueError, match=r"run_id='\.\./x'"):
         RunFolder.create("/tmp", "../x")
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without locks nobody can tell whether a run in another container still uses its files."""
+    with rank("create", tmp_path, "run1") as process:
+        process.kill()
+        process.wait()
+    assert [state.is_stale for state in find_runs(tmp_path)] == [True]
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert [state.is_stale for state in find_runs(tmp_path)] == [False]
+    with pytest.raises(ValueError, match=r"`nvme_path` .* can't be locked \(No locks available\).*on a local drive"):
+        RunFolder.create(tmp_path, new_run_id())
+    assert [state.path.name for state in find_runs(tmp_path)] == [path.name for path in tmp_path.iterdir()]

@@ -594,6 +594,23 @@ def test_an_error_that_may_come_from_fakes_names_the_line():
         trace_cpu(Shapes(), batch())
 
 
+def test_what_a_package_reads_is_not_laid_to_who_asked_for_the_trace(tmp_path):
+    """The script or console command that called for a trace is no line of the step."""
+    source = """
+class FromPackage(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("item", loss.item())
+        return loss
+"""
+    names = {"Classifier": Classifier, "__name__": "package"}
+    exec(compile(source, str(tmp_path / "site-packages" / "package.py"), "exec"), names)
+    read = [text for text in trace_cpu(names["FromPackage"](), batch()).assumptions if "float32 value" in text]
+    assert read == ["an unknown float32 value was read as 1.0"]
+    own = next(text for text in trace_cpu(ReadsFloatsForLogging(), batch()).assumptions if "float32 value" in text)
+    assert own.endswith(", in `training_step`")
+
+
 def test_tracing_leaves_the_module_alone():
     module = Reparametrized()
     module.history = [torch.zeros(3)]

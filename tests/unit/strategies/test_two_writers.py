@@ -1,5 +1,6 @@
 """Two runs that write one checkpoint, links in its place, and a rank that fails while the others wait."""
 
+import errno
 import multiprocessing
 import os
 import time
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from lightning_memfit import AtomicCheckpointIO
+from lightning_memfit.strategies import integrity
 from lightning_memfit.strategies.checkpoints import rewritten
 from lightning_memfit.strategies.integrity import CheckpointError, verify
 from tests.helpers.ranks import run_ranks
@@ -76,6 +78,24 @@ def test_what_another_run_is_writing_is_left_alone(write, tmp_path):
     write(path, 2)
     verify(path)
     assert [one.name for one in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_said_once(number, tmp_path, monkeypatch, recwarn):
+    """As NFS and Lustre answer where they are mounted without locks."""
+
+    def refuse(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    integrity._tell_without_locks.cache_clear()
+    monkeypatch.setattr("fcntl.flock", refuse)
+    for value, write in enumerate((write_file, write_folder, write_file)):
+        write(tmp_path / f"{value}.ckpt", value)
+        verify(tmp_path / f"{value}.ckpt")
+    told = [str(one.message) for one in recwarn if "has no locks" in str(one.message)]
+    assert len(told) == 1
+    assert os.strerror(number) in told[0]
+    integrity._tell_without_locks.cache_clear()
 
 
 @pytest.mark.parametrize("write", [write_file, write_folder])
