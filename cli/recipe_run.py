@@ -351,7 +351,8 @@ _MAKE_BATCHES = ("train_dataloader", "make_samples", "setup")
 
 def _example_of(cli: _RecipeCLI) -> Callable[..., Any] | None:
     """The data module's `example_batch`, unless it was inherited by a class that makes its batches in another way."""
-    example, kind = getattr(cli.datamodule, "example_batch", None), type(cli.datamodule)
+    example: Callable[..., Any] | None = getattr(cli.datamodule, "example_batch", None)
+    kind = type(cli.datamodule)
     owners = [owner for owner in kind.__mro__ if "example_batch" in vars(owner)]
     if example is None or not owners:
         return example
