@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart fast test test-versions faults fuzz lint types unit aio format gpu gpu-wheels release-check clean
+.PHONY: quickstart fast test test-versions faults fuzz lint types unit aio format gpu gpu-wheels docs release-check clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m cli fit --config recipes/quickstart.yaml
@@ -62,6 +62,11 @@ gpu:
 gpu-wheels: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu.pack wheels
 
+# The site, in build/site: index.html opens in a browser as it is. `make test` builds it, too.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The site is in build/site: open build/site/index.html"
+
 # Build wheel and sdist, install the wheel without extras in a bare environment, and run doctor, estimate and quickstart.
 release-check: $(STAMP)
 	$(BIN)/python -m tests.release_check
@@ -75,7 +80,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,all]"
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,all,docs]"
 	touch $(STAMP)
 
 clean:

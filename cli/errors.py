@@ -70,7 +70,7 @@ def _output_is_closed() -> bool:
         sys.stdout.flush()
     except BrokenPipeError:
         return True
-    with suppress(OSError, ValueError):  # nothing may be left to flush
+    with suppress(OSError, ValueError, AttributeError):  # nothing may be left to flush; Windows has no `poll`
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
         return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard
 from lightning_memfit.fitting.recovery.preemption import Preemption
 from lightning_memfit.fitting.recovery.whole_steps import WholeSteps
+from lightning_memfit.hub import asked_once
 from lightning_memfit.measure.guarded_loggers import guard_loggers
 from lightning_memfit.memory.kind import allows_cuda
 from lightning_memfit.planner.plan import is_technique
@@ -63,7 +64,8 @@ class FitCLI(MemFitCLI):
     def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
         self._folder: RunFolder | None = None
         try:
-            super().__init__(args, run, **{"save_config_callback": SaveConfig, **options})
+            with asked_once():
+                super().__init__(args, run, **{"save_config_callback": SaveConfig, **options})
         except BaseException as error:
             if self._folder is None:
                 raise
@@ -103,7 +105,7 @@ class FitCLI(MemFitCLI):
         if folder:
             print(f"Run: {folder}")
         checkpoint = self.checkpoint()
-        line = self._next(checkpoint, folder) if checkpoint else None
+        line = self._next(checkpoint, folder) if checkpoint else self._next_without_checkpoint()
         if line is not None:
             print(line)
 
@@ -122,6 +124,20 @@ class FitCLI(MemFitCLI):
         if not steps or not config.is_file():
             return None
         return next_line(steps[0], ["--config", str(config), "--ckpt_path", checkpoint])
+
+    def _next_without_checkpoint(self) -> str | None:
+        """Say how to make the run again so that it leaves a checkpoint."""
+        words, trainer = list(self._arguments or ())[1:], self.trainer
+        if not words:
+            return None
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return next_line("fit", [*words, "--trainer.fast_dev_run=false"], "the whole run")
+        if not trainer.checkpoint_callbacks:
+            return next_line("fit", [*words, "--trainer.enable_checkpointing=true"], "leaves a checkpoint")
+        if not trainer.global_step:
+            return None
+        every = f"--trainer.callbacks.every_n_train_steps={trainer.global_step}"
+        return next_line("fit", [*words, "--trainer.callbacks+=ModelCheckpoint", every], "leaves a checkpoint")
 
     def _check_device(self, planned: str) -> None:
         from lightning_memfit.planner.feedback import device_name

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.data.tokenization import load_tokenizer
+from lightning_memfit.hub import asked_once
 from lightning_memfit.models.architecture import auto_class
 from lightning_memfit.models.trained import load_checkpoint, network_from_checkpoint
 
@@ -29,7 +30,8 @@ def load_trained(ckpt_path: str, tokenizer: str | None) -> tuple[PreTrainedModel
     name = tokenizer or checkpoint.get(_DATA, {}).get("tokenizer")
     if name is None:
         raise ValueError(f"`ckpt_path={ckpt_path!r}` does not say which tokenizer its data had. Give `--tokenizer`.")
-    return network_from_checkpoint(checkpoint), load_tokenizer(name)
+    with asked_once():
+        return network_from_checkpoint(checkpoint), load_tokenizer(name)
 
 
 def load_verified(ckpt_path: str) -> dict[str, Any]:

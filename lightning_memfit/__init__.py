@@ -7,7 +7,7 @@ below instead, and so know every argument.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from lightning_memfit.adapters.checkpoint import merged_state_dict as merged_state_dict

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,18 +30,29 @@ def is_offline() -> bool:
 
 
 @functools.lru_cache(maxsize=1)
-def is_reachable(timeout_s: float = 2.0) -> bool:
-    """Whether a connection to the hub can be opened; behind a proxy that is taken for granted. Asked once a process."""
+def is_reachable(timeout_s: float = 4.0) -> bool:
+    """Whether a connection to the hub can be opened; behind a proxy that is taken for granted. Asked once a process.
+
+    Args:
+        timeout_s: Seconds for all of it, the look-up of the hub's address included, which has no limit of its own.
+    """
     if set(getproxies()) - {"no"}:
         return True
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    try:
-        socket.create_connection(
-            (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout_s
-        ).close()
-    except OSError:
-        return False
-    return True
+    address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+    answers: list[bool] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection(address, timeout_s).close()
+        except OSError:
+            return
+        answers.append(True)
+
+    asking = threading.Thread(target=connect, name="memfit-hub", daemon=True)
+    asking.start()
+    asking.join(timeout_s)
+    return bool(answers)
 
 
 @contextmanager
@@ -64,6 +76,34 @@ def offline_if_unreachable() -> Iterator[None]:
         constants = sys.modules.get("huggingface_hub.constants")
         if constants is not None:
             constants.HF_HUB_OFFLINE = bool(known)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def asked_once() -> Iterator[None]:
+    """Look for a network before the first request to the hub, whoever makes it, instead of retrying for 45 s.
+
+    Requests then end in the error that they have where `HF_HUB_OFFLINE` is set, which the libraries of Hugging Face
+    answer from their caches as far as these go. Nothing is asked before somebody makes a request.
+    """
+    if is_offline():
+        yield
+        return
+    from huggingface_hub import get_session
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    def refuse(request: Any) -> None:
+        if not is_reachable():
+            raise OfflineModeIsEnabled(
+                f"Cannot reach {request.url.host}: there is no network. Set `HF_HUB_OFFLINE=1` not to ask"
+            )
+
+    session = get_session()  # which all of their libraries share
+    hooks = session.event_hooks
+    session.event_hooks = {**hooks, "request": [refuse, *hooks["request"]]}
+    try:
+        yield
+    finally:
+        session.event_hooks = hooks
 
 
 def read_config(name: str) -> dict[str, Any]:

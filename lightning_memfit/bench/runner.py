@@ -168,7 +168,7 @@ def _combined(folder: Path) -> dict[str, Any] | None:
 def _no_outcome(code: int | None, timeout_s: float, tail: str) -> dict[str, Any]:
     if code is None:
         return _failed("Timeout", f"not finished within `measure.timeout_s` = {timeout_s:g} s.", tail)
-    if code == -signal.SIGKILL:
+    if sys.platform != "win32" and code == -signal.SIGKILL:
         message = "the process was killed (SIGKILL), as the kernel does when host memory runs out."
         return _failed("Killed", message, tail)
     return _failed("Ended", f"the process ended with code {code} and without a result.", tail)

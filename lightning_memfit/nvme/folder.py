@@ -7,7 +7,6 @@ find and judge what dead runs left behind, and remove it file by file.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import json
 import os
 import re
@@ -21,6 +20,11 @@ from pathlib import Path
 from types import TracebackType
 
 from typing_extensions import override
+
+try:
+    import fcntl
+except ImportError:  # Windows: `parent_problem` refuses every folder there
+    fcntl = None  # type: ignore[assignment]
 
 OWNER_FILE = "owner.json"
 _FORMAT = 1
@@ -370,6 +374,8 @@ def parent_problem(parent: str | Path) -> tuple[str, str] | None:
     """What is wrong with the user's folder, and the fix: missing, not a folder, read-only, or inside a run's folder."""
     path = Path(parent)
     another = "or name another folder on a local NVMe drive"
+    if fcntl is None:
+        return f"{str(parent)!r} can't be locked: this system has no file locks of POSIX", "train from disk on Linux"
     if not path.exists():
         return f"{str(parent)!r} does not exist", f"make the folder, {another}"
     if not path.is_dir():

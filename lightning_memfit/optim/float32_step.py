@@ -121,6 +121,23 @@ class Piece:
 # --- the optimizer ----------------------------------------------------------------------------------------------------
 
 
+_LEAST_CHUNK, _LARGEST_CHUNK = 1 << 20, 1 << 24
+"""Bounds of the chunk by default: fewer elements leave kernels too little work, more save no time."""
+
+_CHUNKS = 16
+"""Chunks into which a model between these bounds is cut: copies then take about one byte for each weight of the model,
+where weights and gradients take four."""
+
+
+def default_chunk(num_elements: int) -> int:
+    """Elements that have float32 copies at a time by default.
+
+    Args:
+        num_elements: Bfloat16 weights of the optimizer, in elements.
+    """
+    return min(_LARGEST_CHUNK, max(_LEAST_CHUNK, num_elements // _CHUNKS))
+
+
 class Float32Step(Optimizer):
     """Wraps an optimizer and steps its bfloat16 weights through float32 copies, a chunk at a time.
 
@@ -137,7 +154,7 @@ class Float32Step(Optimizer):
     Args:
         optimizer: Must step each parameter independently of the others and not have stepped yet.
         rounding: `Stochastic()` or `Kahan()`.
-        chunk_elements: Most elements that have float32 copies at a time.
+        chunk_elements: Most elements that have float32 copies at a time; None follows the model (`default_chunk`).
         seed: Seed of the random bits, the same on all ranks, as replicas would drift apart otherwise. The global random
             state is neither used nor changed.
 
@@ -145,11 +162,14 @@ class Float32Step(Optimizer):
         ValueError: If there is no bfloat16 weight, or the optimizer cannot step the copies.
     """
 
-    def __init__(self, optimizer: Optimizer, rounding: Rounding, chunk_elements: int = 1 << 24, seed: int = 0) -> None:
+    def __init__(
+        self, optimizer: Optimizer, rounding: Rounding, chunk_elements: int | None = None, seed: int = 0
+    ) -> None:
         _refuse(optimizer, chunk_elements)
+        weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is torch.bfloat16]
         self.wrapped = optimizer
         self.rounding = rounding
-        self.chunk_elements = chunk_elements
+        self.chunk_elements = chunk_elements or default_chunk(sum(weight.numel() for weight in weights))
         self.seed = seed
         self.num_steps = 0
         for name, hooks in vars(optimizer).items():
@@ -324,9 +344,9 @@ class Float32Step(Optimizer):
             self.wrapped.param_groups, self.wrapped.state = before
 
 
-def _refuse(optimizer: Optimizer, chunk_elements: int) -> None:
+def _refuse(optimizer: Optimizer, chunk_elements: int | None) -> None:
     name = type(optimizer).__name__
-    if chunk_elements < 4096:
+    if chunk_elements is not None and chunk_elements < 4096:
         raise ValueError(f"`chunk_elements={chunk_elements}` must be at least 4096.")
     refuse_coupled(optimizer, "stepping bfloat16 weights in float32, a chunk at a time,")
     if optimizer.state:

@@ -495,7 +495,8 @@ def _entered(seal: Seal) -> Iterator[None]:
     global _is_hooked
     if not _is_hooked:  # a hook can't be taken off again, so that there is one for good
         sys.addaudithook(_audit)
-        os.register_at_fork(after_in_child=_forget_other_threads)
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=_forget_other_threads)
         _is_hooked = True
     thread = get_ident()
     seals = _seals.setdefault(thread, [])

@@ -217,6 +217,7 @@ def _run_lightning(
             counted_random_states(recorder),
             _going_on(),
             without_barriers(),
+            _progress_bar_unread(),
         ):
             trainer.fit(module, _Repeated(batch, course, trainer))
     recorder.phase("end")
@@ -250,6 +251,7 @@ def _going_on() -> Iterator[None]:
 def _watched_trainer(course: Course) -> Any:
     """A class of Trainers that know which numbers of the run the user's code asks for."""
     import lightning.pytorch as pl
+    from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 
     class WatchedTrainer(pl.Trainer):
         @property
@@ -275,7 +277,32 @@ def _watched_trainer(course: Course) -> Any:
         def is_last_batch(self) -> bool:
             return course.is_last_batch() if is_asked_by_user() else super().is_last_batch
 
+        @property
+        @override
+        def progress_bar_metrics(self) -> dict[str, float]:
+            values = super().progress_bar_metrics
+            values.update(convert_tensors_to_scalars(values))
+            return values
+
     return WatchedTrainer
+
+
+@contextmanager
+def _progress_bar_unread() -> Iterator[None]:
+    """Leave what is logged for a progress bar as tensors until somebody asks the Trainer for it.
+
+    Lightning reads these values after every batch, whether or not there is a bar. Where they are unknown, a value had
+    to be assumed, and the whole step to be traced with several, for nothing that the step does.
+    """
+    from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+    from lightning.pytorch.trainer.connectors.logger_connector import result
+
+    def unread(value: Any) -> Any:
+        is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+        return value if is_number else convert_tensors_to_scalars(value)  # which refuses what is no number
+
+    with replaced(result, "convert_tensors_to_scalars", unread):
+        yield
 
 
 def unused_copy(callback: Any, copy_all: Callable[[Any], Any]) -> Any:

@@ -32,7 +32,8 @@ class StochasticRounding(TechniqueCallback):
 
     Args:
         rounding: `stochastic`, or `kahan` for a compensation term of 2 more bytes per weight and no randomness.
-        chunk_elements: Largest number of weights that have float32 copies at a time, of 9 to 16 bytes each.
+        chunk_elements: Largest number of weights that have float32 copies at a time, of 9 to 16 bytes each. None takes
+            a sixteenth of the model, but no less than 1,048,576 and no more than 16,777,216.
         seed: Seed of the random bits; the global random state is left alone.
 
     Raises:
@@ -42,12 +43,15 @@ class StochasticRounding(TechniqueCallback):
     rules_traces = True
 
     def __init__(
-        self, rounding: Literal["stochastic", "kahan"] = "stochastic", chunk_elements: int = 1 << 24, seed: int = 0
+        self,
+        rounding: Literal["stochastic", "kahan"] = "stochastic",
+        chunk_elements: int | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         if rounding not in _ROUNDINGS:
             raise ValueError(f"`rounding={rounding!r}` must be one of {', '.join(_ROUNDINGS)}.")
-        if chunk_elements < 4096:
+        if chunk_elements is not None and chunk_elements < 4096:
             raise ValueError(f"`chunk_elements={chunk_elements}` must be at least 4096.")
         self.rounding = rounding
         self.chunk_elements = chunk_elements

@@ -20,6 +20,8 @@ from tests.helpers.modules import Layers
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN_WHOLE = ("own_module", "tutorial")
+"""Pages whose blocks follow from each other: one is run below, the other as a notebook, in test_site.py."""
 
 
 def blocks(*languages):
@@ -67,7 +69,7 @@ def namespace(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "text"), [block for block in blocks("python") if "own_module" not in block.id])
+@pytest.mark.parametrize(("page", "text"), [block for block in blocks("python") if not block.id.startswith(RUN_WHOLE)])
 def test_python_runs(namespace, page, text):
     if "torchao" in text:
         pytest.importorskip("torchao")

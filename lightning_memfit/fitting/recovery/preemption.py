@@ -22,7 +22,8 @@ from lightning_memfit.memory.attach import hide_idle_hooks
 SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if name in signal.Signals.__members__)
 """Those of them that this system has."""
 
-_HANGUP = getattr(signal, "SIGHUP", None)
+_HANGUP, _USER = getattr(signal, "SIGHUP", None), getattr(signal, "SIGUSR1", None)
+"""None on systems without them (Windows)."""
 
 
 class PreemptedError(KeyboardInterrupt):
@@ -129,12 +130,17 @@ class Preemption(Callback):
         for number in self.signals:
             handler = signal.getsignal(number)
             is_unwanted = handler == signal.SIG_IGN and number in (signal.SIGINT, _HANGUP)
-            is_slurms = is_requeued and number in (signal.SIGTERM, signal.SIGUSR1, requeue)
+            is_slurms = is_requeued and number in (signal.SIGTERM, _USER, requeue)
             if handler != self._handle and not is_unwanted and not is_slurms:
                 self._before.setdefault(number, handler)
                 signal.signal(number, self._handle)
-        handler = signal.getsignal(requeue)
-        if is_requeued and callable(handler) and handler not in (self._handle_requeue, self._handle):
+        handler = None if requeue is None else signal.getsignal(requeue)
+        if (
+            requeue is not None
+            and is_requeued
+            and callable(handler)
+            and handler not in (self._handle_requeue, self._handle)
+        ):
             self._before[requeue] = handler  # Lightning's, which is there from the start of training
             self._requeue = partial(handler, requeue, None)
             signal.signal(requeue, self._handle_requeue)
@@ -261,9 +267,10 @@ class Preemption(Callback):
         raise self._ends(self._received or signal.SIGTERM, f"saved {path}. Go on with `--ckpt_path {path}`.")
 
 
-def _requeue_signal(trainer: Trainer) -> signal.Signals:
+def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
     environment = trainer._accelerator_connector.cluster_environment
-    return signal.Signals(getattr(environment, "requeue_signal", None) or signal.SIGUSR1)
+    number = getattr(environment, "requeue_signal", None) or _USER
+    return None if number is None else signal.Signals(number)
 
 
 def _is_requeued(trainer: Trainer) -> bool:

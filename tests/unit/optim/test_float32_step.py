@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.optim.eight_bit import check_states, to_bitsandbytes
-from lightning_memfit.optim.float32_step import Float32Step
+from lightning_memfit.optim.float32_step import Float32Step, default_chunk
 from lightning_memfit.optim.gradient_release import GradientRelease
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.rounding import Kahan, Stochastic
@@ -82,6 +82,17 @@ def test_steps_are_those_of_float32_weights(name, chunk_elements):
         start, stop = p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()
         parts = [v.reshape(-1) for (at, _), v in sorted(exact.values.items(), key=lambda i: i[0]) if start <= at < stop]
         torch.testing.assert_close(torch.cat(parts), expected.detach().reshape(-1), rtol=1e-6, atol=1e-7)
+
+
+def test_a_chunk_follows_the_model_unless_it_is_given():
+    """The copies of a small model must not hold all of it at once: they would take twice what its weights do."""
+    sizes = [100, 1 << 20, 20 << 20, 64 << 20, 1 << 30]
+    assert [default_chunk(size) for size in sizes] == [1 << 20, 1 << 20, 20 << 16, 4 << 20, 1 << 24]
+    with torch.device("meta"):
+        layers = [torch.nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16) for _ in range(6)]
+    weights = [layer.weight for layer in layers]
+    assert Float32Step(torch.optim.AdamW(weights), Stochastic()).chunk_elements == 6 * 2048 * 2048 // 16
+    assert Float32Step(torch.optim.AdamW(weights), Stochastic(), 5000).chunk_elements == 5000
 
 
 @pytest.mark.parametrize("chunk_elements", [4096, 1 << 20])

@@ -18,7 +18,7 @@ from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.modules import LanguageModel
 
-from .modules import WIDTH, Classifier, batch, ids, peak, same_events, tiny_gpt2, trace_cpu
+from .modules import WIDTH, Classifier, batch, ids, peak, really_run, same_events, tiny_gpt2, trace_cpu
 from .test_trace import Bag, Opaque, TakesAny, ragged
 
 
@@ -158,6 +158,34 @@ def test_assumptions_are_checked_at_one_size(monkeypatch):
     assert profile.assumptions
     assert profile.knows_every_size
     assert len(traces) == 4 + 1
+
+
+class ShowsItsLoss(Classifier):
+    """Logs for a progress bar."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+
+class ReadsItsProgressBar(ShowsItsLoss):
+    """Does something else once what it has logged is low."""
+
+    def training_step(self, batch, batch_idx):
+        shown = self.trainer.progress_bar_metrics.get("loss", 1.0)
+        assert isinstance(shown, float)
+        return super().training_step(batch, batch_idx) * (1.0 if shown < 10.0 else 2.0)
+
+
+@pytest.mark.parametrize(("module", "count"), [(ShowsItsLoss, 1), (ReadsItsProgressBar, 4)])
+def test_what_is_logged_for_a_progress_bar_is_assumed_only_if_it_is_asked_for(monkeypatch, module, count):
+    traces = []
+    monkeypatch.setattr(step, "_run_lightning", lambda *rest, run=step._run_lightning: (traces.append(1), run(*rest)))
+    found = profile_module(module(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
+    assert len(traces) == count
+    assert bool(found.assumptions) == (count > 1)
+    assert peak(found.events) == pytest.approx(peak(really_run(module(), batch(), StepOptions())), rel=1e-3)
 
 
 class Regularized(Classifier):
