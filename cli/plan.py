@@ -48,11 +48,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(ours)
     if arguments.config is None:
         parser.error("give `--config RECIPE`")
-    for option, name in (("--out", arguments.out), ("--html", arguments.html)):
-        if name is not None:
-            _check_out(Path(name), option)
-    if None not in (arguments.out, arguments.html) and Path(arguments.out).resolve() == Path(arguments.html).resolve():
-        raise ValueError(f"`--html {arguments.html}` is the file of `--out`. Name another one.")
+    _check_files(arguments)
     plan = _known_or_made(arguments, overrides)
     if plan is None:
         return 2
@@ -144,6 +140,22 @@ def write_overlay(path: Path, plan: dict[str, Any]) -> None:
     _check_out(path)
     with path.open("x", encoding="utf-8") as file:
         file.write(overlay_text(plan["summary"], plan["overlay"]))
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Refuse files that can't be written, or that two options name, before planning.
+
+    Raises:
+        ValueError: If one exists, its folder does not, or it is named twice.
+    """
+    taken = {} if arguments.lock is None else {Path(arguments.lock).resolve(): "--lock"}
+    for option, name in (("--out", arguments.out), ("--html", arguments.html)):
+        if name is None:
+            continue
+        other = taken.setdefault(Path(name).resolve(), option)
+        if other != option:
+            raise ValueError(f"`{option} {name}` is the file of `{other}`. Name another one.")
+        _check_out(Path(name), option)
 
 
 def _check_out(path: Path, option: str = "--out") -> None:

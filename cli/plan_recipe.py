@@ -17,10 +17,10 @@ from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 from lightning_memfit.nvme.preflight import SAMPLE_BYTES
 from lightning_memfit.planner.lock import names_in
+from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import Plan, overlay_of, technique_classes
 from lightning_memfit.planner.plan_page import render_plan
 from lightning_memfit.planner.progress import Progress, unseen
-from lightning_memfit.planner.search import make_plan
 from lightning_memfit.planner.time import (
     DISK_BYTES_PER_S,
     NETWORK_BYTES_PER_S,

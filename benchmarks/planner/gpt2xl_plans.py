@@ -19,7 +19,7 @@ from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.memory import GIB
 from lightning_memfit.models import CausalLM
-from lightning_memfit.planner.search import make_plan
+from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.time import rates_of
 from lightning_memfit.planner.workload import Devices, Limits, Workload, check_allow, facts_of, parse_device_count
 from lightning_memfit.profile.cache import ProfileCache

@@ -33,8 +33,8 @@ from benchmarks.micro_batching.record import write
 from benchmarks.planner.models import MODELS, SHARE
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.target import host_target
+from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import label
-from lightning_memfit.planner.search import make_plan
 from lightning_memfit.planner.solve import Solver
 from lightning_memfit.planner.time import Observation, Rates, cpu_rates, fit_factors, uncorrected
 from lightning_memfit.planner.trace_store import TraceStore

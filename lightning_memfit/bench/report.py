@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_memfit.bench.record import Result
 from lightning_memfit.bench.scaling import Curve, Point, as_csv, curves_of, pareto_front, points_of, unit_of
 from lightning_memfit.bench.table import percent, remarks
+from lightning_memfit.estimate.page import render_page
 from lightning_memfit.extras import require
 from lightning_memfit.memory import GIB, MIB, format_bytes
 
@@ -269,12 +270,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _STYLE = """
-body { margin: 24px auto; max-width: 980px; padding: 0 12px; background: #ffffff; color: #1b1b1b;
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 28px 0 4px; }
-p, li { color: #5b5b5b; margin: 0 0 6px; } figure { margin: 0; } svg { max-width: 100%; height: auto; display: block; }
+body { max-width: 980px; } h1 { font-size: 22px; } h2 { font-size: 17px; margin: 28px 0 4px; }
+p, li { color: var(--soft); margin: 0 0 6px; } svg { max-width: 100%; height: auto; display: block; }
+figure { margin: 0; background: #ffffff; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
-th, td { padding: 3px 10px; text-align: right; border-bottom: 1px solid #d8d8d8; white-space: nowrap; }
+th, td { padding: 3px 10px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 """
 
@@ -304,12 +304,7 @@ def page(title: str, results: Sequence[Result], figures: Mapping[str, Figure], c
         figures: Pictures from `draw`.
         command: Command line that makes the page.
     """
-    parts = [
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width">\n<title>{html.escape(title)}</title>\n'
-        f"<style>{_STYLE}</style>\n<h1>{html.escape(title)}</h1>",
-        f"<p>{len(results)} runs. Made by <code>{html.escape(command)}</code>.</p>",
-    ]
+    parts = [f"<p>{len(results)} runs. Made by <code>{html.escape(command)}</code>.</p>"]
     for name, figure in figures.items():
         heading, caption = _CAPTIONS[name]
         parts.append(
@@ -317,8 +312,8 @@ def page(title: str, results: Sequence[Result], figures: Mapping[str, Figure], c
             f'<figure role="img" aria-label="{heading}">{as_svg(figure, name)}</figure>'
         )
     parts.append(f'<h2>All runs</h2>\n<div class="wide">{runs_table(results)}</div>')
-    parts.append("<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in remarks(results)) + "</ul></html>\n")
-    return "\n".join(parts)
+    parts.append("<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in remarks(results)) + "</ul>")
+    return render_page(title, "\n".join(parts), _STYLE)
 
 
 def runs_table(results: Sequence[Result]) -> str:

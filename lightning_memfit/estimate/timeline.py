@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_memfit.estimate.estimate import Timeline
+from lightning_memfit.estimate.page import render_page
 from lightning_memfit.estimate.report import EstimateReport
 from lightning_memfit.memory import GIB, MIB, Category, format_bytes
 
@@ -29,15 +30,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 16, 34, 62
 _PLOT_WIDTH, _PLOT_HEIGHT = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 _CHARACTER = 7.2  # pixels, upper end for 13 px text
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1b1b; --soft: #5b5b5b; --paper: #ffffff; --grid: #d8d8d8;
-  --band: #00000009; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #ececec; --soft: #ababab; --paper: #17181a; --grid: #3a3c40; --band: #ffffff0d; }
-}
-body { margin: 24px auto; max-width: 1120px; padding: 0 12px; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 20px; margin: 0 0 4px; } p { margin: 0 0 10px; color: var(--soft); }
+DRAWING_STYLE = """
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--ink); font: 13px system-ui, sans-serif; }
 svg .soft { fill: var(--soft); } .grid { stroke: var(--grid); } .band { fill: var(--band); }
 .edge { stroke: var(--soft); }
@@ -47,6 +40,7 @@ ul { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 22px; padding: 0
 li i { display: inline-block; width: 13px; height: 13px; margin-right: 7px; vertical-align: -1px;
   border: 1px solid var(--soft); }
 """
+"""Of drawings of memory and their legends, also on other pages."""
 
 
 def write_timeline(report: EstimateReport, path: str | Path) -> Path:
@@ -92,15 +86,14 @@ def render(report: EstimateReport) -> str:
         context = " and CUDA context" if report.target.runtime is not None else ""
         facts += f"; with cached memory{context} {format_bytes(estimate.total_bytes)}"
         facts += " at least" if report.target.lower_bound else ""
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n<h1>{html.escape(title)}</h1>\n"
+    body = (
         f"<p>{html.escape(facts)}.{html.escape(_beside_tensors(report))}</p>\n"
         f"{_drawing(report, timeline)}\n{_legend(timeline)}\n"
         "<p>Two optimizer steps are shown. The first makes the optimizer states, the second is like every later one. "
         "The horizontal axis counts allocations and frees, not seconds; every point shows the highest moment of its "
-        "stretch. Hover for figures.</p></html>\n"
+        "stretch. Hover for figures.</p>"
     )
+    return render_page(title, body, DRAWING_STYLE)
 
 
 def _beside_tensors(report: EstimateReport) -> str:

@@ -36,8 +36,8 @@ from lightning_memfit.fitting.step.callback import MicroBatching, check_strategy
 from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.planner.feedback import PlanFeedback
+from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import Plan, label, technique_classes
-from lightning_memfit.planner.search import make_plan
 from lightning_memfit.planner.time import calibrated, rates_of
 from lightning_memfit.planner.workload import (
     DEFAULT_ALLOW,

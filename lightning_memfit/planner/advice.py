@@ -9,24 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from lightning_memfit.device.catalogue import DEVICES
 from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.memory import MIB, Tier, format_bytes
-from lightning_memfit.planner.candidates import Rejected, candidates, missing_permissions
+from lightning_memfit.planner.candidates import Rejected, by_need, candidates, missing_permissions
 from lightning_memfit.planner.lower_bound import LowerBound
 from lightning_memfit.planner.plan import label
+from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.solve import Solution, Solver
 from lightning_memfit.planner.workload import NUMERICS, Workload
 from lightning_memfit.profile.build import sequence_length
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.technique import TOLERANCES
-
-if TYPE_CHECKING:
-    from lightning_memfit.planner.search import Outcome, Search
 
 _TRIED = 3
 """Combinations that are solved for one kind of advice."""
@@ -45,7 +42,7 @@ def advice_of(search: Search, outcome: Outcome) -> Iterator[str]:
         search: A search that has run.
         outcome: What it found: nothing that fits.
     """
-    least = least_of(outcome.rejected)
+    least = next(iter(by_need(outcome.rejected)), None)
     if least is not None and least.needed_bytes is not None:
         usable = format_bytes(search.solver.budget.usable_bytes)
         alone = " at the least" if search.bound.least_bytes(least.setting) == least.needed_bytes else ""
@@ -56,12 +53,6 @@ def advice_of(search: Search, outcome: Outcome) -> Iterator[str]:
     yield from _permissions(search)
     yield from _shorter(search, outcome)
     yield from _limits(search, outcome)
-
-
-def least_of(rejected: Sequence[Rejected]) -> Rejected | None:
-    """What needs the least of all that needs too much of a device."""
-    too_large = [one for one in rejected if one.needed_bytes is not None]
-    return min(too_large, key=lambda one: (one.needed_bytes, label(one.setting)), default=None)
 
 
 def _elsewhere(search: Search, workload: Workload) -> Solver:
@@ -94,12 +85,10 @@ def _larger(search: Search, outcome: Outcome, least: Rejected) -> Iterator[str]:
         return
     capacity = target.capacity_bytes or 0
     larger = [spec for spec in DEVICES if spec.memory_bytes > capacity and spec.platform == "CUDA"]
-    by_need = sorted(
-        (one for one in outcome.rejected if one.needed_bytes), key=lambda one: (one.needed_bytes, label(one.setting))
-    )
+    too_large = by_need(outcome.rejected)
     for spec in sorted(larger, key=lambda spec: (spec.memory_bytes, spec.name)):
         usable = spec.memory_bytes - safety_margin_bytes(spec.memory_bytes)
-        small = [one.setting for one in by_need if (one.needed_bytes or 0) <= usable]
+        small = [one.setting for one in too_large if (one.needed_bytes or 0) <= usable]
         # Its rates don't matter here, and traces are those of the device that was asked for.
         there = replace(named_target(spec.name), capability=target.capability)
         found = _solved(search, replace(workload, target=there), small)

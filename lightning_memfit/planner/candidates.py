@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.registry import all_strategies, techniques
@@ -30,6 +31,12 @@ class Rejected:
     """Whether a limit of the machine is the reason: host memory, disk, or what may be written to it."""
     slower: float | None = None
     """At least this share of the best plan's time is added by the setting, if that is why it was rejected."""
+
+
+def by_need(rejected: Iterable[Rejected]) -> list[Rejected]:
+    """Those that need too much of a device, the one that needs least first."""
+    too_large = [one for one in rejected if one.needed_bytes is not None]
+    return sorted(too_large, key=lambda one: (one.needed_bytes, label(one.setting)))
 
 
 def candidates(workload: Workload) -> tuple[list[Setting], list[Rejected]]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_memfit.estimate.timeline import COLOURS, STYLE
+from lightning_memfit.estimate.page import render_page
+from lightning_memfit.estimate.timeline import COLOURS, DRAWING_STYLE
 from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.tried import Explored
 
@@ -116,15 +114,6 @@ def render_plan(plan: Mapping[str, Any], explored: Explored, overlays: Sequence[
         "unit": "tokens" if length else "samples",
         "colours": {str(category): colour for category, colour in COLOURS.items()},
     }
-    # Within `script` only `<` could end the element or begin a comment.
-    embedded = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
-    script = _SCRIPT.read_text(encoding="utf-8")
-    known = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{known}'"
-    title = html.escape(f"Settings for {plan['model']} on {plan['device']}")
-    return (
-        '<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">\n'
-        f'<title>{title}</title>\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f"<style>{STYLE}{_STYLE}</style>\n<h1>{title}</h1>\n<p>{html.escape(plan['summary'])}</p>\n{_BODY}"
-        f'<script type="application/json" id="data">{embedded}</script>\n<script>{script}</script></html>\n'
-    )
+    title = f"Settings for {plan['model']} on {plan['device']}"
+    body = f"<p>{html.escape(plan['summary'])}</p>\n{_BODY}"
+    return render_page(title, body, DRAWING_STYLE + _STYLE, content, _SCRIPT.read_text(encoding="utf-8"))

@@ -7,19 +7,16 @@ micro-batch, where no closed form refuses it; nothing is traced as several ranks
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from lightning_memfit.estimate.estimate import estimate_step
-from lightning_memfit.planner.advice import least_of
+from lightning_memfit.planner.candidates import by_need
 from lightning_memfit.planner.plan import Row, label
+from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.solve import TIE, Solution
 from lightning_memfit.planner.time import PassWork
 from lightning_memfit.profile.build import sequence_length
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.setting import Setting
-
-if TYPE_CHECKING:
-    from lightning_memfit.planner.search import Outcome, Search
 
 RECIPE, EXACT, ALLOWED = "the recipe as it is", "the best exact plan", "the best allowed plan"
 _SOLVED, _TRACED, _CLOSED = "by the search", "by a trace", "at least, by closed forms"
@@ -72,7 +69,7 @@ def _allowed(search: Search, outcome: Outcome) -> Row:
     """The fastest plan whatever it changes: one that was worked out, or the one with the least bound below that."""
     best = min(outcome.solutions, key=lambda solution: solution.time.total, default=None)
     if best is None or outcome.best is None:
-        least = least_of(outcome.rejected)
+        least = next(iter(by_need(outcome.rejected)), None)
         if least is None:
             return Row(ALLOWED, "", None, None, None, None, (), "", "nothing fits")
         return _row(search, ALLOWED, least.setting, False, least.needed_bytes, None, _CLOSED, least.reason)

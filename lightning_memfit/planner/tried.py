@@ -17,8 +17,9 @@ from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.memory import GIB, MIB
 from lightning_memfit.planner.candidates import Rejected, conflict
 from lightning_memfit.planner.course import Course
+from lightning_memfit.planner.make import as_plan
 from lightning_memfit.planner.plan import Plan
-from lightning_memfit.planner.search import Outcome, Search, as_plan
+from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.solve import Solution, key_of, rank_of
 from lightning_memfit.planner.workload import Budget
 from lightning_memfit.profile.trace import TraceError

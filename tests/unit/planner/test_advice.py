@@ -9,10 +9,10 @@ import pytest
 from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.estimate.target import named_target
-from lightning_memfit.planner import search as module
+from lightning_memfit.planner import make as module
+from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.memory import standing_bytes
 from lightning_memfit.planner.plan import Plan
-from lightning_memfit.planner.search import make_plan
 from lightning_memfit.planner.workload import Limits, Workload
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.setting import Setting

@@ -14,7 +14,7 @@ OWN = {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"}
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    from lightning_memfit.planner import search as make
+    from lightning_memfit.planner import make
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(make, "TraceStore", lambda workload, cache, overlap: MadeTraceStore(workload))
@@ -22,7 +22,7 @@ def plan() -> Plan:
 
 
 def refused() -> Plan:
-    from lightning_memfit.planner import search as make
+    from lightning_memfit.planner import make
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(make, "TraceStore", lambda workload, cache, overlap: MadeTraceStore(workload))
@@ -44,7 +44,7 @@ def test_plan_says_what_it_needs_and_what_for(plan: Plan) -> None:
 def test_plan_that_its_own_trace_refutes_is_made_again() -> None:
     from dataclasses import replace
 
-    from lightning_memfit.planner import search as make
+    from lightning_memfit.planner import make
 
     class Refuting(MadeTraceStore):
         def needs_more(self, profile):  # type: ignore[no-untyped-def]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_memfit.planner import search as module
+from lightning_memfit.planner import make as module
+from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import Plan
 from lightning_memfit.planner.plan_page import render_plan
-from lightning_memfit.planner.search import make_plan
 from lightning_memfit.planner.tried import Explored, tried_of
 
 from .made import MadeTraceStore, made_workload

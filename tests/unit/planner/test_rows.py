@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from cli.plan import print_plan
-from lightning_memfit.planner import search as module
+from lightning_memfit.planner import make as module
 from lightning_memfit.planner.candidates import candidates
+from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import Plan, Row, label
-from lightning_memfit.planner.search import Search, make_plan
+from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.solve import Solution
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing

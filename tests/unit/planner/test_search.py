@@ -5,8 +5,9 @@ import pytest
 from lightning_memfit.memory import Tier
 from lightning_memfit.planner import candidates as module
 from lightning_memfit.planner.candidates import candidates
+from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.memory import standing_bytes
-from lightning_memfit.planner.search import Outcome, Search, make_plan
+from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.workload import Limits
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.setting import Setting
@@ -129,7 +130,7 @@ def test_a_plan_says_that_one_size_is_all_that_is_known(monkeypatch: pytest.Monk
         def plain(self) -> ModelProfile:
             return replace(super().plain(), slopes=None, larger=None, only_this_size="its layout changes")
 
-    monkeypatch.setattr("lightning_memfit.planner.search.TraceStore", lambda workload, *_: Store(workload))
+    monkeypatch.setattr("lightning_memfit.planner.make.TraceStore", lambda workload, *_: Store(workload))
     plan = make_plan(made_workload(40_000, allow=EXACT))
     assert plan.setting is not None
     assert plan.setting.micro_batch_size == 2

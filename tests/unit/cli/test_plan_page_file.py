@@ -1,0 +1,107 @@
+"""`memfit plan --html`: where the page is written, and where nothing is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.main import main
+from tests.unit.planner.test_plan_page import explored
+
+PAGE = "<!doctype html>the page"
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bool]:
+    """Whether a page was asked for in every planning so far, which this replaces."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    Path("recipe.yaml").write_text("seed_everything: 1\n")
+    asked: list[bool] = []
+
+    def plan(*_: Any, with_page: bool = False, **__: Any) -> Any:
+        asked.append(with_page)
+        made = explored(1200)[0].to_dict()
+        return {**made, "overlay": {"trainer": {"max_steps": 1}}}, [], PAGE if with_page else None
+
+    monkeypatch.setattr("cli.plan_recipe.plan_recipe", plan)
+    return asked
+
+
+def run(*arguments: str) -> int:
+    return main(["plan", "--config", "recipe.yaml", "--device", "1200MiB", "--host-memory", "8GiB", *arguments])
+
+
+def test_the_page_and_the_plan_are_written_and_named(planned: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--html", "page.html", "--out", "plan.yaml") == 0
+    assert Path("page.html").read_text() == PAGE
+    assert "max_steps: 1" in Path("plan.yaml").read_text()
+    output = capsys.readouterr().out
+    assert "Written: page.html" in output
+    assert "Written: plan.yaml" in output
+    assert planned == [True]
+
+
+def test_a_file_that_exists_is_refused_before_planning(planned: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("page.html").write_text("mine")
+    assert run("--html", "page.html", "--out", "plan.yaml", "--lock", "plan.lock") == 2
+    assert "`--html page.html` exists already. Name another file: none is overwritten." in capsys.readouterr().err
+    assert Path("page.html").read_text() == "mine"
+    assert not Path("plan.yaml").exists()
+    assert not Path("plan.lock").exists()
+    assert planned == []
+
+
+def test_a_folder_that_is_missing_is_refused_before_planning(
+    planned: list[bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--html", "pages/page.html") == 2
+    assert "`--html pages/page.html`: there is no folder 'pages'" in capsys.readouterr().err
+    assert planned == []
+
+
+@pytest.mark.parametrize("other", ["same.file", "./same.file", "folder/../same.file", "{absolute}/same.file"])
+def test_one_file_for_page_and_plan_is_refused_before_planning(
+    planned: list[bool], other: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    Path("folder").mkdir()
+    named = other.format(absolute=tmp_path)
+    assert run("--out", "same.file", "--html", named) == 2
+    assert f"`--html {named}` is the file of `--out`" in capsys.readouterr().err
+    assert not Path("same.file").exists()
+    assert planned == []
+
+
+def test_a_dry_run_writes_no_file(planned: list[bool], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    assert run("--html", "page.html", "--out", "plan.yaml", "--lock", "plan.lock", "--dry-run") == 0
+    assert sorted(tmp_path.iterdir()) == before
+    assert "Written" not in capsys.readouterr().out
+    assert planned == [True]
+
+
+def test_a_lock_answers_without_planning_unless_a_page_is_asked_for(planned: list[bool]) -> None:
+    assert run("--html", "page.html", "--lock", "plan.lock") == 0
+    assert run("--lock", "plan.lock") == 0
+    assert planned == [True]
+    assert run("--html", "other.html", "--lock", "plan.lock") == 0  # what a search knows beside its plan isn't kept
+    assert planned == [True, True]
+    assert Path("other.html").read_text() == PAGE
+
+
+@pytest.mark.parametrize("option", ["--out", "--html"])
+def test_the_file_of_the_lock_is_refused_before_planning(
+    planned: list[bool], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan or page would have been written, and the lock over it."""
+    assert run(option, "same.file", "--lock", "./same.file") == 2
+    assert f"`{option} same.file` is the file of `--lock`" in capsys.readouterr().err
+    assert not Path("same.file").exists()
+    assert planned == []
+
+
+def test_json_is_alone_on_stdout_with_a_page(planned: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--html", "page.html", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
+    assert Path("page.html").read_text() == PAGE
