@@ -122,6 +122,8 @@ class ChatTemplate:
     # --- answers by what stands before them -------------------------------------------------------------------------
 
     def _by_prefixes(self, messages: Messages) -> Conversation:
+        if messages[0]["role"] == _ANSWERING:
+            raise ValueError("the conversation begins with an answer, before which the model sees nothing")
         text = self._render(messages)
         encoded = self.tokenizer(
             text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
@@ -136,8 +138,6 @@ class ChatTemplate:
     def _answers(self, messages: Messages, text: str) -> list[tuple[int, int]]:
         """Return start and end of every answer in the rendered text."""
         places = [place for place, message in enumerate(messages) if message["role"] == _ANSWERING]
-        if places[:1] == [0]:
-            raise ValueError("the conversation begins with an answer, before which the model sees nothing")
         prompts = [self._render(messages[:place], add_generation_prompt=True) for place in places]
         for number, prompt in enumerate(prompts, 1):
             if not text.startswith(prompt):
@@ -170,13 +170,18 @@ class ChatTemplate:
             ids, is_answer = self.encode(_PROBE)
         except ValueError as error:
             raise ValueError(f"{self.name} doesn't show which tokens are answers: {error}. {_OWN_TEMPLATE}") from error
-        learned = [self.tokenizer.decode(ids[start:end]) for start, end in _runs(is_answer)]
-        context = self.tokenizer.decode(ids[~is_answer])
-        # Words, as the tokenizer may write spaces otherwise than they were.
-        are_whole = all(_has(text, answer) for text, answer in zip(learned, said[1::2], strict=True))
-        are_alone = not any(_has(text, question) for text in learned for question in said[::2])
-        if not (are_whole and are_alone and all(_has(context, question) for question in said[::2])):
-            raise ValueError(f"{self.name} takes other tokens than its answers' for answers: {learned}. {_OWN_TEMPLATE}")
+        learned = [_squeezed(self.tokenizer.decode(ids[start:end])) for start, end in _runs(is_answer)]
+        context = _squeezed(self.tokenizer.decode(ids[~is_answer]))
+        questions, answers = [[_squeezed(text) for text in said[side::2]] for side in (0, 1)]
+        are_whole = all(answer in text for text, answer in zip(learned, answers, strict=True))
+        are_alone = not any(question in text for text in learned for question in questions)
+        # Without marks, a template that doesn't begin the turn itself would leave its header among what is learned. Only
+        # before the last answer may templates write more (a thought that is empty).
+        is_clean = self.marks_answers or learned[0].startswith(answers[0])
+        if not (are_whole and are_alone and is_clean and all(question in context for question in questions)):
+            raise ValueError(
+                f"{self.name} takes other tokens than its answers' for answers: {learned}. {_OWN_TEMPLATE}"
+            )
 
     def _render(self, messages: Messages, **arguments: Any) -> str:
         return str(self._apply(messages, tokenize=False, **arguments))
@@ -252,5 +257,6 @@ def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
-def _has(text: str, words: str) -> bool:
-    return "".join(words.split()) in "".join(text.split())
+def _squeezed(text: str) -> str:
+    """A text without its spaces, which tokenizers write otherwise than they were."""
+    return "".join(text.split())

@@ -74,7 +74,9 @@ class ChatEncoder:
     def _encode(self, row: Any, number: int) -> tuple[np.ndarray, int]:
         try:
             # A reader of tables fills keys that only some messages have with None.
-            messages = [{k: v for k, v in one.items() if v is not None} if isinstance(one, Mapping) else one for one in row]
+            messages = [
+                {k: v for k, v in one.items() if v is not None} if isinstance(one, Mapping) else one for one in row
+            ]
             ids, is_answer = self.template.encode(messages)
         except (ValueError, TypeError) as error:
             wanted = 'a list of messages such as {"role": "user", "content": "Hello"}'
@@ -300,7 +302,7 @@ class PackedChats(BatchedText):
     def largest_id(self) -> int | None:
         """Return the largest token id that occurs; None before `setup`."""
         made = [blocks for blocks in (self._train, self._val) if isinstance(blocks, ConversationBlocks)]
-        return max(blocks.largest(_ID) for blocks in made) if made else None
+        return max(max(blocks.pad, blocks.largest(_ID)) for blocks in made) if made else None
 
     def example_batch(self, vocab_size: int | None = None) -> dict[str, torch.Tensor]:
         """Return a training batch of the right shapes without reading data or tokenizer; see `PackedText`.

@@ -71,8 +71,9 @@ def _logits(module: nn.Module, ids: torch.Tensor, positions: torch.Tensor) -> to
 
 
 def _refusal(module: nn.Module, is_apart_alone: bool) -> str:
-    configs = (getattr(part, "config", None) for part in module.modules())
-    kinds = {kind for config in configs if (kind := getattr(config, "_attn_implementation", None)) is not None}
+    named = {type(part).__name__: kind for part in module.modules() if (kind := _attention(part)) is not None}
+    name = next(iter(named), type(module).__name__)  # the outermost is the whole model
+    kinds = set(named.values())
     with_kind = f" with attention {', '.join(map(repr, sorted(kinds)))}" if kinds else ""
     fixes = ["set `data.packing: false`, which gives every conversation a block of its own"]
     if kinds - {"sdpa", "eager"}:
@@ -80,6 +81,11 @@ def _refusal(module: nn.Module, is_apart_alone: bool) -> str:
     if is_apart_alone:
         fixes.insert(0, "set `data.batch_size: 1`, where it keeps them apart")
     return (
-        f"`packing=True`: {type(module).__name__}{with_kind} lets packed conversations see each other: the second of two "
+        f"`packing=True`: {name}{with_kind} lets packed conversations see each other: the second of two "
         f"changes with the first. To train on them, {', or '.join(fixes)}."
     )
+
+
+def _attention(part: nn.Module) -> str | None:
+    kind = getattr(getattr(part, "config", None), "_attn_implementation", None)
+    return kind if isinstance(kind, str) else None

@@ -230,12 +230,12 @@ class StandardLibraryChats(PackedChats):
 
 
 def chats_about(text: str) -> list[list[dict[str, str]]]:
-    """Return chats of up to three questions and answers about the documented functions of a file."""
+    """Return chats of one or two questions and answers about the documented functions of a file."""
     pairs = documented_functions(text)
     chats = []
-    for start in range(0, len(pairs), 3):
+    for start in range(0, len(pairs), 2):
         chat = []
-        for code, line in pairs[start : start + 3]:
+        for code, line in pairs[start : start + 2]:
             head = next(part for part in code.splitlines() if part.startswith("def "))
             chat += [{"role": "user", "content": f"What does {head[4:-1]} do?"}, {"role": "assistant", "content": line}]
         chats.append(chat)
