@@ -1,6 +1,6 @@
 """`ChatTemplate`: tokens of a conversation, and which of them are the model's answers.
 
-A template that marks its answers (`{% generation %}`) tells by itself, through transformers. Of any other one the answers
+A template that marks its answers (`{% generation %}`) tells by itself, through transformers. In any other one answers
 are found by prefixes: what stands before an answer is what the template gives the model to continue, and its end is the
 end-of-turn token that follows its text. Either is tried on a conversation whose answers are known before it is trusted.
 """
@@ -175,8 +175,8 @@ class ChatTemplate:
         questions, answers = [[_squeezed(text) for text in said[side::2]] for side in (0, 1)]
         are_whole = all(answer in text for text, answer in zip(learned, answers, strict=True))
         are_alone = not any(question in text for text in learned for question in questions)
-        # Without marks, a template that doesn't begin the turn itself would leave its header among what is learned. Only
-        # before the last answer may templates write more (a thought that is empty).
+        # Without marks, a template that doesn't begin the turn itself would leave its header among what is learned.
+        # Only before the last answer may templates write more (a thought that is empty).
         is_clean = self.marks_answers or learned[0].startswith(answers[0])
         if not (are_whole and are_alone and is_clean and all(question in context for question in questions)):
             raise ValueError(

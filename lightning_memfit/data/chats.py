@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedText
-from lightning_memfit.data.chat_template import ChatTemplate, Messages
+from lightning_memfit.data.chat_template import ChatTemplate
 from lightning_memfit.data.isolation import refuse_mixing
 from lightning_memfit.data.packed import MappedTokens
 from lightning_memfit.data.sources import PlainDocuments, content_hash
@@ -79,9 +79,9 @@ class ChatEncoder:
             ]
             ids, is_answer = self.template.encode(messages)
         except (ValueError, TypeError) as error:
-            wanted = 'a list of messages such as {"role": "user", "content": "Hello"}'
             raise ValueError(
-                f"`{self.column}` of conversation {number:,}, {_shortened(row)}, can't be used: {error}. Wanted: {wanted}."
+                f"`{self.column}` of conversation {number:,}, {_shortened(row)}, can't be used: {error}. Wanted: a list of "
+                'messages such as {"role": "user", "content": "Hello"}.'
             ) from error
         codes = ids.astype(np.uint32)
         codes[is_answer] |= _ANSWER
@@ -105,8 +105,8 @@ class ConversationBlocks(MappedTokens):
     """Blocks of `sequence_length` tokens with whole conversations, and padding behind the last one.
 
     Items are `input_ids` and `labels`, `(sequence_length,)` int64; labels are -100 but on answers. With packing
-    `position_ids` of the same shape start anew with every conversation, and with the padding. Conversations that are too
-    long are cut; what has no answer then is left out.
+    `position_ids` of the same shape start anew with every conversation, and with the padding. Longer conversations are
+    cut; what has no answer then is left out.
 
     Args:
         tokens: `(tokens,)` flagged tokens from `ChatEncoder`.

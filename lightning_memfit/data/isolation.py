@@ -63,8 +63,8 @@ def _logits(module: nn.Module, ids: torch.Tensor, positions: torch.Tensor) -> to
         logits = output if isinstance(output, torch.Tensor) else output.logits
     except (TypeError, NotImplementedError, AttributeError) as error:
         raise ValueError(
-            f"`packing=True`: whether {type(module).__name__} keeps packed conversations apart can't be tried ({error}). "
-            "Give it a `forward(input_ids, position_ids)` that returns logits, or set `data.packing: false`."
+            f"`packing=True`: whether {type(module).__name__} keeps packed conversations apart can't be tried "
+            f"({error}). Give it a `forward(input_ids, position_ids)` that returns logits, or set `data.packing: false`."
         ) from error
     assert isinstance(logits, torch.Tensor)
     return logits

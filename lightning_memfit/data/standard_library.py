@@ -1,7 +1,7 @@
 """Real text that every machine has: the source files of Python's standard library.
 
 `StandardLibraryText` packs the files for causal language models. `StandardLibraryPairs` pairs each documented function
-with the first line of its documentation, for encoder-decoder models; `StandardLibraryChats` asks for that line in a chat.
+with the first line of its documentation, for encoder-decoder models, and `StandardLibraryChats` asks for that line.
 """
 
 from __future__ import annotations

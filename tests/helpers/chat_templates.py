@@ -1,4 +1,4 @@
-"""Chat templates of the shapes that well-known models have, and tokenizers of bytes with the special tokens for them."""
+"""Chat templates of the shapes that well-known models have, and byte tokenizers with their special tokens."""
 
 from transformers import PreTrainedTokenizerFast
 

@@ -52,7 +52,8 @@ def test_marks_of_the_template_are_followed():
     marked = GEMMA3.replace("message['content'] | trim + '<end_of_turn>\n' }}", "'' }}").replace(
         "{% endfor %}",
         "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim + '<end_of_turn>' }}"
-        "{% endgeneration %}{% else %}{{ message['content'] | trim + '<end_of_turn>' }}{% endif %}{{ '\n' }}{% endfor %}",
+        "{% endgeneration %}{% else %}{{ message['content'] | trim + '<end_of_turn>' }}{% endif %}{{ '\n' }}"
+        "{% endfor %}",
     )
     template, other = ChatTemplate(chat_tokenizer("gemma3", marked)), ChatTemplate(chat_tokenizer("gemma3"))
     assert template.marks_answers
