@@ -20,8 +20,9 @@ DEVICES = ("12GiB", "24GiB", "80GiB")
 
 
 def models() -> list[str]:
-    """Names of the recipes that lay a model over another one."""
-    return sorted(f"models/{file.stem}" for file in (FOLDER / "models").glob("*.yaml"))
+    """Names of the recipes that lay a model over another one, the one that the recipes name themselves first."""
+    names = sorted(f"models/{file.stem}" for file in (FOLDER / "models").glob("*.yaml"))
+    return sorted(names, key=lambda name: name != "models/qwen3")
 
 
 def estimate(recipe: str, model: str, device: str) -> dict[str, Any]:
@@ -56,8 +57,8 @@ def row_of(recipe: str, model: str) -> dict[str, Any]:
 def main() -> None:
     """Add the missing rows, one at a time."""
     rows = json.loads(SIZES.read_text())["rows"] if SIZES.exists() else []
-    for recipe in TASKS:
-        for model in models():
+    for model in models():
+        for recipe in TASKS:
             if any((row["recipe"], row["model"]) == (recipe, model) for row in rows):
                 continue
             rows.append(row_of(recipe, model))

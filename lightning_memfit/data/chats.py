@@ -80,8 +80,8 @@ class ChatEncoder:
             ids, is_answer = self.template.encode(messages)
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"`{self.column}` of conversation {number:,}, {_shortened(row)}, can't be used: {error}. Wanted: a list of "
-                'messages such as {"role": "user", "content": "Hello"}.'
+                f"`{self.column}` of conversation {number:,}, {_shortened(row)}, can't be used: {error}. Wanted: a "
+                'list of messages such as {"role": "user", "content": "Hello"}.'
             ) from error
         codes = ids.astype(np.uint32)
         codes[is_answer] |= _ANSWER

@@ -64,7 +64,7 @@ def _logits(module: nn.Module, ids: torch.Tensor, positions: torch.Tensor) -> to
     except (TypeError, NotImplementedError, AttributeError) as error:
         raise ValueError(
             f"`packing=True`: whether {type(module).__name__} keeps packed conversations apart can't be tried "
-            f"({error}). Give it a `forward(input_ids, position_ids)` that returns logits, or set `data.packing: false`."
+            f"({error}). Give it a `forward(input_ids, position_ids)` that returns logits, or set `packing: false`."
         ) from error
     assert isinstance(logits, torch.Tensor)
     return logits
