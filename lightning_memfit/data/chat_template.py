@@ -170,8 +170,8 @@ class ChatTemplate:
             ids, is_answer = self.encode(_PROBE)
         except ValueError as error:
             raise ValueError(f"{self.name} doesn't show which tokens are answers: {error}. {_OWN_TEMPLATE}") from error
-        learned = [_squeezed(self.tokenizer.decode(ids[start:end])) for start, end in _runs(is_answer)]
-        context = _squeezed(self.tokenizer.decode(ids[~is_answer]))
+        learned = [_squeezed(str(self.tokenizer.decode(ids[start:end]))) for start, end in _runs(is_answer)]
+        context = _squeezed(str(self.tokenizer.decode(ids[~is_answer])))
         questions, answers = [[_squeezed(text) for text in said[side::2]] for side in (0, 1)]
         are_whole = all(answer in text for text, answer in zip(learned, answers, strict=True))
         are_alone = not any(question in text for text in learned for question in questions)
@@ -191,7 +191,7 @@ class ChatTemplate:
 
         try:
             return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],  # type: ignore[arg-type]
+                [dict(message) for message in messages],
                 chat_template=self.source,
                 **arguments,
                 **self.options,

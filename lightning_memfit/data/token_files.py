@@ -26,8 +26,9 @@ _ROWS = 1000
 class RowEncoder(Protocol):
     """How the rows of a data set become tokens. It is pickled into the processes that tokenize."""
 
-    column: str
-    """The column that is read."""
+    @property
+    def column(self) -> str:
+        """The column that is read."""
 
     @property
     def dtype(self) -> np.dtype:
