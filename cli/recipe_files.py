@@ -8,6 +8,16 @@ from typing import Any
 
 # In the same folder as this package, both in a checkout and in an installed wheel.
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+SIZES = FOLDER / "sizes.json"
+"""What `python -m benchmarks.recipe_sizes` has written."""
+
+TASKS = {
+    "chat_full": "instruction tuning, all weights",
+    "chat_lora": "instruction tuning, LoRA",
+    "chat_qlora": "instruction tuning, QLoRA",
+    "pretrain": "continued pre-training, all weights",
+}
+"""Recipes to which a model of `models/` is added, and what they are for."""
 
 
 def available() -> dict[str, Path]:

@@ -1,10 +1,12 @@
 """`memfit recipes`: list the recipes that come with the package, or copy one out."""
 
 import argparse
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
-from .recipe_files import available, describe, resolve
+from .recipe_files import SIZES, TASKS, available, describe, resolve
 
 
 def main(argv: list[str]) -> int:
@@ -25,7 +27,38 @@ def main(argv: list[str]) -> int:
     width = max(map(len, recipes))
     for name, file in recipes.items():
         print(f"{name:<{width}}  {describe(file)}")
+    print()
+    print(*by_task_and_memory(json.loads(SIZES.read_text(encoding="utf-8"))["rows"]), sep="\n")
     return 0
+
+
+def by_task_and_memory(rows: list[dict[str, Any]]) -> list[str]:
+    """Return lines of a table: which micro-batch of which recipe fits which card.
+
+    Args:
+        rows: Of `recipes/sizes.json`.
+    """
+    devices = list(rows[0]["largest_micro_batch"])
+    cells = [["task", "recipe", "model", *(device.replace("GiB", " GB") for device in devices)]]
+    for row in sorted(rows, key=lambda row: (list(TASKS).index(row["recipe"]), row["num_parameters"])):
+        sizes = [str(row["largest_micro_batch"][device] or "-") for device in devices]
+        cells.append([TASKS[row["recipe"]], row["recipe"], row["model"], *sizes])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if at < 3 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    ]
+    tokens = " or ".join(f"{length:,}" for length in sorted({row["sequence_length"] for row in rows}))
+    return [
+        f"Largest micro-batch in blocks of {tokens} tokens by memory of the card, as `memfit estimate` predicts it:",
+        "",
+        *lines,
+        "",
+        "-: not one block fits. `memfit plan --config RECIPE --config models/NAME --device 12GiB` looks for a way.",
+    ]
 
 
 def _copy(name: str, folder: Path) -> int:

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from lightning_memfit.adapters.checkpoint import merged_state_dict as merged_state_dict
     from lightning_memfit.bench.run_timeline import RunTimeline as RunTimeline
     from lightning_memfit.checkpointing.state import InexactRecomputationError as InexactRecomputationError
+    from lightning_memfit.data import ChatData as ChatData
     from lightning_memfit.data import PairData as PairData
     from lightning_memfit.data import RandomTokens as RandomTokens
+    from lightning_memfit.data import StandardLibraryChats as StandardLibraryChats
     from lightning_memfit.data import StandardLibraryPairs as StandardLibraryPairs
     from lightning_memfit.data import StandardLibraryText as StandardLibraryText
     from lightning_memfit.data import TextData as TextData
@@ -70,6 +72,7 @@ _PUBLIC = {
     "AtomicCheckpointIO": "lightning_memfit.strategies",
     "AttentionKernel": "lightning_memfit.techniques.attention",
     "CausalLM": "lightning_memfit.models",
+    "ChatData": "lightning_memfit.data",
     "ChunkedLoss": "lightning_memfit.techniques.chunked_loss",
     "DataLoading": "lightning_memfit.techniques.data_loading",
     "DataParallelStrategy": "lightning_memfit.strategies",
@@ -102,6 +105,7 @@ _PUBLIC = {
     "SequenceClassifier": "lightning_memfit.models",
     "Setting": "lightning_memfit.techniques.core.setting",
     "SimulatedDevice": "lightning_memfit.device.limit",
+    "StandardLibraryChats": "lightning_memfit.data",
     "StandardLibraryPairs": "lightning_memfit.data",
     "StandardLibraryText": "lightning_memfit.data",
     "StochasticRounding": "lightning_memfit.techniques.bf16_stochastic_rounding",

@@ -28,6 +28,7 @@ IN_WHEEL = (
     "lightning_memfit/cli/main.py",
     "lightning_memfit/recipes/quickstart.yaml",
     "lightning_memfit/recipes/quick/gpt2xl.yaml",
+    "lightning_memfit/recipes/sizes.json",
     "lightning_memfit/estimate/architectures.json",
 )
 IN_SDIST = ("README.md", "LICENSE", "pyproject.toml", "cli/main.py", "recipes/quickstart.yaml")

@@ -1,8 +1,17 @@
 """LightningDataModules that ship with the package."""
 
+from lightning_memfit.data.chats import ChatData
 from lightning_memfit.data.pairs import PairData
 from lightning_memfit.data.random_tokens import RandomTokens
-from lightning_memfit.data.standard_library import StandardLibraryPairs, StandardLibraryText
+from lightning_memfit.data.standard_library import StandardLibraryChats, StandardLibraryPairs, StandardLibraryText
 from lightning_memfit.data.text import TextData
 
-__all__ = ["PairData", "RandomTokens", "StandardLibraryPairs", "StandardLibraryText", "TextData"]
+__all__ = [
+    "ChatData",
+    "PairData",
+    "RandomTokens",
+    "StandardLibraryChats",
+    "StandardLibraryPairs",
+    "StandardLibraryText",
+    "TextData",
+]

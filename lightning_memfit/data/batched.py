@@ -239,6 +239,10 @@ class BatchedText(pl.LightningDataModule):
         """Number of token ids."""
         return len(self.tokenizer)
 
+    def largest_id(self) -> int | None:
+        """Return the largest token id that occurs in the data; None if that isn't known."""
+        return None
+
     @abstractmethod
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return training and validation samples."""

@@ -16,6 +16,8 @@ from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedText
 
+_CHUNK = 1 << 24
+
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
@@ -30,11 +32,37 @@ def join(documents: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(documents)
 
 
-class PackedBlocks(Dataset[dict[str, torch.Tensor]]):
+class MappedTokens(Dataset[dict[str, torch.Tensor]]):
+    """Samples out of one flat array. A memory-mapped one stays so: workers map the file again instead of copying it.
+
+    Args:
+        tokens: `(tokens,)` integers, in memory or from `np.load(..., mmap_mode="r")`.
+    """
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
+
+    def largest(self, bits: int = -1) -> int:
+        """Return the largest of the tokens, of which only the given bits count."""
+        parts = (self.tokens[start : start + _CHUNK] for start in range(0, len(self.tokens), _CHUNK))
+        return max(int((part.astype(np.int64) & bits).max()) for part in parts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if isinstance(self.tokens, np.memmap):
+            state["tokens"] = str(self.tokens.filename)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self.tokens, str):
+            self.tokens = np.load(self.tokens, mmap_mode="r")
+
+
+class PackedBlocks(MappedTokens):
     """Blocks of `sequence_length` consecutive tokens; a remainder at the end of the text is not used.
 
-    Items are `{"input_ids": (sequence_length,), "labels": (sequence_length,)}`, int64; the model shifts the labels. A
-    memory-mapped array stays one: workers map the file again instead of copying it.
+    Items are `{"input_ids": (sequence_length,), "labels": (sequence_length,)}`, int64; the model shifts the labels.
 
     Args:
         tokens: `(tokens,)` integers, in memory or from `np.load(..., mmap_mode="r")`.
@@ -53,7 +81,7 @@ class PackedBlocks(Dataset[dict[str, torch.Tensor]]):
                 f"The {name} has {len(tokens)} tokens, less than one block of `sequence_length={sequence_length}`. "
                 "Give more text or a shorter sequence."
             )
-        self.tokens = tokens
+        super().__init__(tokens)
         self.sequence_length = sequence_length
 
     def __len__(self) -> int:
@@ -66,17 +94,6 @@ class PackedBlocks(Dataset[dict[str, torch.Tensor]]):
         start = index * self.sequence_length
         block = torch.from_numpy(self.tokens[start : start + self.sequence_length].astype(np.int64))
         return {"input_ids": block, "labels": block}
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        if isinstance(self.tokens, np.memmap):
-            state["tokens"] = str(self.tokens.filename)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if isinstance(self.tokens, str):
-            self.tokens = np.load(self.tokens, mmap_mode="r")
 
 
 # --- the data module --------------------------------------------------------------------------------------------------
@@ -123,6 +140,12 @@ class PackedText(BatchedText):
         train, val = self.load_tokens()
         blocks = PackedBlocks(train, self.sequence_length, "training text")
         return blocks, PackedBlocks(val, self.sequence_length, "validation text")
+
+    @override
+    def largest_id(self) -> int | None:
+        """Return the largest token id that occurs; None before `setup`."""
+        made = [blocks for blocks in (self._train, self._val) if isinstance(blocks, PackedBlocks)]
+        return max(blocks.largest() for blocks in made) if made else None
 
     def example_batch(self, vocab_size: int | None = None) -> dict[str, torch.Tensor]:
         """Return a training batch of the right shapes without reading data or tokenizer, for estimates and plans.

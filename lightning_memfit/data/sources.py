@@ -1,6 +1,6 @@
 """Where text comes from: local files, or a data set of the hub through Hugging Face `datasets`.
 
-Without `datasets`, which is an extra, txt and jsonl files are read here (`PlainDocuments`).
+Without `datasets`, which is an extra, txt, jsonl and json files are read here (`PlainDocuments`).
 
 The files are read as one document per row; `validation_mask` splits documents into training and validation by content.
 """
@@ -33,6 +33,8 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".jsonl": ("json", {}),
     ".parquet": ("parquet", {}),
 }
+# A .json file is one list, read into memory here. It is named itself: those in folders are rarely the data.
+_LIST = ".json"
 _ENDINGS = ", ".join(_READERS)
 
 MAPPED = f"With `datasets` they are mapped from disk instead: {how_to_install('datasets')}"
@@ -81,7 +83,7 @@ class HostRoom:
 
 
 class PlainDocuments:
-    """Rows of local txt and jsonl files, read anew whenever they are gone through, one at a time.
+    """Rows of local txt, jsonl and json files, read anew whenever they are gone through, one at a time.
 
     It is as much of a `datasets.Dataset` as is needed here.
 
@@ -151,6 +153,11 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
         room.take(2 * file.stat().st_size)
         yield {"text": file.read_text(encoding="utf-8")}
         return
+    if file.suffix == _LIST:
+        room = HostRoom(f"`dataset`: the bytes and objects of {str(file)!r}, one list,", _IN_PARTS)
+        room.take(2 * file.stat().st_size)
+        yield from _objects(json.loads(file.read_text(encoding="utf-8")))
+        return
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             row = json.loads(line) if line.strip() else {}
@@ -161,16 +168,22 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_plainly(path: Path) -> PlainDocuments:
-    """Read txt and jsonl files without `datasets`.
+    """Read txt, jsonl and json files without `datasets`.
 
     Raises:
         ModuleNotFoundError: If the files are of another kind.
         ValueError: If a file can't be read.
     """
     files = local_files(path)
-    if files[0].suffix not in (".txt", ".jsonl"):
+    if files[0].suffix not in (".txt", ".jsonl", _LIST):
         require("datasets", f"`dataset={str(path)!r}`: reading {files[0].suffix} files")
     return PlainDocuments(files)
+
+
+def _objects(found: Any) -> list[dict[str, Any]]:
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise ValueError("it is no list of objects; one object on each line makes a .jsonl file")
+    return found
 
 
 def load_documents(
@@ -179,7 +192,7 @@ def load_documents(
     """Return a data set with one document per row.
 
     Args:
-        dataset: Local file or folder of txt, jsonl or parquet files, or a hub name.
+        dataset: Local file or folder of txt, jsonl or parquet files, a json file, or a hub name.
         dataset_config: Configuration name of a hub data set.
         split: Split of a hub data set; local files have only `train`.
         cache_dir: Where `datasets` keeps its files.
@@ -192,10 +205,11 @@ def load_documents(
     if path.exists():
         if dataset_config is not None or split != "train":
             raise ValueError(f"`dataset={dataset!r}` is local: `dataset_config` and other splits are for the hub.")
-        return _load_files(path, cache_dir) if is_installed("datasets") else _read_plainly(path)
+        plainly = path.suffix == _LIST or not is_installed("datasets")
+        return _read_plainly(path) if plainly else _load_files(path, cache_dir)
     if path.is_symlink():
         raise ValueError(f"`dataset={dataset!r}` is a link to {str(path.readlink())!r}, which is not there. Mend it.")
-    if dataset.startswith((".", "/", "~")) or path.suffix in _READERS or dataset.count("/") > 1:
+    if dataset.startswith((".", "/", "~")) or path.suffix in (*_READERS, _LIST) or dataset.count("/") > 1:
         raise ValueError(f"`dataset={dataset!r}` is a path, but there is no such file or folder.")
     return _load_from_hub(dataset, dataset_config, split, cache_dir)
 
@@ -237,8 +251,8 @@ def local_files(path: Path) -> list[Path]:
     """
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _READERS)
     kinds = sorted({file.suffix for file in files})
-    if not files or kinds[0] not in _READERS:
-        raise ValueError(f"`dataset={str(path)!r}` has no text files. Wanted: {_ENDINGS}.")
+    if not files or kinds[0] not in (*_READERS, _LIST):
+        raise ValueError(f"`dataset={str(path)!r}` has no text files. Wanted: {_ENDINGS}, or a .json file itself.")
     if len(kinds) > 1:
         raise ValueError(f"`dataset={str(path)!r}` mixes {', '.join(kinds)} files. Keep one kind in a folder.")
     for file in files:
@@ -319,7 +333,7 @@ def _fault_in(file: Path, column: str | None = None) -> str | None:
 
     It is only asked when something is wrong: reading lines is slow.
     """
-    if file.suffix == ".parquet":
+    if file.suffix in (".parquet", _LIST):
         return None
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):

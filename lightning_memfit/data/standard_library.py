@@ -1,7 +1,7 @@
 """Real text that every machine has: the source files of Python's standard library.
 
 `StandardLibraryText` packs the files for causal language models. `StandardLibraryPairs` pairs each documented function
-with the first line of its documentation, for encoder-decoder models.
+with the first line of its documentation, for encoder-decoder models, and `StandardLibraryChats` asks for that line.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import sysconfig
 import tokenize
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_memfit.data.chat_template import CHATML
+from lightning_memfit.data.chats import ChatEncoder, PackedChats
 from lightning_memfit.data.packed import PackedText, join
 from lightning_memfit.data.pairs import PairedText
 from lightning_memfit.data.sources import content_hash, validation_mask
@@ -153,3 +156,87 @@ def documented_functions(text: str) -> list[tuple[str, str]]:
             node.body = node.body[1:] or [ast.Pass()]
             pairs.append((ast.unparse(node), documentation.splitlines()[0]))
     return pairs
+
+
+# --- chats about a module's functions ---------------------------------------------------------------------------------
+
+
+class StandardLibraryChats(PackedChats):
+    """Chats about the functions of a file: what one does, and what another does. They need no network and no files.
+
+    Args:
+        tokenizer: `bytes`, a local folder or a hub name.
+        chat_template: `chatml`, a file with a Jinja template, or null for the tokenizer's own.
+        template_options: Further variables of the template.
+        date: Day for templates that write today's.
+        sequence_length: Tokens in a block; longer chats are cut.
+        batch_size: Blocks in a micro-batch of one device.
+        global_batch_size: Blocks in an optimizer step, accumulation and all devices included. Null: not checked.
+        packing: Put as many chats into a block as fit; otherwise one.
+        val_fraction: Share of the chats kept for validation, chosen by their content.
+        num_workers: Loader processes.
+        seed: Seed for the order of the training blocks.
+        max_files: Read only this many files, in the order of their names. Null: all of them.
+
+    Raises:
+        ValueError: If a number is out of range, or the tokenizer or its template can't be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str = BYTES,
+        chat_template: str | None = CHATML,
+        template_options: dict[str, Any] | None = None,
+        date: str = "2024-07-26",
+        sequence_length: int = 512,
+        batch_size: int = 8,
+        global_batch_size: int | None = None,
+        packing: bool = True,
+        val_fraction: float = 0.05,
+        num_workers: int = 1,
+        seed: int = 0,
+        max_files: int | None = None,
+    ) -> None:
+        super().__init__(
+            tokenizer,
+            chat_template,
+            template_options,
+            date,
+            sequence_length,
+            batch_size,
+            global_batch_size,
+            packing,
+            val_fraction,
+            num_workers,
+            seed,
+        )
+        if max_files is not None and max_files < 1:
+            raise ValueError(f"`max_files={max_files}` must be at least 1.")
+        self.max_files = max_files
+        self.save_hyperparameters()
+
+    @override
+    def load_tokens(self, encoder: ChatEncoder) -> tuple[np.ndarray, np.ndarray]:
+        """Make the chats in memory, and split them."""
+        texts = read_standard_library()[: self.max_files]
+        encoded = encoder.encode([chat for text in texts for chat in chats_about(text)], 0)
+        hashes = np.array([value for _, value in encoded], np.uint64)
+        mask = validation_mask(hashes, self.val_fraction)
+        train, val = (
+            join([tokens for (tokens, _), is_val in zip(encoded, mask, strict=True) if is_val == side])
+            for side in (False, True)
+        )
+        return train, val
+
+
+def chats_about(text: str) -> list[list[dict[str, str]]]:
+    """Return chats of one or two questions and answers about the documented functions of a file."""
+    pairs = documented_functions(text)
+    chats = []
+    for start in range(0, len(pairs), 2):
+        chat = []
+        for code, line in pairs[start : start + 2]:
+            head = next(part for part in code.splitlines() if part.startswith("def "))
+            chat += [{"role": "user", "content": f"What does {head[4:-1]} do?"}, {"role": "assistant", "content": line}]
+        chats.append(chat)
+    return chats

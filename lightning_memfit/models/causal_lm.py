@@ -166,6 +166,11 @@ class CausalLM(pl.LightningModule):
         self._check_length(getattr(datamodule, "sequence_length", None))
         vocabulary = getattr(datamodule, "vocab_size", None)
         if vocabulary is not None and vocabulary > self.architecture.vocab_size:
+            # Tokenizers may have tokens for more than text (Gemma 3's for images), which text models leave out.
+            find = getattr(datamodule, "largest_id", None)
+            largest = find() if find is not None else None
+            if largest is not None and largest < self.architecture.vocab_size:
+                return
             raise ValueError(
                 f"The tokenizer has {vocabulary} tokens, the model {self.architecture.vocab_size}. "
                 "Use the model's own tokenizer (`data.tokenizer`) or a larger `config.vocab_size`."
@@ -222,7 +227,8 @@ class CausalLM(pl.LightningModule):
     @override
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the most likely next token at every position, `(batch, length)`."""
-        tokens: torch.Tensor = self(input_ids=batch["input_ids"]).logits.argmax(dim=-1)
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        tokens: torch.Tensor = self(**inputs).logits.argmax(dim=-1)
         return tokens
 
     def _evaluate(

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_memfit.data import TextData
-from lightning_memfit.data import text as token_files_module
+from lightning_memfit.data import text as text_module
+from lightning_memfit.data import token_files as token_files_module
 from lightning_memfit.data.sources import _change_in
 
 DOCUMENTS = [f"document {i} " * (i % 7 + 1) for i in range(60)]
@@ -46,7 +47,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path, cache, kind):
 def test_second_run_reads_the_cache(tmp_path, cache, monkeypatch):
     folder = write_folder(tmp_path / "txt", "txt")
     first = TextData(folder, "bytes", cache_dir=cache).load_tokens()
-    monkeypatch.setattr(token_files_module, "encode", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(text_module, "encode", lambda *_: pytest.fail("tokenized again"))
     monkeypatch.setattr(token_files_module, "_fill", lambda *_: pytest.fail("written again"))
     second = TextData(folder, "bytes", cache_dir=cache).load_tokens()
     assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))

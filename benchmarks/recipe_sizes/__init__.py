@@ -1,0 +1,1 @@
+"""What the recipes for chats and documents need with each model, for `memfit recipes`."""

@@ -1,0 +1,262 @@
+"""`ChatTemplate`: tokens of a conversation, and which of them are the model's answers.
+
+A template that marks its answers (`{% generation %}`) tells by itself, through transformers. In any other one answers
+are found by prefixes: what stands before an answer is what the template gives the model to continue, and its end is the
+end-of-turn token that follows its text. Either is tried on a conversation whose answers are known before it is trusted.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lightning_memfit.data.tokenization import tokenizer_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = Sequence[Mapping[str, Any]]
+
+CHATML = "chatml"
+# Turns end with the tokenizer's own end of sequence, where generation stops with any tokenizer.
+_CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_ANSWERING = "assistant"
+_MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
+_DATE_FORMAT = re.compile(r"strftime_now\s*\(\s*(['\"])(.*?)\1\s*\)")
+_PROBE = [
+    {"role": "user", "content": "How many legs has a beetle?"},
+    {"role": "assistant", "content": "It walks on six of them."},
+    {"role": "user", "content": "And a crab?"},
+    {"role": "assistant", "content": "Ten, two with pincers."},
+]
+_OWN_TEMPLATE = (
+    "Give `chat_template` a file with a template that has {% generation %} around its answers, or "
+    "`chat_template: chatml`."
+)
+
+
+class Conversation(NamedTuple):
+    """A conversation in tokens."""
+
+    ids: np.ndarray
+    """`(tokens,)` int64."""
+    is_answer: np.ndarray
+    """`(tokens,)` booleans: what the model is to write, the end of its turn included."""
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, or another one for it.
+
+    Args:
+        tokenizer: From `load_tokenizer`.
+        template: `chatml`, a file with a Jinja template, or None for the tokenizer's own.
+        date: Day for templates that write today's, as `2024-07-26`: tokens must not change from day to day.
+        options: Further variables of the template, such as `enable_thinking: false`.
+
+    Raises:
+        ValueError: If there is no template, or its answers can't be told from what is around them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None = None,
+        date: str = "2024-07-26",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.name = "the tokenizer's chat template" if template is None else f"`chat_template={template!r}`"
+        self.options = dict(options or {})
+        self.source = _pin_date(_read_template(tokenizer, template), date)
+        self.marks_answers = _MARKED.search(self.source) is not None
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"`tokenizer`: {type(tokenizer).__name__} doesn't say which characters its tokens stand for, so that "
+                "answers can't be found. Use a fast tokenizer (a folder with `tokenizer.json`)."
+            )
+        self._end_of_turn = _end_of_turn(tokenizer)
+        self._prove()
+
+    @property
+    def fingerprint(self) -> str:
+        """Everything that tokens and answers depend on, the same in every process."""
+        return json.dumps([self.source, self.options, tokenizer_fingerprint(self.tokenizer)], sort_keys=True)
+
+    def encode(self, messages: Messages) -> Conversation:
+        """Return a conversation's tokens, and which of them are answers.
+
+        Args:
+            messages: With `role` and `content`, both text; answers are of the role `assistant`.
+
+        Raises:
+            ValueError: If messages are malformed, or the template refuses them or shows them so that answers can't be
+                found.
+        """
+        _check_messages(messages)
+        found = self._by_marks(messages) if self.marks_answers else self._by_prefixes(messages)
+        answers = sum(message["role"] == _ANSWERING for message in messages)
+        if len(_runs(found.is_answer)) != answers:
+            raise ValueError(
+                f"{self.name} shows {len(_runs(found.is_answer))} of {answers} answers of the conversation as such"
+            )
+        return found
+
+    # --- answers that the template marks ----------------------------------------------------------------------------
+
+    def _by_marks(self, messages: Messages) -> Conversation:
+        encoded: Any = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return Conversation(np.array(encoded["input_ids"], np.int64), np.array(encoded["assistant_masks"], bool))
+
+    # --- answers by what stands before them -------------------------------------------------------------------------
+
+    def _by_prefixes(self, messages: Messages) -> Conversation:
+        if messages[0]["role"] == _ANSWERING:
+            raise ValueError("the conversation begins with an answer, before which the model sees nothing")
+        text = self._render(messages)
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
+        )
+        ids = np.array(encoded["input_ids"], np.int64)
+        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        is_answer = np.zeros(len(ids), bool)
+        for start, end in self._answers(messages, text):
+            is_answer |= (start <= starts) & (ends <= end) & (starts < ends)
+        return Conversation(ids, is_answer)
+
+    def _answers(self, messages: Messages, text: str) -> list[tuple[int, int]]:
+        """Return start and end of every answer in the rendered text."""
+        places = [place for place, message in enumerate(messages) if message["role"] == _ANSWERING]
+        prompts = [self._render(messages[:place], add_generation_prompt=True) for place in places]
+        for number, prompt in enumerate(prompts, 1):
+            if not text.startswith(prompt):
+                raise ValueError(
+                    f"{self.name} writes what stands before answer {number} otherwise once the conversation goes on"
+                )
+        spans = []
+        for number, (place, prompt) in enumerate(zip(places, prompts, strict=True)):
+            stop = len(prompts[number + 1]) if number + 1 < len(prompts) else len(text)
+            said = re.escape(str(messages[place]["content"]).strip())
+            found = re.compile(rf"{said}\s*({self._end_of_turn})").search(text, len(prompt), stop)
+            if found is None:
+                raise ValueError(
+                    f"answer {number + 1} isn't followed by a special token of the tokenizer, by which the model would "
+                    f"learn to end it, or {self.name} changes its words"
+                )
+            spans.append((len(prompt), found.end()))
+        return spans
+
+    # --- both -------------------------------------------------------------------------------------------------------
+
+    def _prove(self) -> None:
+        """Refuse a template whose answers aren't found in a conversation where they are known.
+
+        Raises:
+            ValueError: If it is so.
+        """
+        said = [message["content"] for message in _PROBE]
+        try:
+            ids, is_answer = self.encode(_PROBE)
+        except ValueError as error:
+            raise ValueError(f"{self.name} doesn't show which tokens are answers: {error}. {_OWN_TEMPLATE}") from error
+        learned = [_squeezed(str(self.tokenizer.decode(ids[start:end]))) for start, end in _runs(is_answer)]
+        context = _squeezed(str(self.tokenizer.decode(ids[~is_answer])))
+        questions, answers = [[_squeezed(text) for text in said[side::2]] for side in (0, 1)]
+        are_whole = all(answer in text for text, answer in zip(learned, answers, strict=True))
+        are_alone = not any(question in text for text in learned for question in questions)
+        # Without marks, a template that doesn't begin the turn itself would leave its header among what is learned.
+        # Only before the last answer may templates write more (a thought that is empty).
+        is_clean = self.marks_answers or learned[0].startswith(answers[0])
+        if not (are_whole and are_alone and is_clean and all(question in context for question in questions)):
+            raise ValueError(
+                f"{self.name} takes other tokens than its answers' for answers: {learned}. {_OWN_TEMPLATE}"
+            )
+
+    def _render(self, messages: Messages, **arguments: Any) -> str:
+        return str(self._apply(messages, tokenize=False, **arguments))
+
+    def _apply(self, messages: Messages, **arguments: Any) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=self.source,
+                **arguments,
+                **self.options,
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            raise ValueError(f"{self.name} refuses the conversation: {' '.join(str(error).split())}") from error
+
+
+def _read_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
+    if template == CHATML:
+        return _CHATML
+    if template is not None:
+        file = Path(template).expanduser()
+        if not file.is_file():
+            raise ValueError(f"`chat_template={template!r}` is neither {CHATML!r} nor a file.")
+        return file.read_text(encoding="utf-8")
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError as error:
+        raise ValueError(
+            "The tokenizer has no chat template, as those of base models often do. Give `chat_template: chatml`, or a "
+            "file with a template."
+        ) from error
+
+
+def _pin_date(source: str, date: str) -> str:
+    """Let a template write a given day instead of today's, whatever it asks for.
+
+    Raises:
+        ValueError: If the day is none.
+    """
+    try:
+        day = datetime.date.fromisoformat(date)
+    except ValueError as error:
+        raise ValueError(f"`date={date!r}` is no day. Write it as 2024-07-26.") from error
+    if "strftime_now" not in source:
+        return source
+    written = {form: day.strftime(form) for _, form in _DATE_FORMAT.findall(source)}
+    return f"{{%- macro strftime_now(form) -%}}{{{{ {json.dumps(written)}[form] }}}}{{%- endmacro -%}}{source}"
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Pattern of the special tokens, any of which may end a turn."""
+    special = {str(token) for token in tokenizer.all_special_tokens}
+    special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return "|".join(re.escape(token) for token in sorted(special, key=lambda token: (-len(token), token)))
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError("it is no list of messages")
+    for number, message in enumerate(messages, 1):
+        for key in ("role", "content"):
+            value = message.get(key) if isinstance(message, Mapping) else None
+            if not isinstance(value, str):
+                found = "nothing" if value is None else type(value).__name__
+                raise ValueError(f"message {number} has {found} as {key!r}, where text is wanted")
+
+
+def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Start and end of every unbroken run of true values."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+
+def _squeezed(text: str) -> str:
+    """A text without its spaces, which tokenizers write otherwise than they were."""
+    return "".join(text.split())

@@ -1,0 +1,438 @@
+"""`ChatData`: conversations for instruction tuning, with the loss on the answers alone.
+
+Conversations are packed whole into blocks (`ConversationBlocks`), in which none sees another: position ids start anew
+with each, from which transformers makes a block-diagonal attention mask. Whether it does so for the user's model, with
+its kind of attention, is tried before the first batch (`refuse_mixing`).
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from lightning_memfit.data.batched import BatchedText
+from lightning_memfit.data.chat_template import ChatTemplate
+from lightning_memfit.data.isolation import refuse_mixing
+from lightning_memfit.data.packed import MappedTokens
+from lightning_memfit.data.sources import PlainDocuments, content_hash
+from lightning_memfit.data.token_files import Source
+
+if TYPE_CHECKING:
+    from datasets import Dataset as Documents
+
+NOT_PREDICTED = -100
+
+# A conversation's tokens lie in one flat array with those of all others: an id, with two flags above it.
+_ANSWER = 1 << 31
+_FIRST = 1 << 30
+_ID = _FIRST - 1
+
+# --- from messages to tokens ------------------------------------------------------------------------------------------
+
+
+class ChatEncoder:
+    """Rows are conversations, lists of messages. A `RowEncoder`.
+
+    Args:
+        column: Column with the messages.
+        template: The chat template.
+    """
+
+    dtype = np.dtype(np.uint32)
+
+    def __init__(self, column: str, template: ChatTemplate) -> None:
+        self.column = column
+        self.template = template
+
+    @property
+    def identity(self) -> list[str]:
+        """The column, the template and the tokenizer."""
+        return [self.column, self.template.fingerprint]
+
+    def check(self, documents: Documents | PlainDocuments, dataset: str) -> None:
+        """Refuse data without the column."""
+        if self.column not in documents.column_names:
+            there = ", ".join(documents.column_names)
+            raise ValueError(f"`messages_column={self.column!r}` is not in the data. Its columns: {there}.")
+
+    def encode(self, rows: Sequence[Any], first: int) -> list[tuple[np.ndarray, int]]:
+        """Return flagged tokens and hash of every conversation.
+
+        Raises:
+            ValueError: If a row is no conversation, with its number.
+        """
+        return [self._encode(row, number) for number, row in enumerate(rows, first + 1)]
+
+    def _encode(self, row: Any, number: int) -> tuple[np.ndarray, int]:
+        try:
+            # A reader of tables fills keys that only some messages have with None.
+            messages = [
+                {k: v for k, v in one.items() if v is not None} if isinstance(one, Mapping) else one for one in row
+            ]
+            ids, is_answer = self.template.encode(messages)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"`{self.column}` of conversation {number:,}, {_shortened(row)}, can't be used: {error}. Wanted: a "
+                'list of messages such as {"role": "user", "content": "Hello"}.'
+            ) from error
+        codes = ids.astype(np.uint32)
+        codes[is_answer] |= _ANSWER
+        codes[:1] |= _FIRST
+        return codes, content_hash(json.dumps(messages, sort_keys=True))
+
+    def nothing(self, num_rows: int) -> str:
+        """Say that there are no conversations."""
+        return f"`messages_column={self.column!r}`: none of the {num_rows} rows is a conversation."
+
+
+def _shortened(row: Any) -> str:
+    text = repr(row)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+class ConversationBlocks(MappedTokens):
+    """Blocks of `sequence_length` tokens with whole conversations, and padding behind the last one.
+
+    Items are `input_ids` and `labels`, `(sequence_length,)` int64; labels are -100 but on answers. With packing
+    `position_ids` of the same shape start anew with every conversation, and with the padding. Longer conversations are
+    cut; what has no answer then is left out.
+
+    Args:
+        tokens: `(tokens,)` flagged tokens from `ChatEncoder`.
+        sequence_length: Tokens in a block.
+        pad: Id of the padding.
+        packing: Put as many conversations into a block as fit; otherwise one.
+        name: Name of the conversations in error messages.
+
+    Raises:
+        ValueError: If no conversation has an answer within a block's length.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, sequence_length: int, pad: int, packing: bool = True, name: str = "training"
+    ) -> None:
+        super().__init__(tokens)
+        self.sequence_length = sequence_length
+        self.pad = pad
+        self.packing = packing
+        starts = np.flatnonzero(tokens & np.uint32(_FIRST))
+        lengths = np.diff(starts, append=len(tokens))
+        used = np.minimum(lengths, sequence_length)
+        answers = _answers_in(tokens, starts, used)
+        kept = answers > 0
+        self.num_conversations = int(kept.sum())
+        if not self.num_conversations:
+            raise ValueError(
+                f"None of the {len(starts)} {name} conversations has an answer within `sequence_length="
+                f"{sequence_length}`. Give a longer one, or other conversations."
+            )
+        self.num_cut = int((kept & (lengths > sequence_length)).sum())
+        self.num_left_out = len(starts) - self.num_conversations
+        self.num_answer_tokens, self.num_tokens = int(answers.sum()), int(used[kept].sum())
+        self._starts, self._lengths = starts[kept], used[kept]
+        self._order, self._bounds = _pack(self._lengths, sequence_length if packing else 0)
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Block {index} of {len(self)}.")
+        conversations = self._order[self._bounds[index] : self._bounds[index + 1]]
+        codes, positions = [], []
+        for conversation in conversations:
+            start, length = self._starts[conversation], self._lengths[conversation]
+            codes.append(np.asarray(self.tokens[start : start + length], np.int64))
+            positions.append(np.arange(length))
+        rest = self.sequence_length - sum(map(len, codes))
+        if rest:
+            codes.append(np.full(rest, self.pad))
+            positions.append(np.arange(rest))
+        block = np.concatenate(codes)
+        # Nothing stands before a conversation's first token from which it could be predicted.
+        is_predicted = (block & _ANSWER > 0) & (block & _FIRST == 0)
+        ids = torch.from_numpy(block & _ID)
+        labels = torch.where(torch.from_numpy(is_predicted), ids, NOT_PREDICTED)
+        sample = {"input_ids": ids, "labels": labels}
+        if self.packing:
+            sample["position_ids"] = torch.from_numpy(np.concatenate(positions))
+        return sample
+
+    def describe(self) -> str:
+        """Say in one line how many there are, how full the blocks are, and what is missing."""
+        size = len(self) * self.sequence_length
+        parts = [
+            f"{self.num_conversations:,} conversations in {len(self):,} blocks of {self.sequence_length} tokens",
+            f"{self.num_tokens / size:.0%} filled, {self.num_answer_tokens / size:.0%} predicted",
+        ]
+        if self.num_cut:
+            parts.append(f"{self.num_cut:,} cut to a block's length")
+        if self.num_left_out:
+            parts.append(f"{self.num_left_out:,} without an answer in it left out")
+        return ", ".join(parts)
+
+
+def _answers_in(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return how many tokens of each conversation, cut to a length, are predicted."""
+    counts = [
+        np.count_nonzero(tokens[start + 1 : start + length] & np.uint32(_ANSWER))
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+    ]
+    return np.array(counts, np.int64)
+
+
+def _pack(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack by best fit, longest first: into the fullest block that has room, else into a new one.
+
+    Args:
+        lengths: `(conversations,)`, none above `size`.
+        size: Room of a block; 0 gives every conversation a block of its own.
+
+    Returns:
+        `(conversations,)` numbers of the conversations in the order of the blocks, and `(blocks + 1,)` bounds in it.
+    """
+    if not size:
+        return np.arange(len(lengths)), np.arange(len(lengths) + 1)
+    blocks: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(size + 1)]
+    rooms = 0  # bit n: some block has room for n more tokens
+    for conversation in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[conversation])
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            block = with_room[room].pop()
+            if not with_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, block = size, len(blocks)
+            blocks.append([])
+        blocks[block].append(conversation)
+        with_room[room - length].append(block)
+        rooms |= 1 << (room - length)
+    bounds = np.cumsum([0, *map(len, blocks)])
+    return np.concatenate([np.array(block) for block in blocks]), bounds
+
+
+# --- the data modules -------------------------------------------------------------------------------------------------
+
+
+class PackedChats(BatchedText):
+    """Conversations in blocks, for causal language models. Subclasses provide the tokens.
+
+    Args:
+        tokenizer: `bytes`, a local folder or a hub name.
+        chat_template: `chatml`, a file with a Jinja template, or null for the tokenizer's own.
+        template_options: Further variables of the template.
+        date: Day for templates that write today's.
+        sequence_length: Tokens in a block.
+        batch_size: Blocks in a micro-batch of one device.
+        global_batch_size: Blocks in an optimizer step, accumulation and all devices included. Null: not checked.
+        packing: Put as many conversations into a block as fit; otherwise one.
+        val_fraction: Share of the conversations kept for validation, chosen by their content.
+        num_workers: Loader processes.
+        seed: Seed for the order of the training blocks.
+
+    Raises:
+        ValueError: If a number is out of range, or the tokenizer or its template can't be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        chat_template: str | None,
+        template_options: dict[str, Any] | None,
+        date: str,
+        sequence_length: int,
+        batch_size: int,
+        global_batch_size: int | None,
+        packing: bool,
+        val_fraction: float,
+        num_workers: int,
+        seed: int,
+    ) -> None:
+        super().__init__(tokenizer, batch_size, global_batch_size, val_fraction, num_workers, seed)
+        if sequence_length < 2:
+            raise ValueError(f"`sequence_length={sequence_length}` must be at least 2.")
+        self.sequence_length = sequence_length
+        self.chat_template = chat_template
+        self.template_options = template_options
+        self.date = date
+        self.packing = packing
+        self._is_tried = False
+
+    @abstractmethod
+    def load_tokens(self, encoder: ChatEncoder) -> tuple[np.ndarray, np.ndarray]:
+        """Return flagged tokens for training and validation, each `(tokens,)`, by the encoder."""
+
+    def make_encoder(self, column: str = "messages") -> ChatEncoder:
+        """Return what turns rows into tokens.
+
+        Raises:
+            ValueError: If the template's answers can't be told from what is around them.
+        """
+        template = ChatTemplate(self.tokenizer, self.chat_template, self.date, self.template_options)
+        return ChatEncoder(column, template)
+
+    @override
+    def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        """Pack the conversations."""
+        pad = self.tokenizer.pad_token_id
+        pad = self.tokenizer.eos_token_id if pad is None else pad
+        train, val = (
+            ConversationBlocks(tokens, self.sequence_length, pad, self.packing, name)
+            for tokens, name in zip(self.load_tokens(self.make_encoder()), ("training", "validation"), strict=True)
+        )
+        rank_zero_info(f"{type(self).__name__}: {train.describe()}")
+        return train, val
+
+    @override
+    def largest_id(self) -> int | None:
+        """Return the largest token id that occurs; None before `setup`."""
+        made = [blocks for blocks in (self._train, self._val) if isinstance(blocks, ConversationBlocks)]
+        return max(max(blocks.pad, blocks.largest(_ID)) for blocks in made) if made else None
+
+    def example_batch(self, vocab_size: int | None = None) -> dict[str, torch.Tensor]:
+        """Return a training batch of the right shapes without reading data or tokenizer; see `PackedText`.
+
+        With packing every block has two conversations, so that attention gets the mask that it gets in training.
+
+        Args:
+            vocab_size: Number of token ids that the model takes; None if it is not known.
+
+        Returns:
+            `input_ids` and `labels`, and with packing `position_ids`, all `(batch_size, sequence_length)`, int64.
+        """
+        tokens = self._example_tokens(self.sequence_length, vocab_size)
+        labels, half = tokens.clone(), max(1, self.sequence_length // 2)
+        labels[:, :half] = NOT_PREDICTED
+        batch = {"input_ids": tokens, "labels": labels}
+        if self.packing:
+            positions = torch.arange(self.sequence_length)
+            positions[half:] -= half
+            batch["position_ids"] = positions.expand(self.batch_size, -1).clone()
+        return batch
+
+    @override
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Before the first batch of a run, try whether its model keeps packed conversations apart.
+
+        Raises:
+            ValueError: If it doesn't.
+        """
+        module = getattr(self.trainer, "lightning_module", None)
+        if self.packing and not self._is_tried and isinstance(module, torch.nn.Module):
+            self._is_tried = True
+            precision = self.trainer.precision_plugin  # type: ignore[union-attr]
+            with precision.forward_context():
+                refuse_mixing(module, batch["input_ids"])
+        return batch
+
+
+class ChatData(PackedChats):
+    """Conversations for instruction tuning, tokenized once by a chat template, with the loss on the answers alone.
+
+    A row is a list of messages, `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]}`.
+    Conversations are split into training and validation by their content, and packed into blocks in which none sees
+    another.
+
+    Args:
+        dataset: Local file or folder of jsonl or parquet files, a json file with a list, or a hub name.
+        tokenizer: A local folder or a hub name, or `bytes`.
+        chat_template: `chatml`, a file with a Jinja template, or null for the tokenizer's own.
+        template_options: Further variables of the template, for example `enable_thinking: false`.
+        date: Day for templates that write today's, so that tokens don't change from day to day.
+        messages_column: Column with the messages.
+        dataset_config: Configuration of a hub data set.
+        split: Split of a hub data set to train on.
+        val_split: Split of a hub data set to validate with. Null: `val_fraction` of the conversations.
+        sequence_length: Tokens in a block; longer conversations are cut.
+        batch_size: Blocks in a micro-batch of one device.
+        global_batch_size: Blocks in an optimizer step, accumulation and all devices included. Null: not checked.
+        packing: Put as many conversations into a block as fit; otherwise one.
+        val_fraction: Share of the conversations kept for validation, chosen by their content.
+        num_workers: Loader processes.
+        tokenize_workers: Processes that tokenize.
+        seed: Seed for the order of the training blocks.
+        cache_dir: Folder for tokenized data. Null: the cache of `datasets`.
+
+    Raises:
+        ValueError: If a number is out of range; when the data are read, if a row is no conversation or the template
+            doesn't show which tokens are answers; before the first batch, if the model lets packed conversations see
+            each other.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        tokenizer: str,
+        chat_template: str | None = None,
+        template_options: dict[str, Any] | None = None,
+        date: str = "2024-07-26",
+        messages_column: str = "messages",
+        dataset_config: str | None = None,
+        split: str = "train",
+        val_split: str | None = None,
+        sequence_length: int = 2048,
+        batch_size: int = 1,
+        global_batch_size: int | None = None,
+        packing: bool = True,
+        val_fraction: float = 0.05,
+        num_workers: int = 2,
+        tokenize_workers: int = 1,
+        seed: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(
+            tokenizer,
+            chat_template,
+            template_options,
+            date,
+            sequence_length,
+            batch_size,
+            global_batch_size,
+            packing,
+            val_fraction,
+            num_workers,
+            seed,
+        )
+        self.source = Source(dataset, dataset_config, split, val_split, val_fraction, tokenize_workers, cache_dir)
+        self.messages_column = messages_column
+        self.save_hyperparameters()
+
+    @override
+    def prepare_data(self) -> None:
+        """Download, tokenize and write the token files in one process."""
+        self.load_tokens(self.make_encoder())
+
+    @override
+    def make_encoder(self, column: str = "") -> ChatEncoder:
+        """Return what turns rows into tokens, from the column that holds them."""
+        return super().make_encoder(column or self.messages_column)
+
+    @override
+    def load_tokens(self, encoder: ChatEncoder) -> tuple[np.ndarray, np.ndarray]:
+        """Map the token files, and write those that are missing.
+
+        Raises:
+            ValueError: If there is one conversation only.
+        """
+        train, val = self.source.load(encoder)
+        if val is None:
+            raise ValueError(
+                f"`dataset={self.source.dataset!r}` has one conversation, which can't be split into training and "
+                "validation. Give more."
+            )
+        return train, val

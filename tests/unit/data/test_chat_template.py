@@ -1,0 +1,173 @@
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from lightning_memfit.data.chat_template import ChatTemplate
+from lightning_memfit.data.tokenization import byte_tokenizer, load_tokenizer
+from tests.helpers.chat_templates import GEMMA3, LLAMA3, MISTRAL, QWEN3, TEMPLATES, chat_tokenizer
+
+
+def said(*texts, system=None):
+    first = [] if system is None else [{"role": "system", "content": system}]
+    roles = ["user", "assistant"]
+    return first + [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
+
+
+def learned(template, messages):
+    """The texts of what is learned, joined by a bar."""
+    ids, is_answer = template.encode(messages)
+    runs, text = [], ""
+    for token, is_learned in zip(ids.tolist(), is_answer.tolist(), strict=True):
+        if is_learned:
+            text = [*text, token] if text else [token]
+        elif text:
+            runs, text = [*runs, text], ""
+    return [template.tokenizer.decode(run) for run in ([*runs, text] if text else runs)]
+
+
+CHAT = said("Hi!", " Hello, you. ", "Bye?", "Bye: <b>é</b>")
+EXPECTED = {
+    "llama3": ["Hello, you.<|eot_id|>", "Bye: <b>é</b><|eot_id|>"],
+    "qwen3": [" Hello, you. <|im_end|>", "<think>\n\n</think>\n\nBye: <b>é</b><|im_end|>"],
+    "gemma3": ["Hello, you.<end_of_turn>", "Bye: <b>é</b><end_of_turn>"],
+    "mistral": [" Hello, you.<|endoftext|>", " Bye: <b>é</b><|endoftext|>"],
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_answers_are_found_by_prefixes(kind):
+    template = ChatTemplate(chat_tokenizer(kind))
+    assert not template.marks_answers
+    assert learned(template, CHAT) == EXPECTED[kind]
+
+
+@pytest.mark.parametrize("kind", ["llama3", "qwen3", "gemma3"])
+def test_what_the_system_says_is_not_learned(kind):
+    assert learned(ChatTemplate(chat_tokenizer(kind)), said("Hi!", "Hello", system="Be short.")) == [
+        EXPECTED[kind][1].replace("Bye: <b>é</b>", "Hello")
+    ]
+
+
+def test_marks_of_the_template_are_followed():
+    marked = GEMMA3.replace("message['content'] | trim + '<end_of_turn>\n' }}", "'' }}").replace(
+        "{% endfor %}",
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim + '<end_of_turn>' }}"
+        "{% endgeneration %}{% else %}{{ message['content'] | trim + '<end_of_turn>' }}{% endif %}{{ '\n' }}"
+        "{% endfor %}",
+    )
+    template, other = ChatTemplate(chat_tokenizer("gemma3", marked)), ChatTemplate(chat_tokenizer("gemma3"))
+    assert template.marks_answers
+    for one, two in zip(template.encode(CHAT), other.encode(CHAT), strict=True):
+        assert one.tolist() == two.tolist()
+
+
+def test_answers_before_which_another_text_would_stand_are_refused():
+    """The model would see the system's words elsewhere when it answers the first question."""
+    template = ChatTemplate(chat_tokenizer("mistral"))
+    assert learned(template, said("Hi!", "Hello", system="Be short.")) == [" Hello<|endoftext|>"]
+    with pytest.raises(ValueError, match="writes what stands before answer 1 otherwise once the conversation goes on"):
+        template.encode(said("Hi!", "Hello", "Bye?", "Bye", system="Be short."))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (QWEN3.replace("<|im_end|>", "."), "answer 1 isn't followed by a special token"),
+        (QWEN3.replace("message['content'].lstrip('\n')", "message['content'] | upper"), "changes its words"),
+        (QWEN3.replace("{% if add_generation_prompt %}", "{% if false %}"), "takes other tokens than its answers'"),
+        (
+            QWEN3.replace("{{ message['content']", "{% generation %}{{ message['content']").replace(
+                "{% endfor %}", "{% endgeneration %}{% endfor %}"
+            ),
+            "shows 4 of 2 answers",
+        ),
+        (MISTRAL.replace("'[INST] ' +", "'[INST] ' + messages | length | string +"), "otherwise once"),
+        (QWEN3 + "{% if %}", "refuses the conversation"),
+    ],
+)
+def test_templates_that_hide_their_answers_are_refused(template, reason):
+    with pytest.raises(ValueError, match=reason) as caught:
+        ChatTemplate(chat_tokenizer("qwen3" if "im_" in template else "mistral", template))
+    assert "chatml" in str(caught.value)
+
+
+def test_marks_around_the_questions_are_refused():
+    marked = (
+        "{% for message in messages %}{% if message['role'] == 'user' %}{% generation %}{{ message['content'] }}"
+        "{% endgeneration %}{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="takes other tokens than its answers' for answers"):
+        ChatTemplate(chat_tokenizer("qwen3", marked))
+
+
+def test_a_tokenizer_without_a_template_is_refused_and_chatml_serves_any():
+    with pytest.raises(ValueError, match=r"has no chat template.*`chat_template: chatml`"):
+        ChatTemplate(byte_tokenizer())
+    assert learned(ChatTemplate(byte_tokenizer(), "chatml"), CHAT) == [
+        " Hello, you. <|endoftext|>",
+        "Bye: <b>é</b><|endoftext|>",
+    ]
+
+
+def test_a_template_comes_from_a_file(tmp_path):
+    (tmp_path / "mine.jinja").write_text(LLAMA3)
+    template = ChatTemplate(chat_tokenizer("llama3", "no template"), str(tmp_path / "mine.jinja"))
+    assert learned(template, CHAT) == EXPECTED["llama3"]
+    with pytest.raises(ValueError, match=r"`chat_template='nowhere.jinja'` is neither 'chatml' nor a file"):
+        ChatTemplate(chat_tokenizer("llama3"), "nowhere.jinja")
+
+
+def test_the_day_is_a_given_one():
+    tokenizer = chat_tokenizer("llama3")
+    first = tokenizer.decode(ChatTemplate(tokenizer).encode(CHAT).ids)
+    assert "Today Date: 26 Jul 2024" in first
+    assert "Today Date: 01 Feb 2025" in tokenizer.decode(ChatTemplate(tokenizer, date="2025-02-01").encode(CHAT).ids)
+    with pytest.raises(ValueError, match=r"`date='yesterday'` is no day"):
+        ChatTemplate(tokenizer, date="yesterday")
+
+
+def test_options_reach_the_template():
+    tokenizer = chat_tokenizer("qwen3", QWEN3.replace("loop.last", "loop.last and not short"))
+    assert learned(ChatTemplate(tokenizer, options={"short": True}), CHAT)[1] == "Bye: <b>é</b><|im_end|>"
+    assert ChatTemplate(tokenizer).fingerprint != ChatTemplate(tokenizer, options={"short": True}).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "no list of messages"),
+        ("Hello", "no list of messages"),
+        ([{"from": "human", "value": "Hi"}], "message 1 has nothing as 'role'"),
+        ([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "message 1 has list as 'content'"),
+        ([{"role": "assistant", "content": "Hi"}], "begins with an answer"),
+        (said("Hi", "Hello")[::-1], "begins with an answer"),
+        ([{"role": "user", "content": "Hi"}] * 2, "refuses the conversation: Roles must alternate"),
+    ],
+)
+def test_conversations_that_are_none(messages, reason):
+    with pytest.raises(ValueError, match=reason):
+        ChatTemplate(chat_tokenizer("gemma3")).encode(messages)
+
+
+def test_the_first_word_after_a_space_is_learned(tmp_path):
+    """Tokenizers in the manner of SentencePiece write a word together with the space before it."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    texts = ["How many legs has a beetle? It walks on six of them. And a crab? Ten, two with pincers."] * 20
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=MISTRAL
+    )
+    tokenizer.save_pretrained(tmp_path)
+    template = ChatTemplate(load_tokenizer(str(tmp_path)))
+    ids, is_answer = template.encode(said("How many legs", "It walks"))
+    assert tokenizer.convert_ids_to_tokens(ids[is_answer]) == ["▁It", "▁walks", "</s>"]
+
+
+def test_a_tokenizer_without_offsets_is_refused(monkeypatch):
+    tokenizer = chat_tokenizer("llama3")
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    with pytest.raises(ValueError, match="Use a fast tokenizer"):
+        ChatTemplate(tokenizer)

@@ -1,0 +1,239 @@
+import itertools
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_memfit.data import ChatData, StandardLibraryChats, sources
+from lightning_memfit.data.chat_template import ChatTemplate
+from lightning_memfit.data.chats import ChatEncoder, ConversationBlocks, _pack
+from lightning_memfit.data.tokenization import byte_tokenizer
+from tests.helpers.chat_templates import chat_tokenizer
+
+PAD = 257
+
+
+def chat(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+CHATS = [chat(f"Question {i}{'?' * (i % 9 + 1)}", f"Answer {i} " * (i % 5 + 1)) for i in range(60)]
+
+
+def write(file, chats=CHATS):
+    rows = [{"messages": messages} for messages in chats]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    file.write_text(json.dumps(rows) if file.suffix == ".json" else lines, encoding="utf-8")
+    return str(file)
+
+
+def chat_data(dataset, tmp_path, **arguments):
+    arguments = {"chat_template": "chatml", "sequence_length": 256, "num_workers": 0, **arguments}
+    return ChatData(dataset, "bytes", cache_dir=str(tmp_path / "cache"), **arguments)
+
+
+def tokens_of(chats):
+    encoder = ChatEncoder("messages", ChatTemplate(byte_tokenizer(), "chatml"))
+    return np.concatenate([tokens for tokens, _ in encoder.encode(chats, 0)])
+
+
+def text(ids):
+    return byte_tokenizer().decode([token for token in ids if token != PAD])
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def conversations_in(sample):
+    """Ids and labels of each conversation of a block, the padding left out."""
+    starts = [*(sample["position_ids"] == 0).nonzero().flatten().tolist(), len(sample["position_ids"])]
+    for start, end in itertools.pairwise(starts):
+        assert sample["position_ids"][start:end].tolist() == list(range(end - start))
+        if sample["input_ids"][start] != PAD:
+            yield sample["input_ids"][start:end], sample["labels"][start:end]
+
+
+def test_every_conversation_is_whole_in_one_block_and_answers_alone_are_predicted():
+    blocks = ConversationBlocks(tokens_of(CHATS), 256, PAD)
+    seen = []
+    for number in range(len(blocks)):
+        for ids, labels in conversations_in(blocks[number]):
+            seen.append((text(ids), text(labels[labels != -100])))
+            assert labels[labels != -100].tolist() == ids[labels != -100].tolist()
+    expected = [
+        (f"<|im_start|>user\n{q['content']}<|endoftext|>\n<|im_start|>assistant\n{a['content']}<|endoftext|>\n", a)
+        for q, a in CHATS
+    ]
+    assert sorted(seen) == sorted((whole, f"{a['content']}<|endoftext|>") for whole, a in expected)
+    assert len(blocks) < 30
+    assert "60 conversations in" in blocks.describe()
+    with pytest.raises(IndexError):
+        blocks[len(blocks)]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60))
+def test_packing_loses_nothing_and_fills_blocks(lengths):
+    order, bounds = _pack(np.array(lengths), 40)
+    assert sorted(order) == list(range(len(lengths)))
+    filled = [sum(lengths[i] for i in order[start:end]) for start, end in itertools.pairwise(bounds)]
+    assert max(filled) <= 40
+    # Two blocks that are half empty would have been one.
+    assert sum(2 * room <= 40 for room in filled) <= 1
+
+
+def test_packing_fills_gaps_exactly():
+    order, bounds = _pack(np.array([60, 40, 70, 30, 99, 1]), 100)
+    assert [sorted(order[a:b].tolist()) for a, b in itertools.pairwise(bounds)] == [[4, 5], [2, 3], [0, 1]]
+
+
+def test_without_packing_each_conversation_has_a_block():
+    blocks = ConversationBlocks(tokens_of(CHATS), 256, PAD, packing=False)
+    assert len(blocks) == 60
+    assert set(blocks[0]) == {"input_ids", "labels"}
+    assert [text(blocks[i]["input_ids"]).count("<|im_start|>user") for i in range(60)] == [1] * 60
+
+
+def test_long_conversations_are_cut_and_those_without_an_answer_left():
+    chats = [chat("short?", "yes " * 50), chat("long " * 50, "yes"), chat("short?", "no")]
+    blocks = ConversationBlocks(tokens_of(chats), 100, PAD)
+    assert (blocks.num_conversations, blocks.num_cut, blocks.num_left_out) == (2, 1, 1)
+    assert "1 cut to a block's length, 1 without an answer in it left out" in blocks.describe()
+    with pytest.raises(ValueError, match=r"None of the 1 training conversations has an answer.*`sequence_length=100`"):
+        ConversationBlocks(tokens_of(chats[1:2]), 100, PAD)
+
+
+def test_a_first_token_is_never_predicted():
+    """Nothing of the same conversation stands before it, and what does is another's."""
+    template = ChatTemplate(
+        chat_tokenizer(
+            "qwen3",
+            "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}"
+            "{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ message['content'] + ' ' }}{% endif %}"
+            "{% endfor %}",
+        )
+    )
+    tokens = np.concatenate([t for t, _ in ChatEncoder("messages", template).encode([CHATS[0][1:], CHATS[1]], 0)])
+    sample = ConversationBlocks(tokens, 64, PAD)[0]
+    assert (sample["labels"][sample["position_ids"] == 0] == -100).all()
+
+
+def test_a_mapped_file_is_mapped_again_by_workers(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.tile(tokens_of(CHATS), 20))
+    blocks = ConversationBlocks(np.load(tmp_path / "tokens.npy", mmap_mode="r"), 256, PAD)
+    copy = pickle.loads(pickle.dumps(blocks))
+    assert isinstance(copy.tokens, np.memmap)
+    assert all(torch.equal(copy[7][name], blocks[7][name]) for name in blocks[7])
+
+
+# --- the data module --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_every_kind_of_file_gives_the_same_tokens(tmp_path, monkeypatch, name):
+    pytest.importorskip("datasets")
+    read = chat_data(write(tmp_path / "b.jsonl"), tmp_path)
+    train, val = read.load_tokens(read.make_encoder())
+    assert isinstance(train, np.memmap)
+    monkeypatch.setattr(sources, "is_installed", lambda _: False)
+    plain = chat_data(write(tmp_path / name), tmp_path)
+    for mapped, here in zip((train, val), plain.load_tokens(plain.make_encoder()), strict=True):
+        assert not isinstance(here, np.memmap)
+        assert np.array_equal(mapped, here)
+
+
+def test_second_run_reads_the_cache(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    file = write(tmp_path / "a.jsonl")
+    data = chat_data(file, tmp_path)
+    first = data.load_tokens(data.make_encoder())
+    again, other = chat_data(file, tmp_path), chat_data(file, tmp_path, date="2025-01-01")
+    encoder, changed = again.make_encoder(), chat_data(file, tmp_path, chat_template=None)
+    monkeypatch.setattr(ChatEncoder, "encode", lambda *_: pytest.fail("tokenized again"))
+    second = again.load_tokens(encoder)
+    assert all(np.array_equal(one, two) for one, two in zip(first, second, strict=True))
+    assert other.make_encoder().identity == encoder.identity  # the template writes no day
+    changed._tokenizer = chat_tokenizer("qwen3")
+    with pytest.raises(BaseException, match="tokenized again"):
+        changed.load_tokens(changed.make_encoder())
+
+
+def test_loaders(tmp_path):
+    data = chat_data(write(tmp_path / "a.jsonl"), tmp_path, batch_size=2, num_workers=1)
+    data.prepare_data()
+    data.setup("fit")
+    for batch in (next(iter(data.train_dataloader())), next(iter(data.val_dataloader()))):
+        example = data.example_batch(258)
+        assert batch.keys() == example.keys()
+        assert all(batch[name].shape[1:] == example[name].shape[1:] for name in batch)
+        assert all(batch[name].dtype == example[name].dtype for name in batch)
+    assert example["position_ids"].tolist() == [[*range(128), *range(128)]] * 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_run_goes_on_at_the_sample(tmp_path, num_workers):
+    file = write(tmp_path / "a.jsonl")
+
+    def loader(batch_size):
+        data = chat_data(file, tmp_path, batch_size=batch_size, num_workers=num_workers)
+        data.setup("fit")
+        return data.train_dataloader()
+
+    def seen(batches):
+        return [sample.tolist() for batch in batches for sample in batch["input_ids"]]
+
+    whole, half = loader(2), loader(2)
+    batches = iter(half)
+    first = [next(batches) for _ in range(3)]
+    other = loader(1)
+    other.load_state_dict(half.state_dict())
+    order = seen(first) + seen(other)
+    assert order[:22] == seen(whole)  # of 23 blocks: the last one fills no batch of two
+    assert len(order) == 23
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ([{"role": "user"}], "message 1 has nothing as 'content'"),
+        ("Hello", "no list of messages|message 1 has nothing"),
+        ([{"from": "human", "value": "Hi"}], "message 1 has nothing as 'role'.*Wanted: a list of messages"),
+    ],
+)
+def test_the_conversation_of_a_fault_is_named(tmp_path, monkeypatch, row, reason):
+    monkeypatch.setattr(sources, "is_installed", lambda _: False)
+    data = chat_data(write(tmp_path / "a.jsonl", [*CHATS[:30], row, *CHATS[30:]]), tmp_path)
+    with pytest.raises(ValueError, match=f"`messages` of conversation 31, .*{reason}"):
+        data.prepare_data()
+
+
+def test_the_fault_is_named_through_datasets(tmp_path):
+    pytest.importorskip("datasets")
+    data = chat_data(write(tmp_path / "a.jsonl", [*CHATS[:30], [{"role": "user"}], *CHATS[30:]]), tmp_path)
+    with pytest.raises(ValueError, match="`messages` of conversation 31, .*message 1 has nothing as 'content'"):
+        data.prepare_data()
+
+
+def test_missing_column_and_single_conversation(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"`messages_column='turns'` is not in the data. Its columns: messages"):
+        chat_data(write(tmp_path / "a.jsonl"), tmp_path, messages_column="turns").prepare_data()
+    with pytest.raises(ValueError, match="has one conversation"):
+        chat_data(write(tmp_path / "b.jsonl", CHATS[:1]), tmp_path).prepare_data()
+
+
+def test_a_json_file_that_is_no_list(tmp_path):
+    (tmp_path / "a.json").write_text('{"messages": []}')
+    with pytest.raises(ValueError, match=r"a.json' cannot be read: it is no list of objects"):
+        chat_data(str(tmp_path / "a.json"), tmp_path).prepare_data()
+
+
+def test_chats_of_the_standard_library_need_no_files():
+    data = StandardLibraryChats(max_files=30, num_workers=0)
+    data.setup("fit")
+    sample = next(iter(data.train_dataloader()))
+    assert sample["input_ids"].shape == (8, 512)
+    assert "What does " in text(sample["input_ids"][0].tolist())
+    assert data.largest_id() <= PAD
