@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.memory import GIB, Tier, format_bytes
-from lightning_memfit.planner.candidates import missing_permissions
+from lightning_memfit.planner.candidates import candidates, missing_permissions
 from lightning_memfit.planner.plan import Sensitivity, label
 from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.solve import Solution
-from lightning_memfit.planner.workload import Devices, Workload, spell_allow
+from lightning_memfit.planner.workload import NUMERICS, Devices, Workload, spell_allow
+from lightning_memfit.techniques.core.technique import Numerics
 
 _MORE = (1, 4)
 """GiB of the device."""
@@ -118,11 +119,21 @@ def _if_better(search: Search) -> Iterator[_Change]:
         yield "", replace(workload, limits=replace(limits, disk_bytes=None, disk_writes_per_day=None))
     if workload.tolerance:
         yield "speed alone (`--tolerance 0%`)", replace(workload, tolerance=0.0)
-    for names in dict.fromkeys(needed for _, needed in missing_permissions(workload)):
-        allow = workload.allow | {*names}
+    for allow in _permissions(search):
         yield f"`--allow {spell_allow(allow)}`", replace(workload, allow=allow)
     if options.gradient_clip_val and facts.gradient_clip_algorithm == "norm":
         yield "clipping by value (`gradient_clip_algorithm: value`)", workload.clipping_by_value()
+
+
+def _permissions(search: Search) -> Iterator[frozenset[Numerics]]:
+    """Classes of numerics that would let in something of which forward and backward are traced."""
+    workload = search.workload
+    kept, _ = candidates(replace(workload, allow=frozenset(NUMERICS)))
+    traced = [one for one in kept if search.store.has_passes(one, "none") and not one.numerics <= workload.allow]
+    for names in dict.fromkeys(needed for _, needed in missing_permissions(workload)):
+        allow = workload.allow.union(names)
+        if any(one.numerics <= allow for one in traced):
+            yield allow
 
 
 def _used(search: Search, found: Solution) -> str:
