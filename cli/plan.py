@@ -287,6 +287,8 @@ def print_plan(plan: Mapping[str, Any]) -> None:
         console.print(_memory(plan))
         if plan["bought"]:
             console.print(_bought(plan))
+        if plan["sensitivities"]:
+            console.print(_sensitivities(plan))
     else:
         _print_rows(console, plan)
     if plan["alternatives"]:
@@ -381,6 +383,20 @@ def _row_lines(row: Mapping[str, Any], unit: str) -> list[str]:
     if row["note"] and row["fits"] is not False:
         figures.append(row["note"])
     return ["; ".join(figures), f"changes in the numbers: {', '.join(row['changes']) or 'none'}"]
+
+
+def _sensitivities(plan: Mapping[str, Any]) -> Table:
+    table = Table(title="The plan under other limits", box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("with", overflow="fold")
+    table.add_column("plan", overflow="fold")
+    name_of_unit, unit = unit_of_column(item["needed_bytes"] for item in plan["sensitivities"])
+    table.add_column(name_of_unit, justify="right")
+    table.add_column("time", overflow="fold")
+    for item in plan["sensitivities"]:
+        same = item["label"] == plan["label"]
+        needed = f"{item['needed_bytes'] / unit:.3f}"
+        table.add_row(Text(item["change"]), Text("the same" if same else item["label"]), needed, Text(item["effect"]))
+    return table
 
 
 def _alternatives(plan: Mapping[str, Any]) -> Table:

@@ -7,11 +7,13 @@ keep weights in subclasses of Parameter, which can't be traced on fake tensors a
 evaluation mode; therefore codes are plain tensors here, and the same operators are called.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
 _BLOCK = 64
@@ -114,14 +116,25 @@ class _Product(torch.autograd.Function):
         return F.linear(x.to(ctx.dtype), ctx.codes.dequantize(ctx.dtype), None if bias is None else bias.to(ctx.dtype))
 
 
-def _quantize4(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    import bitsandbytes.functional
+@cache
+def _scale_codes() -> tuple[float, ...]:
+    """The numbers that codes of scales stand for.
 
+    Found out of any mode, as within a trace they would be fake, and so would be the tensors that importing bitsandbytes
+    makes.
+    """
+    with _disable_current_modes():
+        from bitsandbytes.functional import create_dynamic_map
+
+        return tuple(create_dynamic_map().tolist())
+
+
+def _quantize4(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    table = torch.tensor(_scale_codes(), dtype=torch.float32, device=weight.device)
     if weight.dtype not in _KERNEL_DTYPES:
         weight = weight.float()
     operators = torch.ops.bitsandbytes
     codes, scales = operators.quantize_4bit(weight, _BLOCK, "nf4", torch.uint8)
-    table = bitsandbytes.functional.create_dynamic_map().to(weight.device)
     mean = scales.mean()
     small, scale_scale = operators.quantize_blockwise(scales - mean, table, _SCALES_PER_BLOCK)
     return codes, {"scale": small, "scale_scale": scale_scale, "scale_codes": table, "scale_mean": mean.reshape(1)}

@@ -1,4 +1,4 @@
-"""`advice_of`: what would make a workload fit. Whatever is advised was solved with it, or says that it was not.
+"""`advice_of`: what would make a workload fit. Whatever is advised was solved with it.
 
 Advice is made where nothing fits, so that few traces were needed before. Every kind of it solves a few combinations at
 most, on the traces that there are where the device computes alike.
@@ -7,7 +7,6 @@ most, on the traces that there are where the device computes alike.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import replace
 
 from lightning_memfit.device.catalogue import DEVICES
@@ -15,21 +14,23 @@ from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.memory import MIB, Tier, format_bytes
 from lightning_memfit.planner.candidates import Rejected, by_need, candidates, missing_permissions
-from lightning_memfit.planner.lower_bound import LowerBound
 from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.solve import Solution, Solver
-from lightning_memfit.planner.workload import NUMERICS, Workload
-from lightning_memfit.profile.build import sequence_length
+from lightning_memfit.planner.workload import NUMERICS, Workload, spell_allow
+from lightning_memfit.profile.build import sequence_length, shortened
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.setting import Setting
-from lightning_memfit.techniques.core.technique import TOLERANCES
+from lightning_memfit.techniques.core.technique import TOLERANCES, Numerics
 
 _TRIED = 3
 """Combinations that are solved for one kind of advice."""
 
-_NAMED = 4
-"""Sets of permissions that are named."""
+_LENGTHS = 3
+"""Lengths of sequences that are tried."""
+
+_TOKENS = 64
+"""Lengths are multiples of this."""
 
 _ROUNDS = 4
 """How often a limit is raised until the plan fits within it."""
@@ -55,20 +56,12 @@ def advice_of(search: Search, outcome: Outcome) -> Iterator[str]:
     yield from _limits(search, outcome)
 
 
-def _elsewhere(search: Search, workload: Workload) -> Solver:
-    """A solver for a changed workload, with the traces of the search, whose device must be of the same type."""
-    store = copy(search.store)
-    store.workload = workload
-    return Solver(store)
-
-
 def _solved(search: Search, workload: Workload, settings: Sequence[Setting]) -> Solution | None:
     """The first solution of a changed workload among the first few settings that no closed form refuses."""
-    solver = _elsewhere(search, workload)
-    bound = LowerBound(search.store, solver)
-    for setting in [one for one in settings if bound.refuse(one) is None][:_TRIED]:
+    there = search.elsewhere(workload)
+    for setting in [one for one in settings if there.bound.refuse(one) is None][:_TRIED]:
         try:
-            found = solver.solve(setting)
+            found = there.solver.solve(setting)
         except TraceError:
             continue
         if isinstance(found, Solution):
@@ -106,9 +99,8 @@ def _larger_limit(search: Search, least: Rejected) -> Iterator[str]:
         capacity = -(-round((target.capacity_bytes or 0) * share) // MIB) * MIB
         margin = target.margin_bytes if target.counts_tensors else safety_margin_bytes(capacity)
         there = replace(target, capacity_bytes=capacity, margin_bytes=margin)
-        solver = _elsewhere(search, replace(search.workload, target=there))
         try:
-            found = solver.solve(least.setting)
+            found = search.elsewhere(replace(search.workload, target=there)).solver.solve(least.setting)
         except TraceError:
             return
         if isinstance(found, Solution):
@@ -123,11 +115,7 @@ def _clipping(search: Search) -> Iterator[str]:
     options, facts = search.workload.options, search.workload.facts
     if not options.gradient_clip_val or facts.gradient_clip_algorithm != "norm":
         return
-    changed = replace(
-        search.workload,
-        options=replace(options, gradient_clip_algorithm="value"),
-        facts=replace(facts, gradient_clip_algorithm="value"),
-    )
+    changed = search.workload.clipping_by_value()
     before = set(candidates(search.workload)[0])
     let_in = [one for one in candidates(changed)[0] if one not in before]
     found = _solved(search, changed, sorted(let_in, key=lambda one: (search.bound.least_bytes(one), label(one))))
@@ -139,39 +127,52 @@ def _clipping(search: Search) -> Iterator[str]:
 
 
 def _permissions(search: Search) -> Iterator[str]:
-    """Numerics that would have to be allowed, by closed forms: what they let in is not traced here."""
+    """Numerics that would have to be allowed: the mildest of which a setting fits, traced where it must be."""
     workload, bound = search.workload, search.bound
     kept, _ = candidates(replace(workload, allow=frozenset(NUMERICS)))
     fitting = [one for one in kept if bound.refuse(one) is None and not search.solver.models.of_host(one)]
-    best: dict[tuple[str, ...], Setting] = {}
+    having: dict[tuple[Numerics, ...], list[Setting]] = {}
     for technique, names in missing_permissions(workload):
-        having = [one for one in fitting if technique in one.techniques() and one.numerics <= workload.allow | {*names}]
-        having += [best[names]] if names in best else []
-        if having:
-            best[names] = min(having, key=lambda one: (bound.least_bytes(one), len(one.chosen), label(one)))
-    if best:
-        mildest = sorted(best.items(), key=lambda item: sum(TOLERANCES[name] for name in NUMERICS if name in item[0]))
-        each = [f"{', '.join(names)} ({label(one)}: {format_bytes(bound.least_bytes(one))})" for names, one in mildest]
-        yield (
-            f"`--allow` may help with {'; or '.join(each[:_NAMED])}. These are weights, gradients and states; the rest "
-            "was not worked out."
-        )
+        allowed = workload.allow | {*names}
+        let_in = [one for one in fitting if technique in one.techniques() and one.numerics <= allowed]
+        if let_in:
+            having[names] = having.get(names, []) + let_in
+    mildest = sorted(having, key=lambda names: sum(TOLERANCES[name] for name in NUMERICS if name in names))
+    for names in mildest[:_TRIED]:
+        allow = workload.allow.union(names)
+        settings = sorted(having[names], key=lambda one: (bound.least_bytes(one), len(one.chosen), label(one)))
+        found = _solved(search, replace(workload, allow=allow), settings[:1])
+        if found is not None:
+            changes = ", ".join(search.solver.numerics.changes(found.setting))
+            needs = f"{label(found.setting)}, which needs {format_bytes(found.needed_bytes)} and fits"
+            yield f"`--allow {spell_allow(allow)}` would let in {needs}. It changes {changes}."
+            return
 
 
 def _shorter(search: Search, outcome: Outcome) -> Iterator[str]:
-    """Shorter sequences, where not weights and states but activations are too much."""
-    length, usable = sequence_length(search.workload.batch), search.solver.budget.usable_bytes
-    if length is None or length < 2:
+    """A shorter sequence that fits, traced at its length, where activations and not weights and states are too much."""
+    workload, usable = search.workload, search.solver.budget.usable_bytes
+    length = sequence_length(workload.batch)
+    roomy = [one for one in by_need(outcome.rejected) if search.bound.least_bytes(one.setting) < usable]
+    if length is None or not roomy:
         return
-    too_large = [one.setting for one in outcome.rejected if one.needed_bytes is not None]
-    having_room = [one for one in too_large if search.bound.least_bytes(one) < usable]
-    if having_room:
-        least = min(having_room, key=lambda one: (search.bound.least_bytes(one), label(one)))
-        needs = format_bytes(search.bound.least_bytes(least))
-        yield (
-            f"Shorter sequences than {length} tokens need less for activations: {label(least)} leaves them what its "
-            f"weights, gradients and states don't need, {needs} of {format_bytes(usable)}."
-        )
+    needed, least = roomy[0].needed_bytes or 0, search.bound.least_bytes(roomy[0].setting)
+    # Activations grow with the length or faster. Those of a bound are the least, so that a second one may be needed.
+    shorter = int(length * min(1.0, (usable - least) / max(1, needed - least)))
+    for _ in range(_LENGTHS):
+        shorter -= shorter % (_TOKENS if shorter >= 2 * _TOKENS else 1)
+        if not 0 < shorter < length:
+            return
+        there = replace(workload, batch=shortened(workload.batch, length, shorter))
+        try:
+            found = Solver(search.store.of(there)).solve(roomy[0].setting)
+        except (TraceError, ValueError):
+            return
+        if isinstance(found, Solution):
+            needs = f"{label(found.setting)} needs {format_bytes(found.needed_bytes)}"
+            yield f"Sequences of {shorter:,} tokens instead of {length:,} would fit: {needs}."
+            return
+        shorter = shorter * 3 // 4
 
 
 def _limits(search: Search, outcome: Outcome) -> Iterator[str]:

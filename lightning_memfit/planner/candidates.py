@@ -12,7 +12,7 @@ from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.registry import all_strategies, techniques
 from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
 from lightning_memfit.techniques.core.sharding import Sharding
-from lightning_memfit.techniques.core.technique import Kind, Technique
+from lightning_memfit.techniques.core.technique import Kind, Numerics, Technique
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
 
 SEARCHED: tuple[Kind, ...] = ("adapter", "optimizer", "precision", "gradient", "loss", "matmul")
@@ -116,9 +116,9 @@ def conflict_of_sizes(setting: Setting, run: Run, loader_batch: int | None = Non
     return None
 
 
-def missing_permissions(workload: Workload) -> list[tuple[Technique, tuple[str, ...]]]:
+def missing_permissions(workload: Workload) -> list[tuple[Technique, tuple[Numerics, ...]]]:
     """Techniques that would save memory if more were allowed, with what they would need."""
-    found: list[tuple[Technique, tuple[str, ...]]] = []
+    found: list[tuple[Technique, tuple[Numerics, ...]]] = []
     for technique in techniques():
         needed = tuple(sorted(technique.numerics - workload.allow - {"exact"}))
         if technique.kind in SEARCHED and needed and technique.proposed:

@@ -16,6 +16,7 @@ from lightning_memfit.planner.plan import Alternative, Plan, TechniqueEffect, la
 from lightning_memfit.planner.progress import Progress, unseen
 from lightning_memfit.planner.rows import rows_of
 from lightning_memfit.planner.search import Outcome, Search, why_slower
+from lightning_memfit.planner.sensitivity import sensitivities_of
 from lightning_memfit.planner.solve import Solution, TooLarge
 from lightning_memfit.planner.time import uncorrected
 from lightning_memfit.planner.trace_store import TraceStore
@@ -48,7 +49,8 @@ def make_plan(
         verify: Trace the plan itself as well, and plan again if it needs more than the device has. Plans under a
             strategy are always traced, where they can be.
         withheld_bytes: Bytes of the device that a run of an earlier plan needed beyond its prediction.
-        compare: Compare the plan with the recipe as it is, the best exact and the best allowed one.
+        compare: Compare the plan with the recipe as it is, the best exact and the best allowed one, and with those
+            under other limits.
         progress: Is told how far the search is.
         observe: Is given the search, what it found and the plan made of it.
 
@@ -84,6 +86,7 @@ def make_plan(
         plan = replace(plan, advice=tuple(advice_of(search, outcome)))
     else:
         plan = _with_figures(search, plan, best, verified)
+        plan = replace(plan, sensitivities=tuple(sensitivities_of(search, best)) if compare else ())
     if observe is not None:
         observe(search, outcome, plan)
     return plan

@@ -10,7 +10,7 @@ from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.techniques.core.registry import techniques
 from lightning_memfit.techniques.core.setting import Setting
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,44 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Sensitivity:
+    """The best plan if one limit were another, worked out on the traces that the search had made."""
+
+    change: str
+    """What would be different, in words."""
+    label: str
+    """The setting in a few words."""
+    needed_bytes: int
+    """Bytes of one device."""
+    seconds_per_step: float
+    saved: float
+    """Share of the plan's time that it saves; below zero if it keeps more of the recipe's numbers instead."""
+    changes: tuple[str, ...]
+    """What differs from the recipe's numbers, in words; empty if nothing does."""
+    proved: bool
+    """Whether no combination that was not traced can be better."""
+
+    @property
+    def effect(self) -> str:
+        """What it brings, in words."""
+        if self.saved <= -0.005:
+            return f"{-self.saved:.0%} slower, and closer to the recipe's numbers"
+        if self.saved >= 0.005:
+            return f"{'' if self.proved else 'at least '}{self.saved:.0%} less time"
+        return "no faster" if self.proved else "no faster, as far as was traced"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {**asdict(self), "changes": list(self.changes), "effect": self.effect}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Sensitivity:
+        """Inverse of `to_dict`."""
+        own = {name: value for name, value in data.items() if name != "effect"}
+        return cls(**{**own, "changes": tuple(data["changes"])})
+
+
+@dataclass(frozen=True)
 class Plan:
     """The fastest setting that fits, or why none does."""
 
@@ -95,6 +133,8 @@ class Plan:
     """What the plan changes in the recipe's numbers, in words; empty if it keeps them."""
     rows: tuple[Row, ...] = ()
     """What the plan is compared with; empty if that was not asked for."""
+    sensitivities: tuple[Sensitivity, ...] = ()
+    """What other limits would bring; empty if that was not asked for, or nothing fits."""
     largest_micro_batch: int = 0
     """Largest micro-batch that would still fit with the same techniques, with checkpointing as needed."""
     advice: tuple[str, ...] = ()
@@ -161,6 +201,7 @@ class Plan:
             "changes": list(self.changes),
             "numbers": self.numbers(),
             "rows": [{**asdict(row), "changes": list(row.changes)} for row in self.rows],
+            "sensitivities": [one.to_dict() for one in self.sensitivities],
             "advice": list(self.advice),
             "notes": list(self.notes),
             "searched": dict(self.searched),
@@ -186,6 +227,7 @@ class Plan:
             alternatives=tuple(Alternative(**item) for item in data["alternatives"]),
             changes=tuple(data["changes"]),
             rows=tuple(Row(**{**row, "changes": tuple(row["changes"])}) for row in data["rows"]),
+            sensitivities=tuple(Sensitivity.from_dict(one) for one in data["sensitivities"]),
             advice=tuple(data["advice"]),
             notes=tuple(data["notes"]),
             searched=dict(data["searched"]),

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_memfit.estimate.page import render_page
 from lightning_memfit.estimate.timeline import COLOURS, DRAWING_STYLE
+from lightning_memfit.memory import format_bytes
 from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.tried import Explored
 
@@ -56,7 +57,8 @@ planner puts it together from its traces. Hover for figures.</p>
 <h2>Overlay</h2><p>Save it as a file, and train: <code>memfit fit --config RECIPE --config FILE</code>.</p>
 <textarea id="yaml" readonly aria-label="Overlay of the chosen setting" spellcheck="false"></textarea>
 <button id="copy">Copy</button> <span id="copied" role="status"></span></section>
-<h2>Not worked out</h2><p>Combinations that rules refuse, that can't fit or that can't be faster, by bounds.</p>
+{sensitivities}<h2>Not worked out</h2>
+<p>Combinations that rules refuse, that can't fit or that can't be faster, by bounds.</p>
 <details><summary>Show all</summary><table><tbody id="left"></tbody></table></details>
 """
 
@@ -115,5 +117,18 @@ def render_plan(plan: Mapping[str, Any], explored: Explored, overlays: Sequence[
         "colours": {str(category): colour for category, colour in COLOURS.items()},
     }
     title = f"Settings for {plan['model']} on {plan['device']}"
-    body = f"<p>{html.escape(plan['summary'])}</p>\n{_BODY}"
+    body = f"<p>{html.escape(plan['summary'])}</p>\n{_BODY.replace('{sensitivities}', _sensitivities(plan))}"
     return render_page(title, body, DRAWING_STYLE + _STYLE, content, _SCRIPT.read_text(encoding="utf-8"))
+
+
+def _sensitivities(plan: Mapping[str, Any]) -> str:
+    """A table of the plan under other limits; empty if there is none."""
+    if not plan["sensitivities"]:
+        return ""
+    rows = [
+        (one["change"], one["label"], format_bytes(one["needed_bytes"]), one["effect"]) for one in plan["sensitivities"]
+    ]
+    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    words = "Each is a search for the same workload with one thing changed, on the traces that there are."
+    table = f'<table><tbody id="sensitivities">{cells}</tbody></table>'
+    return f"<h2>The plan under other limits</h2><p>{words}</p>{table}\n"

@@ -6,6 +6,7 @@ It proves its answer against all others while most of them are never traced.
 from __future__ import annotations
 
 import heapq
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,7 +20,8 @@ from lightning_memfit.planner.numerics import UNSURE
 from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.progress import Progress, Working, unseen
 from lightning_memfit.planner.solve import TIE, Solution, Solver, Unknown, complexity_of, is_better, key_of
-from lightning_memfit.planner.trace_store import TraceStore
+from lightning_memfit.planner.trace_store import NotTraced, TraceStore
+from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.setting import Setting
 
@@ -39,6 +41,8 @@ class Outcome:
     num_traces: int = 0
     unvisited: list[_Waiting] = field(default_factory=list)
     """What the bound left out."""
+    untraced: list[_Waiting] = field(default_factory=list)
+    """What needs traces that the store doesn't make (`TraceStore.closed`)."""
 
 
 class Search:
@@ -130,12 +134,40 @@ class Search:
                     continue
                 hopeless = self._hopeless(setting, settings, outcome.best) or self._yields(setting, settings)
                 self._take(hopeless or self.solver.solve(setting), outcome)
+            except NotTraced:
+                outcome.untraced.append((cost, key, traced, setting))
             except TraceError as error:
                 outcome.rejected.append(Rejected(setting, str(error)))
         outcome.solutions.sort(key=lambda solution: (solution.time.total, key_of(solution.setting)))
         if self._unsure and outcome.solutions:
             outcome.best = self._simplest(outcome.solutions)
         outcome.unvisited = waiting
+
+    def elsewhere(self, workload: Workload) -> Search:
+        """A search for a changed workload on the same traces, which must hold for it: same device type, same batch."""
+        store = copy(self.store)
+        store.workload = workload
+        there = Search(store)
+        store.on_trace = self._begin_trace
+        there.solver.budget.withheld_bytes = self.solver.budget.withheld_bytes
+        mine = self.workload
+        if (there.workload.devices, workload.rates, workload.options) == (mine.devices, mine.rates, mine.options):
+            there.solver.models = self.solver.models  # figures that were read off the traces are known already
+        return there
+
+    def may_be_better(self, outcome: Outcome) -> bool:
+        """Whether a combination that was not traced may be better than the best one of a run of this search."""
+        if outcome.best is None:
+            return bool(outcome.untraced)
+        limit = outcome.best.cost * (1 - self.tie)
+        return any(cost < limit and self._is_open(setting, outcome.best) for cost, *_, setting in outcome.untraced)
+
+    def _is_open(self, setting: Setting, best: Solution) -> bool:
+        """Whether nothing that is traced shows that a combination can't be better."""
+        try:
+            return self._hopeless(setting, [], best) is None
+        except NotTraced:
+            return True
 
     def verify(self, solution: Solution) -> Solution | None:
         """Trace the plan itself, as `memfit estimate` does, and return it with what that says it needs.

@@ -87,6 +87,12 @@ class TraceStore:
         finally:
             self._may_trace = True
 
+    def of(self, workload: Workload) -> TraceStore:
+        """A store for a workload with another batch, which shares nothing with this one but what lies on disk."""
+        other = TraceStore(workload, self._cache, self._overlap)
+        other.on_trace = self.on_trace
+        return other
+
     def plain(self) -> ModelProfile:
         """The step in the recipe's precision without any technique, traced with several assumed values."""
         return self._profile(("plain",), self.workload.module, self._options(self.workload.options.precision), ())

@@ -154,6 +154,14 @@ class Workload:
             return self
         return replace(self, facts=replace(self.facts, optimizers=tuple(names.split(" + "))))
 
+    def clipping_by_value(self) -> Workload:
+        """This workload with gradients clipped by value, so that they may be freed one by one; by norm needs all."""
+        return replace(
+            self,
+            options=replace(self.options, gradient_clip_algorithm="value"),
+            facts=replace(self.facts, gradient_clip_algorithm="value"),
+        )
+
     def devices_per_machine(self, world_size: int) -> int:
         """Devices of each machine that take part in a run on `world_size` devices."""
         return self.devices.per_machine if world_size > 1 else 1
@@ -265,6 +273,11 @@ def check_allow(names: Iterable[str]) -> frozenset[Numerics]:
     if not wanted:
         raise ValueError(f"`allow` is empty, so nothing may run. Name at least `exact`, of {', '.join(NUMERICS)}.")
     return frozenset(name for name in NUMERICS if name in wanted or name == "exact")
+
+
+def spell_allow(allow: frozenset[Numerics]) -> str:
+    """Classes of numerics as `--allow` takes them."""
+    return ",".join(name for name in NUMERICS if name in allow)
 
 
 def check_tolerance(value: float | str, argument: str = "tolerance") -> float:

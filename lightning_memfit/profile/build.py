@@ -322,6 +322,19 @@ def sequence_length(batch: Any) -> int | None:
     return int(ids.size(1)) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
 
 
+def shortened(batch: Any, length: int, shorter: int) -> Any:
+    """The batch with the first tokens of its sequences; tensors whose second dimension is another stay whole.
+
+    Args:
+        batch: A batch with `input_ids` of shape (batch, `length`).
+        length: Tokens per sample.
+        shorter: Tokens to keep.
+    """
+    return apply_to_collection(
+        batch, torch.Tensor, lambda leaf: leaf[:, :shorter] if leaf.dim() >= 2 and leaf.size(1) == length else leaf
+    )
+
+
 # --- measuring instead of tracing -------------------------------------------------------------------------------------
 
 

@@ -115,7 +115,8 @@ class EventRecorder(StorageLedger):
     # --- phases, modules and blocks ---------------------------------------------------------------------------------
 
     def phase(self, name: str) -> None:
-        """Begin a phase."""
+        """Begin a phase, outside of every block: no gradient tells where backward ends if a first block needs none."""
+        self._block = OUTSIDE
         if not self._phases or self._phases[-1][1] != name:
             self._phases.append((len(self._events), name))
 

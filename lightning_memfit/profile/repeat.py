@@ -5,6 +5,9 @@ in sweeps: upwards in forward and in the optimizer, downwards in backward. The e
 block and its first of the next are that block's period; it may hold the end of its neighbour's work. Where the periods
 of neighbouring middle blocks are the same, relative to their block, the middle one can be repeated: the result is the
 trace of the whole module, event for event.
+
+While a module is set up, techniques change one block after another, as where weights are quantized. What comes and goes
+within one block's period then may belong to no block; it is repeated with the period.
 """
 
 import ast
@@ -24,6 +27,9 @@ TRACED_BLOCKS = 5
 
 _MIDDLE = 2
 
+_PASSING = 2
+"""In place of an offset: of no block, within one period of the set-up. Offsets of blocks are -1, 0 and 1."""
+
 Place = tuple[int, int]
 """A storage by `(block, how many storages that block made before it)`."""
 
@@ -37,32 +43,50 @@ class _Runs:
 
     trace: EventList
     places: list[Place]
+    lives: list[tuple[int, int]]
+    """Events that make and free each storage; the end of the trace where nothing frees it."""
 
     @classmethod
     def of(cls, trace: EventList) -> "_Runs":
         made: dict[int, int] = defaultdict(int)
         places: list[Place] = [(OUTSIDE, 0)] * len(trace.sizes)
-        for event, block in zip(trace.events.tolist(), trace.event_blocks.tolist(), strict=True):
+        lives = [(len(trace), len(trace))] * len(trace.sizes)
+        for index, (event, block) in enumerate(zip(trace.events.tolist(), trace.event_blocks.tolist(), strict=True)):
+            storage = abs(event) - 1
             if event > 0:
-                places[event - 1] = (block, made[block])
+                places[storage] = (block, made[block])
                 made[block] += 1
-        return cls(trace, places)
+                lives[storage] = (index, len(trace))
+            else:
+                lives[storage] = (lives[storage][0], index)
+        return cls(trace, places, lives)
 
     def pattern(self, block: int, start: int = 0, stop: int | None = None) -> list[Event]:
         """Events of a period relative to its block; without `start` and `stop` all events of the block alone."""
         trace, pattern = self.trace, []
         indices = np.flatnonzero(trace.event_blocks == block).tolist() if stop is None else range(start, stop)
+        passing: dict[int, int] = {}
         for index in indices:
             event, at = int(trace.events[index]), int(trace.event_blocks[index])
             storage = abs(event) - 1
             owner, position = self.places[storage]
+            size, category = int(trace.sizes[storage]), int(trace.categories[storage])
+            if owner == at == OUTSIDE and stop is not None and self._passes(storage, start, stop):
+                position = passing.setdefault(storage, len(passing))
+                pattern.append((event > 0, _PASSING, _PASSING, position, size, category))
+                continue
             if OUTSIDE in (owner, at) or abs(owner - block) > 1:
                 raise AlignmentError(
                     f"between the events of block {block}, others happen that belong to no block alone"
                 )
-            size, category = int(trace.sizes[storage]), int(trace.categories[storage])
             pattern.append((event > 0, at - block, owner - block, position, size, category))
         return pattern
+
+    def _passes(self, storage: int, start: int, stop: int) -> bool:
+        """Whether a storage comes and goes within a period of the set-up, in which no work is counted by block."""
+        set_up = self.trace.phases[0][0] if self.trace.phases else len(self.trace)
+        made, freed = self.lives[storage]
+        return start <= made and freed < stop <= set_up
 
 
 @dataclass(frozen=True)
@@ -200,7 +224,7 @@ class _Unroller:
             self.event_blocks.append(image)
 
     def _image(self, block: int, shift: int, whole: bool) -> int:
-        if whole:
+        if whole and block != OUTSIDE:
             return block + shift
         if block > _MIDDLE:
             return block + self.extra

@@ -128,6 +128,9 @@ class MadeTraceStore:
         yield
         self._may_trace = True
 
+    def of(self, workload: Workload) -> "MadeTraceStore":
+        return type(self)(workload)
+
     def _note(self, key: tuple[Any, ...]) -> None:
         if not self._may_trace and key not in self.asked:
             raise NotTraced(str(key))
@@ -167,7 +170,7 @@ class MadeTraceStore:
         self._note(("stepping", pure))
         itemsize = 2 if pure.precision == "bf16-true" else 4
         optimizer = pure.of_kind("optimizer")
-        states = _STATES[optimizer.name if optimizer else ""] * NUM_PARAMETERS
+        states = _STATES.get(optimizer.name if optimizer else "", 8) * NUM_PARAMETERS
         return SteadyState.of(made_step(itemsize, 0.0, 0.0, states=states, scratch=0.0), rounding)
 
 

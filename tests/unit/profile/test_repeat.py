@@ -1,13 +1,18 @@
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_memfit.profile.events import AlignmentError, without_small
+from lightning_memfit.models.causal_lm import CausalLM
+from lightning_memfit.profile.events import OUTSIDE, AlignmentError, EventList, without_small
 from lightning_memfit.profile.repeat import TRACED_BLOCKS, fold_blocks, unroll
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, trace_step
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from tests.helpers.modules import LanguageModel
 
@@ -55,6 +60,73 @@ def test_a_transformer_unrolls_to_its_full_trace():
     )
     assert shortened.traced_blocks == TRACED_BLOCKS
     assert same_events(shortened.events, full.events)
+
+
+LLAMA = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("technique", "precision", "checkpointed", "builds_itself"),
+    [("lora", "bf16-mixed", False, False), ("qlora", "bf16-mixed", True, False),
+     ("qlora", "bf16-true", False, True), ("lora_8bit", "32-true", True, True)],
+)  # fmt: skip
+def test_frozen_and_quantized_blocks_unroll_to_their_full_trace(technique, precision, checkpointed, builds_itself):
+    """What quantization makes for each block belonged to no block; and no gradient told when the first one's backward
+    ended, so that what the optimizer made for the others counted as its own."""
+    module: Any = CausalLM(config=LLAMA) if builds_itself else LanguageModel(LlamaForCausalLM(LlamaConfig(**LLAMA)))
+    batch: Any = {"input_ids": ids(), "labels": ids()}
+    callbacks = Setting().choose(technique).traced_callbacks()
+    callbacks += (ActivationCheckpointing(),) if checkpointed else ()
+    shortened, full = (
+        trace_step(module, batch, StepOptions(precision), callbacks=callbacks, shorten=shorten, check_assumptions=False)
+        for shorten in (True, False)
+    )
+    assert (shortened.num_blocks, shortened.traced_blocks, full.traced_blocks) == (8, TRACED_BLOCKS, 8)
+    assert same_events(until_end(shortened.events), until_end(full.events))
+    assert (shortened.flops, shortened.host, shortened.parameters) == (full.flops, full.host, full.parameters)
+    for phase in ("forward", "backward"):
+        assert shortened.operators[phase] == full.operators[phase]
+        assert shortened.traffic[phase] == full.traffic[phase]
+
+
+def until_end(events):
+    """What happens until the module is given back, when garbage goes at any moment."""
+    end = next(at for at, name in events.phases if name == "end")
+    return replace(events, events=events.events[:end], event_blocks=events.event_blocks[:end])
+
+
+def set_up(num_blocks, scratch):
+    """A set-up in which every block makes a storage and, belonging to no block, scratch memory of some bytes."""
+    events, blocks, sizes = [], [], []
+    for block in range(num_blocks):
+        for owner, size in ((block, 100), (OUTSIDE, scratch[block])):
+            sizes.append(size)
+            events.append(len(sizes))
+            blocks.append(owner)
+        events.append(-len(sizes))
+        blocks.append(OUTSIDE)
+    integers = {name: np.array(values) for name, values in (("events", events), ("event_blocks", blocks))}
+    zeros, phases = np.zeros(len(sizes), dtype=np.int64), ((len(events), "forward"),)
+    return EventList(**integers, sizes=np.array(sizes), categories=zeros, sites=zeros, site_names=("x",), phases=phases)
+
+
+def test_what_passes_while_blocks_are_set_up_is_repeated_with_them():
+    assert same_events(unroll(set_up(TRACED_BLOCKS, [8] * 5), 9), set_up(9, [8] * 9))
+
+
+@pytest.mark.parametrize("scratch", [[8, 8, 8, 9, 8], [8, 8, 9, 8, 8]])
+def test_what_passes_unlike_at_the_blocks_is_refused(scratch):
+    with pytest.raises(AlignmentError):
+        unroll(set_up(TRACED_BLOCKS, scratch), 9)
+
+
+def test_what_passes_between_blocks_is_repeated_in_the_set_up_only():
+    """In forward and backward its work would not be counted with the blocks'."""
+    working = replace(set_up(TRACED_BLOCKS, [8] * 5), phases=((0, "forward"),))
+    with pytest.raises(AlignmentError, match="belong to no block alone"):
+        unroll(working, 9)
 
 
 class EveryThird(Stack):
