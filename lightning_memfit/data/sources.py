@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_memfit.extras import is_installed, require
+from lightning_memfit.hub import is_offline, is_reachable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -245,9 +246,12 @@ def _load_from_hub(dataset: str, dataset_config: str | None, split: str, cache_d
         return load_dataset(dataset, dataset_config, split=split, cache_dir=cache_dir)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
+        if is_offline() or not is_reachable():
+            reason = "it is not in the cache, and the hub can't be reached"
         raise ValueError(
             f"`dataset={dataset!r}` is neither a local file or folder ({_ENDINGS}) nor could it be fetched from the "
-            f"Hugging Face hub ({reason}). Give a local path to train without network."
+            f"Hugging Face hub ({reason}). Give a local path to train without network, for model and tokenizer, too; "
+            f"`hf download --repo-type dataset {dataset} --local-dir FOLDER` makes one on a machine with network."
         ) from error
 
 
