@@ -62,10 +62,10 @@ gpu:
 gpu-wheels: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu.pack wheels
 
-# The site, in build/site: index.html opens in a browser as it is. `make test` builds it, too.
+# The site, in build/site. It opens from files, and searches where it is served. `make test` builds it, too.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "The site is in build/site: open build/site/index.html"
+	@echo "The site is in build/site. Read it with $(BIN)/python -m http.server --directory build/site"
 
 # Build wheel and sdist, install the wheel without extras in a bare environment, and run doctor, estimate and quickstart.
 release-check: $(STAMP)

@@ -33,6 +33,7 @@ from lightning_memfit.planner.plan import is_technique
 from .arguments import next_line
 from .errors import RunFailedError
 from .lightning_cli import MemFitCLI
+from .noise import progress_on_stdout
 from .recipe_schema import MADE_FOR
 from .run_folder import RunFolder, SaveConfig
 
@@ -64,7 +65,7 @@ class FitCLI(MemFitCLI):
     def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
         self._folder: RunFolder | None = None
         try:
-            with asked_once():
+            with asked_once(), progress_on_stdout():
                 super().__init__(args, run, **{"save_config_callback": SaveConfig, **options})
         except BaseException as error:
             if self._folder is None:

@@ -161,9 +161,13 @@ class MemFitCLI(LightningCLI):
         print(f"Checkpoint: {path}" if path else "No checkpoint was written.")
 
     def checkpoint(self) -> str:
-        """Return the path of the best checkpoint, else of the last; empty if none was written."""
-        callback = self.trainer.checkpoint_callback
-        return getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", "")
+        """Return the path of the best checkpoint, else of the last; empty if none was written.
+
+        Of several callbacks that write some, the first counts that has.
+        """
+        callbacks = self.trainer.checkpoint_callbacks
+        paths = [getattr(one, name, "") for one in callbacks for name in ("best_model_path", "last_model_path")]
+        return next(filter(None, paths), "")
 
 
 def _name_unlimited_epochs(trainer: Trainer) -> None:

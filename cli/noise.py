@@ -1,11 +1,16 @@
-"""`without_noise`: messages of other packages that say nothing about the user's run don't reach the terminal."""
+"""What is logged reaches the terminal where it belongs.
+
+`without_noise` drops messages of other packages that say nothing about the user's run; `progress_on_stdout` leaves
+stderr empty where nothing is wrong.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 _NOISE: dict[str, re.Pattern[str]] = {
     # torchao 0.18 tries the kernels of every GPU and Python that its wheel was built for.
@@ -39,3 +44,35 @@ def without_noise() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(_is_worth_saying)
+
+
+_REPORTING = ("lightning.pytorch", "lightning.fabric")
+
+
+def _is_wrong(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING
+
+
+def _is_progress(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.WARNING
+
+
+@contextmanager
+def progress_on_stdout() -> Iterator[None]:
+    """Print what Lightning's loggers, and ours through them, say of a run's progress; warnings stay on stderr.
+
+    Loggers that the user has given other handlers are left alone.
+    """
+    with ExitStack() as undone:
+        for logger in map(logging.getLogger, _REPORTING):
+            for handler in [one for one in logger.handlers if type(one) is logging.StreamHandler]:
+                if handler.stream is not sys.stderr:
+                    continue
+                printing = logging.StreamHandler(sys.stdout)
+                printing.setFormatter(handler.formatter)
+                printing.addFilter(_is_progress)
+                logger.addHandler(printing)
+                undone.callback(logger.removeHandler, printing)
+                handler.addFilter(_is_wrong)
+                undone.callback(handler.removeFilter, _is_wrong)
+        yield

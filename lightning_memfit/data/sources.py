@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_memfit.device.host import probe_host
 from lightning_memfit.extras import how_to_install, is_installed, require
+from lightning_memfit.hub import is_offline, is_reachable
 from lightning_memfit.memory.cache_files import checksum, default_cache_folder, read_entry, write_entry
 from lightning_memfit.memory.units import format_bytes
 
@@ -390,9 +391,12 @@ def _load_from_hub(dataset: str, dataset_config: str | None, split: str, cache_d
         return load_dataset(dataset, dataset_config, split=split, cache_dir=cache_dir)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
+        if is_offline() or not is_reachable():
+            reason = "it is not in the cache, and the hub can't be reached"
         raise ValueError(
             f"`dataset={dataset!r}` is neither a local file or folder ({_ENDINGS}) nor could it be fetched from the "
-            f"Hugging Face hub ({reason}). Give a local path to train without network."
+            f"Hugging Face hub ({reason}). Give a local path to train without network, for model and tokenizer, too; "
+            f"`hf download --repo-type dataset {dataset} --local-dir FOLDER` makes one on a machine with network."
         ) from error
 
 

@@ -5,6 +5,7 @@ The page is the source of both: Python blocks become cells, what stands under th
 
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,10 @@ def executed(made: Any, folder: Path) -> Any:
     from nbclient import NotebookClient
 
     resources = {"metadata": {"path": str(folder)}}
-    manager = AsyncKernelManager(kernel_name="python3", transport="ipc")  # no port of this machine is opened
     options = {"timeout": 240, "startup_timeout": 240, "record_timing": False}
-    NotebookClient(made, manager, resources=resources, **options).execute()
+    with tempfile.TemporaryDirectory(prefix="memfit-") as sockets:  # no port is opened; names of sockets are short
+        manager = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets}/kernel")
+        NotebookClient(made, manager, resources=resources, **options).execute()
     for cell in made.cells:
         if cell.cell_type == "code":
             cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
@@ -58,8 +60,6 @@ def executed(made: Any, folder: Path) -> Any:
 
 def main() -> int:
     """Write the notebook."""
-    import tempfile
-
     import nbformat
 
     with tempfile.TemporaryDirectory() as folder:

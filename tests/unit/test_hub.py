@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,9 +20,10 @@ ROOT = Path(__file__).parents[2]
 def nobody_has_said_offline(monkeypatch):
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    hub.is_reachable.cache_clear()
+    forget = hub.is_reachable.cache_clear
+    forget()
     yield
-    hub.is_reachable.cache_clear()
+    forget()
 
 
 def test_a_request_is_refused_at_once_and_the_client_is_left_as_it_was(monkeypatch):
@@ -46,10 +48,12 @@ def test_nobody_looks_for_a_network_where_the_user_has_said_that_there_is_none(m
 def test_a_slow_name_server_does_not_hold_up(monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(hub.socket, "create_connection", lambda *_: time.sleep(3))
+    waiting = threading.Event()
+    monkeypatch.setattr(hub.socket, "create_connection", lambda *_: waiting.wait(30) and hub.socket.socket())
     started = time.monotonic()
     assert not hub.is_reachable(0.1)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 20
+    waiting.set()
 
 
 @pytest.mark.slow
@@ -62,5 +66,5 @@ def test_training_a_model_of_the_hub_without_a_network_is_one_message(tmp_path):
     assert done.stderr.startswith("memfit: error: `")
     assert len(done.stderr.strip().splitlines()) == 1
     assert "Retrying" not in done.stderr
-    for words in ("gpt2-xl", "no network", "local folder"):
+    for words in ("roneneldan/TinyStories", "the hub can't be reached", "Give a local path", "hf download"):
         assert words in done.stderr

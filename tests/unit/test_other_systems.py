@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 _WITHOUT_POSIX = """
 import enum, os, pkgutil, select, signal, sys, warnings
-import bitsandbytes, lightning, torch, torchmetrics, transformers
+import bitsandbytes, lightning, psutil, torch, torchmetrics, transformers
 import lightning.pytorch.cli, torch.distributed.fsdp, torch.utils.checkpoint
 
 warnings.simplefilter("ignore")
@@ -20,7 +20,7 @@ signal.Signals = enum.IntEnum("Signals", {n: v for n, v in signal.Signals.__memb
 for name in gone:
     delattr(signal, name)
 for name in ("register_at_fork", "fork", "forkpty", "killpg", "getuid", "geteuid", "getpgid", "setsid", "statvfs",
-             "sched_getaffinity", "uname", "sysconf", "O_DIRECT", "O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC",
+             "sched_getaffinity", "uname", "O_DIRECT", "O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC",
              "posix_fadvise", "posix_fallocate", "getloadavg", "ST_RDONLY"):
     if hasattr(os, name):
         delattr(os, name)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cli.noise import without_noise
+from cli.noise import progress_on_stdout, without_noise
 
 _DROPPED = [
     ("torchao", "Failed to load /venv/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: Could not load this library"),
@@ -52,6 +52,30 @@ def test_the_filters_go_again(records):
     for name, text in _DROPPED[:1]:
         logging.getLogger(name).error(text)
     assert len(records) == 1
+
+
+def test_a_run_tells_its_progress_on_stdout_and_warns_on_stderr(monkeypatch, capfd):
+    logger = logging.getLogger("lightning.pytorch")
+    plain = logging.StreamHandler(sys.stderr)
+    monkeypatch.setattr(logger, "handlers", [plain])
+    monkeypatch.setattr(logger, "propagate", False)
+    with progress_on_stdout():
+        logger.info("Seed set to 42")
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").warning("careful")
+    logger.info("afterwards")
+    assert capfd.readouterr() == ("Seed set to 42\n", "careful\nafterwards\n")
+    assert logger.handlers == [plain]
+
+
+def test_a_logger_of_the_users_is_left_alone(monkeypatch, capfd, tmp_path):
+    logger = logging.getLogger("lightning.fabric")
+    monkeypatch.setattr(logger, "handlers", [logging.FileHandler(tmp_path / "log.txt")])
+    monkeypatch.setattr(logger, "propagate", False)
+    with progress_on_stdout():
+        logger.warning("to a file")
+    logger.handlers[0].close()
+    assert capfd.readouterr() == ("", "")
+    assert (tmp_path / "log.txt").read_text() == "to a file\n"
 
 
 @pytest.mark.slow
