@@ -235,9 +235,9 @@ class BatchedText(pl.LightningDataModule):
         return self._tokenizer
 
     @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return len(self.tokenizer)
+    def vocab_size(self) -> int | None:
+        """Number of token ids; None before `setup`, as in estimates, which have no need of a tokenizer."""
+        return None if self._train is None else len(self.tokenizer)
 
     def largest_id(self) -> int | None:
         """Return the largest token id that occurs in the data; None if that isn't known."""

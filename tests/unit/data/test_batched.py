@@ -64,3 +64,13 @@ def test_a_state_of_an_earlier_epoch_starts_the_next_one_whole():
 def test_too_little_text_for_one_step():
     with pytest.raises(ValueError, match="less than one effective batch of 32"):
         make_loader(batch_size=8, accumulation=4)
+
+
+def test_the_tokenizer_is_not_read_for_its_size_before_the_data(monkeypatch):
+    """An estimate asks whether tokens fit the model, and has neither data nor a hub to fetch a tokenizer from."""
+    from lightning_memfit.data import StandardLibraryChats, batched
+
+    monkeypatch.setattr(batched, "load_tokenizer", lambda _: pytest.fail("the tokenizer was read"))
+    data = StandardLibraryChats("someone/some-model", max_files=30)
+    assert data.vocab_size is None
+    assert data.example_batch(100)["input_ids"].shape == (8, 512)
