@@ -7,7 +7,6 @@ from typing import Any
 
 from benchmarks.marks import insert
 from benchmarks.memory_zoo.table import apart
-from benchmarks.sharded_traces.cases import UNDER
 from lightning_memfit.memory import format_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -28,13 +27,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def groups(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of torch's strategies, of DeepSpeed's, and of DeepSpeed's that are known to need more than predicted."""
+    """Rows of torch's strategies and of DeepSpeed's."""
     zero = [row for row in rows if ", zero " in row["name"]]
-    return {
-        "torch's strategies": [row for row in rows if row not in zero],
-        "DeepSpeed": [row for row in zero if row["name"] not in UNDER],
-        "DeepSpeed, not explained": [row for row in zero if row["name"] in UNDER],
-    }
+    return {"torch's strategies": [row for row in rows if row not in zero], "DeepSpeed": zero}
 
 
 def text() -> str:

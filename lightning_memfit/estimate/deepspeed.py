@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_memfit.estimate.deepspeed_sizes import (
@@ -23,8 +23,9 @@ from lightning_memfit.estimate.deepspeed_sizes import (
     sub_groups,
     zero_sizes,
 )
+from lightning_memfit.estimate.stage3_gathered import GatherSizes, gathered_levels
 from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
-from lightning_memfit.profile.record import ParameterInfo
+from lightning_memfit.profile.record import ModelProfile, ParameterInfo
 
 OffloadTarget = Literal["none", "cpu", "nvme"]
 
@@ -95,6 +96,10 @@ class DeepSpeedRun:
     """Peak of a micro-batch's activations and temporary tensors, on the device."""
     levels: BackwardLevels | None = None
     """What gradients add to that, from a trace; without one, the largest gradient is there at the peak."""
+    ahead: GatherSizes = field(default_factory=GatherSizes)
+    """Only for stage 3: how far ahead weights are gathered, where they are."""
+    gathered: int = 0
+    """Most elements of weights that are gathered at once, from `gathering_as`; 0 means the largest parameter's."""
 
     def __post_init__(self) -> None:
         if not self.trained:
@@ -157,8 +162,19 @@ class DeepSpeedRun:
             bucket_size=zero["reduce_bucket_size"],
             sub_group_size=zero.get("sub_group_size", 0),
             sizes=sizes,
+            ahead=_gather_sizes(zero, options.get("offload_parameters") == "nvme"),
             **options,
         )
+
+    def gathering_as(self, profile: ModelProfile) -> DeepSpeedRun:
+        """The run with the weights that stage 3 gathers where modules run as in a trace.
+
+        A single rank on the CPU has all of them, and uses them in place.
+        """
+        in_place = self.on_cpu and self.world_size == 1
+        if self.stage < 3 or in_place or profile.calls_itself or not self.ahead.prefetch:
+            return self
+        return replace(self, gathered=int(gathered_levels(profile, self.ahead).max(initial=0)))
 
     @property
     def on_disk(self) -> bool:
@@ -194,12 +210,9 @@ class DeepSpeedRun:
     def scatter_copies(self) -> int:
         """Copies of a full bucket that exist while stage 3 reduces it.
 
-        `reduce_scatter_coalesced` makes a flat one. gloo works on another, and among ranks that are no power of two on
-        one more (measured, `benchmarks.sharded_traces`).
+        `reduce_scatter_coalesced` makes a flat one, and gloo works on another.
         """
-        if self.stage < 3 or self.world_size == 1:
-            return 0
-        return 1 + self.on_cpu * (1 + bool(self.world_size & (self.world_size - 1)))
+        return (1 + self.on_cpu) * (self.stage == 3 and self.world_size > 1)
 
     @property
     def stepped(self) -> int:
@@ -211,6 +224,18 @@ class DeepSpeedRun:
         if not self.sub_group_size:
             return self.share
         return min(self.share, self.sub_group_size + self.largest // self.world_size)
+
+
+def _gather_sizes(zero: Mapping[str, Any], from_disk: bool) -> GatherSizes:
+    """How far ahead stage 3 gathers; `ZeroInfinityStrategy` has it gather nothing ahead from disk."""
+    if from_disk or zero["stage"] < 3:
+        return GatherSizes()
+    return GatherSizes(
+        zero["stage3_prefetch_bucket_size"],
+        zero["stage3_max_live_parameters"],
+        zero["stage3_max_reuse_distance"],
+        PERSISTENT_NUMEL,
+    )
 
 
 @dataclass(frozen=True)
@@ -498,20 +523,17 @@ def _accumulated(run: DeepSpeedRun, reduced: int) -> int:
 
 
 def _gathered(run: DeepSpeedRun) -> int:
-    """Bytes of gathered weights in stage 3, in addition to the shares, while the largest parameter is in use.
+    """Most bytes of gathered weights in stage 3, in addition to the shares.
 
-    A single rank on the CPU uses its share in place, unless that is in a swap buffer. Measurements never found more
-    elements available than the largest parameter has (`PartitionedParameterCoordinator.__n_available_params`, with one
-    rank and two, tied and untied, and with live parameters of 18 times that): under Lightning the coordinator's trace
-    is invalid in every step (`ZeRoTraceMode.INVALID`), so that nothing is fetched ahead or kept for reuse, whatever
-    `stage3_max_live_parameters` allows (`benchmarks.sharded_traces`).
+    A single rank on the CPU uses its share in place, unless that is in a swap buffer. Where nothing is gathered ahead,
+    the largest parameter is the most that is gathered at once.
     """
     if run.stage < 3:
         return 0
     from_disk = run.offload_parameters == "nvme"
     if run.on_cpu and run.world_size == 1 and not from_disk:
         return 0
-    return run.largest * run.itemsize
+    return (run.gathered or run.largest) * run.itemsize
 
 
 def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:

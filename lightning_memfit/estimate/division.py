@@ -25,6 +25,7 @@ from lightning_memfit.estimate.deepspeed import (
 )
 from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step, predict_peak_bytes
 from lightning_memfit.estimate.placement import torch_placement
+from lightning_memfit.estimate.stage3_gathered import gathered_levels
 from lightning_memfit.estimate.steady_state import HELD, SteadyState, later_phases, released_levels, second_step
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
@@ -36,7 +37,14 @@ if TYPE_CHECKING:
     from lightning_memfit.device.runtime import RuntimeMemory
 
 _LASTING = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)
-_SIZES = ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
+_SIZES = (
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ class Division:
             on_cpu=on_cpu,
             buffer_bytes=plain.buffer_bytes,
             activation_bytes=activation_bytes,
-        )
+        ).gathering_as(profile)
 
 
 class NotDividedError(ValueError):
@@ -292,9 +300,10 @@ def _backward_levels(
     kept, on_their_way = released_levels(events, rounding, HELD)
     levels = moving + on_their_way - kept
     if run.stage == 3 and (run.world_size > 1 or not run.on_cpu):
-        levels = levels + _recomputed_weights(profile, run)
+        levels = levels + _gathered_weights(profile, run)
     coming = on_their_way - kept
     is_gradient = (events.categories == CATEGORIES.index(Category.GRADIENT))[events.storages] & (events.events > 0)
+    handed_on = np.append(np.flatnonzero(coming == 0), len(events))
     highest, reduced, scattered = 0, 0, 0
     for first, stop in spans:
         highest = max(highest, int(levels[first:stop].max()))
@@ -306,7 +315,8 @@ def _backward_levels(
             made.append((group, int(events.sizes[events.storages[at]]), at))
         for _, size, at in sorted(made):
             if waiting and waiting + size > run.bucket_size * run.itemsize:
-                scattered = max(scattered, int(levels[at]) + run.scatter_copies * waiting)
+                freed = int(handed_on[np.searchsorted(handed_on, at)]) - 1  # what made the gradient is gone by then
+                scattered = max(scattered, int(levels[freed]) + run.scatter_copies * waiting)
                 if not is_reduced:
                     reduced, is_reduced = max(reduced, int(levels[at:stop].max())), True
                 waiting = 0
@@ -314,6 +324,15 @@ def _backward_levels(
         if waiting:  # what is left when backward ends
             scattered = max(scattered, int(levels[stop - 1]) + run.scatter_copies * waiting)
     return BackwardLevels(highest, reduced, scattered)
+
+
+def _gathered_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
+    """Bytes of gathered weights beyond those that `DeepSpeedMemory` counts in every pass, after every event."""
+    recomputed = _recomputed_weights(profile, run)
+    if not run.gathered:
+        return recomputed
+    ahead = gathered_levels(profile, run.ahead) * run.itemsize
+    return np.maximum(ahead, run.largest * run.itemsize + recomputed) - run.gathered * run.itemsize
 
 
 def _recomputed_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:

@@ -609,7 +609,7 @@ class MemoryModels:
             accumulates=self._store.workload.samples_on_each(setting.world_size) > 1,
             on_cpu=not self._cuda,
             buffer_bytes=self._buffer_bytes,
-        )
+        ).gathering_as(self._plain)
 
     @cached_property
     def _buffer_bytes(self) -> int:

@@ -13,7 +13,7 @@ from lightning_memfit.memory.cache_files import checksum
 from lightning_memfit.memory.kind import CUDA, DeviceKind
 from lightning_memfit.profile.events import EventList, Floats, at_size, with_kept
 
-FORMAT = 4
+FORMAT = 5
 
 
 class OtherFormatError(ValueError):
@@ -87,6 +87,8 @@ class ModelProfile:
     num_blocks: int = 0
     traced_blocks: int = 0
     block_class: str = ""
+    calls_itself: bool = True
+    """Whether the training step calls the root module, as `self(...)` does; True where that isn't known."""
     flops: dict[str, int] = field(default_factory=dict)
     """FLOPs of one micro-batch of `micro_batch_size` by phase."""
     block_flops: dict[str, int] = field(default_factory=dict)

@@ -85,6 +85,8 @@ class EventRecorder(StorageLedger):
         self.optimizers: list[str] = []
         self.kernels = KernelMemory() if python_kernels else None
         self._zeros: int | None = None
+        self.calls_itself = False
+        """Whether the root module was called, as `self(...)` does."""
         self.gathered_bytes = 0
         """Largest tensor joined from tensors of several blocks, which grows with their number."""
         self._events: list[int] = []
@@ -162,6 +164,7 @@ class EventRecorder(StorageLedger):
 
         def enter(_: Any, arguments: Any, keywords: Any) -> None:
             self._module_path.append(path)
+            self.calls_itself |= not name
             if block is not None:
                 self._block = block
                 given.clear()

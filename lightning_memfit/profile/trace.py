@@ -293,6 +293,8 @@ class Trace:
     traffic: dict[str, int] = field(default_factory=dict)
     """Bytes by phase that operators other than matrix products read and write."""
     parameters: tuple[ParameterInfo, ...] = ()
+    calls_itself: bool = True
+    """Whether the training step calls the root module, as `self(...)` does."""
     optimizer: str = ""
     """Class names of the optimizers."""
     host: MemoryBreakdown = field(default_factory=MemoryBreakdown)
@@ -445,6 +447,7 @@ def _what_ran(
     return Trace(
         events=course.essential(recorder.result()),
         parameters=table,
+        calls_itself=recorder.calls_itself,
         optimizer=" + ".join(recorder.optimizers),
         num_blocks=fold.num_blocks,
         block_class=fold.block_class,

@@ -4,7 +4,7 @@ Every kind of checkpoint is read into a `SavedRun`, and every strategy goes on f
 part of them is asked for, so that a rank reads no more than its share.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -301,6 +301,14 @@ class SavedRun:
             ]
         return saved
 
+    def trained_names(self) -> set[str]:
+        """Names of the parameters that optimizers stepped; of all weights if only numbers are known."""
+        if PARAMETERS in self.extras:
+            return {name for optimizer in self.extras[PARAMETERS] for group in optimizer for name in group}
+        keys = {key for one in self.optimizers or () for group in one["param_groups"] for key in group["params"]}
+        named = keys and all(isinstance(key, str) for key in keys)
+        return keys if named else {name.replace("_orig_mod.", "") for name in self.weights}
+
     def named_optimizers(self, names: Sequence[Sequence[Sequence[str]]]) -> list[SavedOptimizer]:
         """States and groups by names.
 
@@ -356,6 +364,33 @@ def parameter_names(module: nn.Module, optimizers: Iterable[Any] = ()) -> dict[i
         for place, parameter in enumerate(held):
             names.setdefault(id(parameter), f"optimizer_{number}.{place}")
     return names
+
+
+def check_trained(
+    path: str | Path, saved: Collection[str], groups: Sequence[Sequence[Sequence[str]]], module: nn.Module
+) -> None:
+    """Refuse to go on with a parameter that the saved run didn't train: it has no optimizer states.
+
+    States that are only numbered would be given to other parameters than those that they were of.
+
+    Args:
+        path: The checkpoint, for messages.
+        saved: Names of the parameters that the saved run trained.
+        groups: Names in each group of each optimizer of this run, from `group_names`.
+        module: The module; parameters that it has frozen need no states.
+
+    Raises:
+        ValueError: Naming the first of them.
+    """
+    own = {name.replace("_orig_mod.", ""): parameter for name, parameter in module.named_parameters()}
+    names = (name for optimizer in groups for group in optimizer for name in group if name in own)
+    new = [name for name in names if name not in saved and own[name].requires_grad]
+    if new:
+        raise ValueError(
+            f"`ckpt_path={str(path)!r}` has no optimizer states for {_listed(new)}, which this run trains. Freeze what "
+            "is new (`requires_grad_(False)`), or start a new optimizer from the weights alone: `load_full_weights: "
+            "true` of `ZeroStrategy`, or the model's `pretrained` after `memfit export`."
+        )
 
 
 def check_names(path: str | Path, saved: Iterable[str], live: Iterable[str]) -> None:

@@ -41,6 +41,7 @@ from lightning_memfit.strategies.saved_run import (
     SavedOptimizer,
     SavedRun,
     check_names,
+    check_trained,
     group_names,
     parameter_names,
     pieces_of,
@@ -61,6 +62,9 @@ class Source(Protocol):
 
     def weights(self) -> set[str]:
         """Names of parameters and buffers."""
+
+    def trained_names(self) -> set[str]:
+        """Names of the parameters that optimizers stepped."""
 
     def optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[SavedOptimizer]:
         """Groups and states of the optimizers; values of states are `...` where `read` gives them."""
@@ -127,6 +131,9 @@ class _Folder:
         """Keys of the optimizers."""
         count = len({path[0] for path in self._keys if str(path[0]).startswith("optimizer_")})
         return [f"optimizer_{number}" for number in range(count)]
+
+    def trained_names(self) -> set[str]:
+        return {name for key in self.names() for group in self.groups(key) for name in group["params"]}
 
     def optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[SavedOptimizer]:
         found = []
@@ -268,6 +275,9 @@ class _Whole:
     def weights(self) -> set[str]:
         return set(self.saved.weights)
 
+    def trained_names(self) -> set[str]:
+        return self.saved.trained_names()
+
     def optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[SavedOptimizer]:
         self._optimizers = self.saved.named_optimizers(group_names(optimizers, parameter_names(module, optimizers)))
         return self._optimizers
@@ -322,6 +332,8 @@ def load_divided(
     weights, known = get_model_state_dict(module), source.weights()
     if strict:
         check_names(path, known, weights)
+    if optimizers and (trained := source.trained_names()):
+        check_trained(path, trained, group_names(optimizers, parameter_names(module, optimizers)), module)
     read = source.read({(_WEIGHTS, name): value for name, value in weights.items() if name in known})
     module.load_state_dict({name: value for (_, name), value in read.items()}, strict=False)
     if optimizers:

@@ -28,7 +28,14 @@ from lightning_memfit.strategies.checkpoints import ZERO_MARK, read_run, rewritt
 from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.integrity import stored_bytes, verify
 from lightning_memfit.strategies.launched import check_num_nodes
-from lightning_memfit.strategies.saved_run import PARAMETERS, check_names, check_shapes, group_names, parameter_names
+from lightning_memfit.strategies.saved_run import (
+    PARAMETERS,
+    check_names,
+    check_shapes,
+    check_trained,
+    group_names,
+    parameter_names,
+)
 from lightning_memfit.strategies.upstream.deepspeed import (
     broadcast_scalars,
     checkpoint_bytes,
@@ -324,7 +331,10 @@ class ZeroStrategy(DeepSpeedStrategy):
             else:
                 self.lightning_module.load_state_dict(whole["state_dict"], strict=strict)
             return saved.extras
-        states = [] if self.load_full_weights else saved.named_optimizers(self._group_names or [])
+        groups = [] if self.load_full_weights else self._group_names or []
+        if saved.optimizers is not None:
+            check_trained(saved.path, saved.trained_names(), groups, self.lightning_module)
+        states = [] if self.load_full_weights else saved.named_optimizers(groups)
         take_run(self.deepspeed_engine, saved, states)
         return saved.extras
 

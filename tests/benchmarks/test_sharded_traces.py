@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from benchmarks.sharded_traces import published
-from benchmarks.sharded_traces.cases import CASES, UNDER, Case
+from benchmarks.sharded_traces.cases import CASES, Case
 from benchmarks.sharded_traces.measure import measured
 from benchmarks.sharded_traces.predict import predict
 from benchmarks.sharded_traces.table import PAGE, RESULT, apart, groups, page, summary
@@ -43,18 +43,16 @@ def is_as_predicted(found: dict[str, Any], predicted: int) -> bool:
 def test_the_results_meet_their_bar() -> None:
     rows = json.loads(RESULT.read_text())["rows"]
     assert [row["name"] for row in rows] == [case.name for case in sorted(CASES, key=lambda case: case.world_size)]
-    torch_rows, zero_rows, unexplained = groups(rows).values()
+    torch_rows, zero_rows = groups(rows).values()
     figures = summary(torch_rows)
     assert figures["compared"] == figures["runs"] >= 24
     assert figures["median"] <= 0.005
     assert figures["farthest"] <= 0.03
     assert figures["worst_under"] >= -0.01
     figures = summary(zero_rows)
-    assert figures["compared"] == figures["runs"] >= 11
+    assert figures["compared"] == figures["runs"] >= 13
     assert figures["farthest"] <= 0.03
     assert figures["worst_under"] >= -0.02
-    assert {row["name"] for row in unexplained} == set(UNDER)
-    assert summary(unexplained)["worst_under"] >= -0.03
 
 
 def test_the_page_shows_the_results() -> None:

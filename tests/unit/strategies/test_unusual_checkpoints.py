@@ -31,7 +31,7 @@ from lightning_memfit.strategies.saved_run import (
     parameter_names,
     pieces_of,
 )
-from lightning_memfit.strategies.shards import META, _Folder
+from lightning_memfit.strategies.shards import META, _Folder, load_divided
 from lightning_memfit.strategies.upstream.deepspeed import _fill, _Live
 
 
@@ -306,6 +306,73 @@ def test_zero_evaluates_no_other_module_s_weights(tmp_path, monkeypatch, stage_3
     with pytest.raises(ValueError, match=message):
         zero.ZeroStrategy.load_checkpoint(strategy, tmp_path)
     assert not taken
+
+
+class Grown(nn.Module):
+    """A module with a parameter that the saved run's had not, in the place of another of its shape."""
+
+    def __init__(self, new="new", frozen=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_parameter(new, nn.Parameter(torch.zeros(2), requires_grad=not frozen))
+
+
+def saved_by_the_old(tmp_path, has_names):
+    """A run whose second parameter had another name; its file has the names of what was trained, or their numbers."""
+    old = Grown("old")
+    optimizer = torch.optim.AdamW(old.parameters())
+    (old.weight.sum() + old.old.sum()).backward()
+    optimizer.step()
+    names = group_names([optimizer], parameter_names(old))
+    weights = {name: pieces_of(value.detach() + 1) for name, value in old.named_parameters()}
+    return SavedRun(tmp_path, weights, {PARAMETERS: names} if has_names else {}, [optimizer.state_dict()])
+
+
+@pytest.mark.parametrize("has_names", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_zero_refuses_a_new_parameter_before_it_loads(tmp_path, monkeypatch, has_names, frozen):
+    from lightning_memfit.strategies import zero
+
+    taken = []
+    module = Grown(frozen=frozen)
+    optimizer = torch.optim.AdamW(parameter for parameter in module.parameters() if parameter.requires_grad)
+    module.strict_loading, module.trainer = False, SimpleNamespace(state=SimpleNamespace(fn="fit"))
+    monkeypatch.setattr(zero, "verify", lambda path: None)
+    monkeypatch.setattr(zero, "read_run", lambda *_: saved_by_the_old(tmp_path, has_names))
+    monkeypatch.setattr(zero, "take_run", lambda *given: taken.append(given))
+    strategy = SimpleNamespace(
+        lightning_module=module,
+        broadcast=lambda path: path,
+        load_full_weights=False,
+        deepspeed_engine=None,
+        _group_names=group_names([optimizer], parameter_names(module)),
+    )
+    if frozen and has_names:
+        zero.ZeroStrategy.load_checkpoint(strategy, tmp_path)
+        ((_, _, (found,)),) = taken
+        assert found.states.keys() == {"weight", "old"}
+        return
+    reason = "groups of 2 parameters, this run of 1" if frozen else "no optimizer states for 'new'"
+    with pytest.raises(ValueError, match=reason):
+        zero.ZeroStrategy.load_checkpoint(strategy, tmp_path)
+    assert not taken
+
+
+@pytest.mark.parametrize("has_names", [False, True])
+def test_divided_modules_refuse_a_new_parameter_before_they_load(tmp_path, has_names):
+    module = Grown()
+    optimizer = torch.optim.AdamW(module.parameters())
+    saved = saved_by_the_old(tmp_path, has_names)
+    with pytest.raises(ValueError, match="no optimizer states for 'new', which this run trains"):
+        load_divided(saved, module, [optimizer], strict=False)
+    assert module.weight.tolist() == [0, 0]
+
+
+def test_weights_alone_load_beside_a_new_parameter(tmp_path):
+    module = Grown()
+    load_divided(saved_by_the_old(tmp_path, True), module, [], strict=False)
+    assert module.weight.tolist() == pytest.approx([1, 1], abs=0.01)
+    assert module.new.tolist() == [0, 0]
 
 
 def test_zero_counts_what_it_writes(tmp_path, monkeypatch):
