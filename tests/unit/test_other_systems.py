@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 _WITHOUT_POSIX = """
 import enum, os, pkgutil, select, signal, sys, warnings
 import bitsandbytes, lightning, psutil, torch, torchmetrics, transformers
-import lightning.pytorch.cli, torch.distributed.fsdp, torch.utils.checkpoint
+import lightning.pytorch.cli, torch.distributed.checkpoint, torch.distributed.fsdp, torch.utils.checkpoint
 
 warnings.simplefilter("ignore")
 gone = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGKILL", "SIGALRM", "SIGCHLD", "SIGQUIT")

@@ -123,7 +123,7 @@ class OwnFunctions(Classifier):
         return F.cross_entropy(self.head(hidden), batch["y"])
 
 
-@case(assumes=True)
+@case()
 class Gan(pl.LightningModule):
     def __init__(self):
         super().__init__()
