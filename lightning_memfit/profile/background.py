@@ -53,6 +53,7 @@ def in_child(function: Callable[[], T]) -> Callable[[], T]:
 def _can_fork() -> bool:
     return (
         sys.platform == "linux"
+        and hasattr(os, "fork")
         and threading.active_count() == 1
         and not torch.cuda.is_initialized()
         and len(os.sched_getaffinity(0)) > 1

@@ -14,7 +14,11 @@ import enum, os, pkgutil, select, signal, sys, warnings
 import bitsandbytes, lightning, psutil, torch, torchmetrics, transformers
 import lightning.pytorch.cli, torch.distributed.checkpoint, torch.distributed.fsdp, torch.utils.checkpoint
 
+import lightning.pytorch.trainer.connectors.signal_connector as handlers
+
 warnings.simplefilter("ignore")
+# Lightning takes SIGKILL and SIGSTOP for granted elsewhere.
+handlers._IS_WINDOWS, signal.valid_signals = True, lambda: {signal.SIGINT, signal.SIGTERM, signal.SIGABRT}
 gone = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGKILL", "SIGALRM", "SIGCHLD", "SIGQUIT")
 signal.Signals = enum.IntEnum("Signals", {n: v for n, v in signal.Signals.__members__.items() if n not in gone})
 for name in gone:

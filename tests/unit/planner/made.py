@@ -158,7 +158,7 @@ class MadeTraceStore:
     def rounded_bytes(self) -> dict[Category, int]:
         return {Category.PARAMETER: 0, Category.BUFFER: 0}
 
-    def exactly(self, setting: Setting) -> ModelProfile:
+    def exactly(self, setting: Setting, division: Any = None) -> ModelProfile:
         self.asked.append(("exactly", setting))
         return self.needs_more(self.passes(Setting(chosen=setting.chosen), "none"))
 

@@ -20,7 +20,7 @@ from lightning_memfit.planner.workload import Devices, Limits, Workload
 from .made import MadeTraceStore, made_workload
 
 EXACT = frozenset({"exact"})
-TIGHT = 1300
+TIGHT = 1400
 """MiB in which blocks have to be checkpointed."""
 
 
