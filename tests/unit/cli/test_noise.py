@@ -56,6 +56,9 @@ def test_the_filters_go_again(records):
 
 def test_a_run_tells_its_progress_on_stdout_and_warns_on_stderr(monkeypatch, capfd):
     logger = logging.getLogger("lightning.pytorch")
+    monkeypatch.setattr(logger, "disabled", False)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logging.Logger.manager._clear_cache()  # of which levels are on
     plain = logging.StreamHandler(sys.stderr)
     monkeypatch.setattr(logger, "handlers", [plain])
     monkeypatch.setattr(logger, "propagate", False)
