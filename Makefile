@@ -65,6 +65,7 @@ gpu-wheels: $(STAMP)
 # The site, in build/site. It opens from files, and searches where it is served. `make test` builds it, too.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	MEMFIT_NOTEBOOK=1 $(BIN)/python -m pytest -q tests/docs/test_site.py
 	@echo "The site is in build/site. Read it with $(BIN)/python -m http.server --directory build/site"
 
 # Build wheel and sdist, install the wheel without extras in a bare environment, and run doctor, estimate and quickstart.
