@@ -50,6 +50,7 @@ def test_tensorboard_gets_the_same(tmp_path):
 
 A_LOGGED_RUN = """
 import sys
+import wandb
 from lightning.pytorch.loggers import WandbLogger
 from lightning_memfit import MemoryMonitor, MemoryPrediction
 from lightning_memfit.measure.summary import RunSummary
@@ -57,6 +58,7 @@ from tests.unit.measure.test_utilization import fit
 
 logger = WandbLogger(project="p", save_dir=sys.argv[1], offline=True)
 fit(sys.argv[1], MemoryPrediction(), MemoryMonitor(tracked_steps=2), RunSummary(), extra_logger=logger)
+wandb.finish()
 """
 
 
