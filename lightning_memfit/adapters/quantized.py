@@ -7,13 +7,13 @@ keep weights in subclasses of Parameter, which can't be traced on fake tensors a
 evaluation mode; therefore codes are plain tensors here, and the same operators are called.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
 _BLOCK = 64
@@ -118,19 +118,11 @@ class _Product(torch.autograd.Function):
 
 @cache
 def _scale_codes() -> tuple[float, ...]:
-    """The numbers that codes of scales stand for.
-
-    Found in a thread of its own, which has none of the caller's modes: within a trace they would be fake, and so would
-    be the tensors that importing bitsandbytes makes.
-    """
-
-    def found() -> tuple[float, ...]:
+    """The numbers that codes of scales stand for, also within a trace, where new tensors are fake."""
+    with _disable_current_modes(), torch.device("cpu"):
         from bitsandbytes.functional import create_dynamic_map
 
         return tuple(create_dynamic_map().tolist())
-
-    with ThreadPoolExecutor(1) as alone:
-        return alone.submit(found).result()
 
 
 def _quantize4(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

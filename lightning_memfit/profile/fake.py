@@ -230,24 +230,3 @@ def _auto_config() -> Any:
     from transformers import AutoConfig
 
     return AutoConfig
-
-
-@contextmanager
-def real_quantization_maps(fake_mode: FakeTensorMode) -> Iterator[None]:
-    """Let bitsandbytes build its quantization tables from real numbers, then make fakes of them."""
-    module = sys.modules.get("bitsandbytes.functional")
-    if module is None:
-        yield
-        return
-    original = module.create_dynamic_map
-
-    def create_dynamic_map(*args: Any, **kwargs: Any) -> torch.Tensor:
-        from torch.utils._python_dispatch import _disable_current_modes
-
-        with _disable_current_modes():
-            real = original(*args, **kwargs)
-        with fake_mode:
-            return torch.empty_like(real, device="cpu")
-
-    with replaced(module, "create_dynamic_map", create_dynamic_map):
-        yield

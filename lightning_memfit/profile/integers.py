@@ -37,7 +37,6 @@ _VALUE_SIZED = {
 _FINITE = {aten.isnan.default, aten.isinf.default, aten.eq.Tensor, aten.ne.Scalar}
 _MAX_FLOATS = 1 << 20
 """Floats computed from integers alone (`lengths.float().mean()`) or constant are carried up to this many."""
-_FACTORIES_WITH_VALUES = {aten.arange, aten.scalar_tensor, aten.zeros, aten.ones, aten.full}
 _LIKE = {aten.zeros_like, aten.ones_like, aten.full_like}
 _FILLED = {*_LIKE, aten.new_zeros, aten.new_ones, aten.new_full}
 """Factories whose result depends on a tensor's shape and not on its values."""
@@ -110,8 +109,13 @@ def _is_plain(func: Any) -> bool:
     """Whether an operator on tensors without values gives tensors without values, and does nothing else."""
     packet = func._overloadpacket
     special = {*_VALUE_SIZED, *_FINITE, *_LARGEST, aten.equal.default}
-    factories = {*_FACTORIES_WITH_VALUES, *_FILLED, *_WITHOUT_VALUES, aten.index}
-    return not (func in special or packet in factories or func._schema.is_mutable)
+    is_factory = packet in {*_FILLED, *_WITHOUT_VALUES} or not _takes_tensors(func)
+    return not (func in special or is_factory or packet is aten.index or func._schema.is_mutable)
+
+
+@cache
+def _takes_tensors(func: Any) -> bool:
+    return any("Tensor" in str(argument.type) for argument in func._schema.arguments)
 
 
 def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -371,9 +375,10 @@ class RealIntegers(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in _WITHOUT_VALUES or torch.Tag.nondeterministic_seeded in func.tags:
             return None
-        if not tensors and packet not in _FACTORIES_WITH_VALUES:
-            return None
         if packet in _FILLED_FACTORIES and self._is_too_large(args, kwargs, _filled_elements(packet, args)):
+            return None
+        is_made = not tensors and packet not in _FILLED_FACTORIES
+        if is_made and (_takes_tensors(func) or not self._is_small(func, args, kwargs)):
             return None
         values = {id(tensor): self._filled_like(packet, tensor) for tensor in tensors}
         if any(value is None for value in values.values()):
@@ -390,11 +395,23 @@ class RealIntegers(TorchDispatchMode):
             except (RuntimeError, NotImplementedError):
                 return None
 
+    def _is_small(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether what a factory makes from numbers alone (`linspace`, `hann_window`) may be carried."""
+        with _disable_current_modes():
+            try:
+                made = func(*args, **{**kwargs, "device": torch.device("meta")})
+            except (RuntimeError, NotImplementedError):
+                return False
+        return isinstance(made, torch.Tensor) and made.numel() <= self._most(made.dtype)
+
+    def _most(self, dtype: torch.dtype) -> int:
+        return self.max_elements if dtype in _INTEGER_TYPES else _MAX_FLOATS
+
     def _is_too_large(self, args: Any, kwargs: Any, elements: int) -> bool:
         """Whether a factory fills more elements than are carried of its dtype, which `full` takes from its value."""
         like = args[0].dtype if isinstance(args[0], torch.Tensor) else torch.int64
         dtype = kwargs.get("dtype") or like
-        return elements > (self.max_elements if dtype in _INTEGER_TYPES else _MAX_FLOATS)
+        return elements > self._most(dtype)
 
     def _filled_like(self, packet: Any, tensor: torch.Tensor) -> torch.Tensor | None:
         """Values of an argument; any will do where only its shape counts."""
@@ -466,8 +483,7 @@ class RealIntegers(TorchDispatchMode):
         for fake, value in zip(fakes, values, strict=True):
             if not (isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor)):
                 continue
-            limit = self.max_elements if value.dtype in _INTEGER_TYPES else _MAX_FLOATS
-            if value.numel() <= limit and fake.shape == value.shape:
+            if value.numel() <= self._most(value.dtype) and fake.shape == value.shape:
                 self.attach(fake, value, basis)
 
     def _empty_like(self, real: torch.Tensor) -> torch.Tensor:

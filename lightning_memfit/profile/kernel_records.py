@@ -18,7 +18,7 @@ import torch
 from lightning_memfit.memory.cache_files import checksum, default_cache_folder, is_own, tell_once
 from lightning_memfit.profile.fingerprint import describe_processor
 
-_FORMAT = 3
+_FORMAT = 4
 """Number of the rules by which kernels are learned; with another one, everything is learned anew."""
 
 

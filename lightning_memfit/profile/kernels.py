@@ -47,6 +47,9 @@ _SOME, _MANY = 32, 64
 _SMALL_ELEMENTS = 1 << 14
 """Elements of the larger of two small operands: above the sizes from which kernels copy in tiles or sort by radix."""
 
+_TELLING_ELEMENTS = 256
+"""Elements of an operand whose conversion, to a byte each, is more than scratch memory of scalars."""
+
 _SCALAR_BYTES = 64
 """Scratch memory of scalars, such as a number that is converted to the type of a tensor."""
 
@@ -85,10 +88,9 @@ class KernelMemory:
         kind = _kinds.get(number) or _kinds.setdefault(number, _kind(func))
         if kind is _NOTHING:
             return None
-        if kind is _POINTWISE:
-            short = (number, _dtypes(args))
-            if short in self._free:
-                return None
+        short = (number, _dtypes(args)) if kind is _POINTWISE and _is_uniform(args) else None
+        if short is not None and short in self._free:
+            return None
         try:
             key = (number, torch.is_grad_enabled(), _key(args), _key(kwargs.items()) if kwargs else ())
             found = self._calls.get(key, _MISSING)
@@ -99,7 +101,7 @@ class KernelMemory:
                 self.profiled = True
                 return _estimated(func, args, result)
             found = self._calls[key] = self._learn(func, args, kwargs, result)
-            if found is None and kind is _POINTWISE and self._is_free(func, args, kwargs, result):
+            if found is None and short is not None and self._is_free(func, args, kwargs, result):
                 self._free.add(short)
         return found if found is None or found.is_known else self._note(func, found)
 
@@ -149,6 +151,8 @@ class KernelMemory:
     def _is_free(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
         """Whether an operator on tensors of such types and layouts takes nothing, by two small sizes."""
         call = _Call(func, tree_map(_operand, args), tree_map(_operand, kwargs))
+        if not call.small_ones_tell():
+            return False
         text = call.pattern()
         if text not in self._records:
             free = func not in _BATCHED and not call.has_sizes()
@@ -197,6 +201,15 @@ def _kind(func: Any) -> str:
 
 def _dtypes(values: Any) -> tuple[Any, ...]:
     return tuple([value.dtype if isinstance(value, torch.Tensor) else type(value) for value in values])
+
+
+def _is_uniform(values: Any) -> bool:
+    """Whether no operand has to be converted to the type of another, which takes memory of the operand's size."""
+    dtypes = {value.dtype for value in values if isinstance(value, (torch.Tensor, _Operand))}
+    if len(dtypes) > 1:
+        return False
+    numbers = {type(value) for value in values} & {float, complex}
+    return not numbers or (complex not in numbers and all(dtype.is_floating_point for dtype in dtypes))
 
 
 def _key(values: Any) -> tuple[Any, ...]:
@@ -333,6 +346,16 @@ class _Call:
         leaves, shape = _flattened((self.args, self.kwargs))
         described = [leaf.layout() if isinstance(leaf, _Operand) else leaf for leaf in leaves]
         return repr((self.func, self.grad, described, shape))
+
+    def small_ones_tell(self) -> bool:
+        """Whether what small sizes take shows what others take.
+
+        A converted operand is as small as a scalar where few elements are broadcast, or where all operands are small.
+        """
+        spans = {operand.span for operand in self.operands if operand.span > 1}
+        if max(spans, default=0) < _TELLING_ELEMENTS:
+            return False
+        return len(spans) == 1 or _is_uniform(tree_leaves((self.args, self.kwargs)))
 
     def has_sizes(self) -> bool:
         """Whether other arguments may tell sizes, so that those of tensors can't be changed alone."""

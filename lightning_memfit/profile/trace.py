@@ -38,7 +38,6 @@ from lightning_memfit.profile.fake import (
     copyable_fakes,
     fake_clone,
     fake_pretrained_weights,
-    real_quantization_maps,
     transformers_not_tracing,
 )
 from lightning_memfit.profile.hooks import StartHooks, with_start_hooks
@@ -583,7 +582,6 @@ def _enter_modes(
     stack.enter_context(transformers_not_tracing())
     stack.enter_context(copyable_fakes())
     stack.enter_context(fake_pretrained_weights())
-    stack.enter_context(real_quantization_maps(fake_mode))
     stack.enter_context(integers)
     stack.enter_context(readable_fakes(integers))
     return dispatch

@@ -55,6 +55,41 @@ def test_sizes_follow_the_real_ids(integers):
     assert integers.assumptions == []
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.linspace(0.1, 1, 9),
+        lambda: torch.logspace(0, 2, 5, dtype=torch.float64),
+        lambda: torch.eye(3),
+        lambda: torch.tril_indices(3, 3),
+        lambda: torch.hann_window(16),
+        lambda: 1 / 10 ** (torch.arange(0, 8, 2) / 8),
+    ],
+)
+def test_constants_are_known(integers, make):
+    made = make().tolist()
+    with _disable_current_modes():
+        assert made == make().tolist()
+    assert integers.assumptions == []
+
+
+def test_constants_too_large_to_carry_are_not_computed(integers):
+    assert integers.value_of(torch.linspace(0, 1, 10**12)) is None
+    assert integers.value_of(torch.arange(10**12)) is None
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_tables_that_torchao_remembers_for_the_process_hold_real_numbers(integers, bits):
+    with _disable_current_modes():
+        states = pytest.importorskip(f"torchao.optim.subclass_{bits}bit")
+    for table in (states.get_qmap_signed, states.get_qmap_unsigned):
+        table.cache_clear()
+        traced = table()
+        table.cache_clear()
+        with _disable_current_modes():
+            assert traced == table()
+
+
 def test_values_made_in_the_step_are_known(integers):
     positions = torch.arange(6) + 2
     assert positions[-1].item() == 7

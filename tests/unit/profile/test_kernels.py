@@ -317,6 +317,26 @@ def test_what_any_operator_takes_is_learned_exactly(one_thread, name):
     assert learned == pytest.approx(expected, abs=kernels._SCALAR_BYTES)
 
 
+WHOLE = torch.ones(ROWS, WIDTH, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        ((x, torch.tensor(3)), (x, WHOLE)),
+        ((x[:3, :1].clone(), WHOLE[:3, :1].clone()), (x, WHOLE)),
+        ((x[:3], WHOLE[:3, :1].clone()), (x, WHOLE[:, :1].clone())),
+        ((WHOLE[0, :3].clone(), 1.5), (WHOLE[0], 1.5)),
+        ((x[:3, :3].bool(), x[:3, :3].bfloat16()), (x.bool(), x.bfloat16())),
+    ],
+)
+def test_few_converted_elements_tell_nothing_of_many(one_thread, forgotten, small, large):
+    """A converted operand may be as small as what scalars take; larger ones of the same types were taken for free."""
+    for args in (small, large):
+        learned, expected = taken(aten.add.Tensor, *args)
+        assert learned == pytest.approx(expected, abs=kernels._SCALAR_BYTES)
+
+
 @pytest.mark.parametrize("name", ["mse_loss_backward", "topk", "layer_norm_backward", "sort", "cumprod", "mixed_types"])
 @pytest.mark.parametrize("limit", ["_MOST_FLOPS", "_MOST_BYTES"])
 def test_what_large_operators_take_is_extrapolated(one_thread, forgotten, monkeypatch, name, limit):
