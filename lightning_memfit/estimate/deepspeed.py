@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from lightning_memfit.estimate.deepspeed_sizes import (
@@ -181,27 +182,27 @@ class DeepSpeedRun:
         """Whether anything is kept on disk."""
         return "nvme" in (self.offload_optimizer, self.offload_parameters)
 
-    @property
-    def trained(self) -> list[int]:
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
         """Elements of each trained parameter, tied ones once."""
-        return [p.numel for p in self.parameters if p.trainable and not p.shared_with]
+        return tuple(p.numel for p in self.parameters if p.trainable and not p.shared_with)
 
-    @property
+    @cached_property
     def whole(self) -> int:
         """Elements of all parameters, tied ones once."""
         return sum(p.numel for p in self.parameters if not p.shared_with)
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Elements of the largest parameter."""
         return max(p.numel for p in self.parameters)
 
-    @property
-    def shares(self) -> list[int]:
+    @cached_property
+    def shares(self) -> tuple[int, ...]:
         """This rank's elements of each trained parameter."""
-        return [-(-numel // self.world_size) for numel in self.trained]
+        return tuple(-(-numel // self.world_size) for numel in self.trained)
 
-    @property
+    @cached_property
     def share(self) -> int:
         """Trained elements that this rank keeps states of."""
         return sum(self.shares)
@@ -553,7 +554,8 @@ def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:
     copied = gradient if run.world_size > 1 or run.offload_parameters == "nvme" else 0  # `reduce_scatter_coalesced`
     start = _gathered(run) + max(levels.highest_bytes, levels.scattered_bytes)
     widest = max(start, 3 * gradient, copied + norm)
-    held = _held(run, [numel for numel in run.shares if numel < max(run.shares)])
+    most = max(run.shares)
+    held = _held(run, [numel for numel in run.shares if numel < most])
     return MemoryBreakdown.device({Category.TEMPORARY: widest}) + held
 
 

@@ -8,7 +8,7 @@ ways: `of` traces what is missing; `at_least` traces nothing and gives a model t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -501,6 +501,7 @@ class MemoryModels:
 
     def __init__(self, store: TraceStore, time: TimeModel) -> None:
         self._store = store
+        self._stored: dict[int, tuple[ParameterInfo, ...]] = {}
         self._plain = store.plain()
         self._time = time
         self._cuda = store.workload.target.device_kind.has_own_memory
@@ -508,6 +509,10 @@ class MemoryModels:
         self._passes: dict[Setting, ForwardBackward] = {}
         self._models: dict[Setting, MemoryModel] = {}
         self._bounds: dict[Setting, MemoryModel] = {}
+
+    def read_with(self, other: MemoryModels) -> None:
+        """Share what is read off traces of forward and backward with the models of a workload on the same traces."""
+        self._passes, self._stored = other._passes, other._stored
 
     def of(self, setting: Setting) -> MemoryModel:
         """Memory of a setting's techniques; missing traces are made.
@@ -567,7 +572,10 @@ class MemoryModels:
         if placement is not None:
             return max(placement.standing.kept_bytes, placement.standing.step_bytes)
         itemsize = 2 if setting.precision.endswith("-true") and setting.precision != "32-true" else 4
-        states, sharding = standing_bytes(setting, self._plain, itemsize), setting.sharding
+        if itemsize not in self._stored:
+            self._stored[itemsize] = stored_as(self._plain.parameters, itemsize)
+        states = standing_bytes(setting, self._plain.optimizer, self._stored[itemsize])
+        sharding = setting.sharding
         if sharding is None:
             return states
         nccl = NCCL_BYTES if self._cuda else 0
@@ -620,9 +628,14 @@ _FROZEN_BITS: Mapping[Numerics, int] = {"4bit": 4, "8bit": 8}
 """Bits of frozen weights by an adapter's numerics; else they keep the precision's."""
 
 
-def standing_bytes(setting: Setting, profile: ModelProfile, precision_itemsize: int) -> int:
-    """Weights, gradients and optimizer states in closed form: the least that a setting needs on the device."""
-    parameters = tuple(_stored(p, precision_itemsize) for p in profile.parameters)
+def standing_bytes(setting: Setting, optimizer: str, parameters: tuple[ParameterInfo, ...]) -> int:
+    """Weights, gradients and optimizer states in closed form: the least that a setting needs on the device.
+
+    Args:
+        setting: What is chosen.
+        optimizer: Name of the module's own optimizer.
+        parameters: As the setting's precision stores them (`stored_as`).
+    """
     weights = sum(p.numel * p.itemsize for p in parameters if not p.shared_with)
     adapter = setting.of_kind("adapter")
     if adapter is not None:  # which chooses what is trained; frozen weights stay, some of them in fewer bits
@@ -634,15 +647,15 @@ def standing_bytes(setting: Setting, profile: ModelProfile, precision_itemsize: 
     choice = setting.of_kind("optimizer")
     states = _PLAIN if choice is None else choice.technique.states
     elsewhere = setting.masters_on_host or states is None or states.paged
-    if elsewhere or "Adam" not in profile.optimizer or not trained(parameters):
+    if elsewhere or "Adam" not in optimizer or not trained(parameters):
         return weights
     assert states is not None
     return weights + states.total_bytes(parameters)
 
 
-def _stored(parameter: ParameterInfo, itemsize: int) -> ParameterInfo:
-    """The parameter as a precision stores it; quantized and integer weights stay as they are."""
-    return replace(parameter, itemsize=itemsize) if parameter.itemsize in (2, 4) else parameter
+def stored_as(parameters: Iterable[ParameterInfo], itemsize: int) -> tuple[ParameterInfo, ...]:
+    """Parameters as a precision stores them; quantized and integer weights stay as they are."""
+    return tuple(replace(one, itemsize=itemsize) if one.itemsize in (2, 4) else one for one in parameters)
 
 
 def _rounded(size_bytes: int, rounding: int) -> int:

@@ -152,7 +152,9 @@ class Search:
         there.solver.budget.withheld_bytes = self.solver.budget.withheld_bytes
         mine = self.workload
         if (there.workload.devices, workload.rates, workload.options) == (mine.devices, mine.rates, mine.options):
-            there.solver.models = self.solver.models  # figures that were read off the traces are known already
+            there.solver.models = self.solver.models
+        else:
+            there.solver.models.read_with(self.solver.models)
         return there
 
     def may_be_better(self, outcome: Outcome) -> bool:

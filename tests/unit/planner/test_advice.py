@@ -11,7 +11,7 @@ from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.planner import make as module
 from lightning_memfit.planner.make import make_plan
-from lightning_memfit.planner.memory import standing_bytes
+from lightning_memfit.planner.memory import standing_bytes, stored_as
 from lightning_memfit.planner.plan import Plan
 from lightning_memfit.planner.workload import Limits, Workload
 from lightning_memfit.profile.record import ModelProfile
@@ -164,6 +164,6 @@ def test_permissions_are_named_with_what_fits_by_them(monkeypatch: pytest.Monkey
 def test_frozen_weights_are_counted() -> None:
     plain = MadeTraceStore(made_workload(1000)).plain()
     count = plain.num_parameters
-    assert standing_bytes(Setting().choose("lora"), plain, 4) == 4 * count
-    assert standing_bytes(Setting().choose("lora"), plain, 2) == 2 * count
-    assert standing_bytes(Setting().choose("qlora"), plain, 4) == count // 2
+    assert standing_bytes(Setting().choose("lora"), plain.optimizer, stored_as(plain.parameters, 4)) == 4 * count
+    assert standing_bytes(Setting().choose("lora"), plain.optimizer, stored_as(plain.parameters, 2)) == 2 * count
+    assert standing_bytes(Setting().choose("qlora"), plain.optimizer, stored_as(plain.parameters, 4)) == count // 2

@@ -6,7 +6,7 @@ from lightning_memfit.memory import Tier
 from lightning_memfit.planner import candidates as module
 from lightning_memfit.planner.candidates import candidates
 from lightning_memfit.planner.make import make_plan
-from lightning_memfit.planner.memory import standing_bytes
+from lightning_memfit.planner.memory import standing_bytes, stored_as
 from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.workload import Limits
 from lightning_memfit.profile.record import ModelProfile
@@ -199,11 +199,17 @@ def test_on_the_cpu_host_masters_lie_beside_the_weights() -> None:
 def test_standing_bytes_by_closed_form() -> None:
     profile = MadeTraceStore(made_workload(1000)).plain()
     count = NUM_PARAMETERS
-    assert standing_bytes(Setting(), profile, 4) == 16 * count
-    assert standing_bytes(Setting().choose("host_master_weights"), profile, 2) == 2 * count
-    eight_bit = standing_bytes(Setting().choose("optimizer_8bit"), profile, 4)
+    assert standing_bytes(Setting(), profile.optimizer, stored_as(profile.parameters, 4)) == 16 * count
+    assert (
+        standing_bytes(Setting().choose("host_master_weights"), profile.optimizer, stored_as(profile.parameters, 2))
+        == 2 * count
+    )
+    eight_bit = standing_bytes(Setting().choose("optimizer_8bit"), profile.optimizer, stored_as(profile.parameters, 4))
     assert 10 * count <= eight_bit <= 10.1 * count
-    assert standing_bytes(Setting().choose("paged_optimizer"), profile, 4) == 8 * count
+    assert (
+        standing_bytes(Setting().choose("paged_optimizer"), profile.optimizer, stored_as(profile.parameters, 4))
+        == 8 * count
+    )
 
 
 def test_one_size_is_planned_for_where_no_other_is_known() -> None:
