@@ -45,7 +45,7 @@ def make_plan(
     Args:
         workload: What is trained, where, within which limits.
         cache: Where traces are kept between runs; none by default.
-        overlap: Trace two sizes at a time, in a fork; for commands only.
+        overlap: Trace two sizes at a time, and work out two other limits, in forks; for commands only.
         verify: Trace the plan itself as well, and plan again if it needs more than the device has. Plans under a
             strategy are always traced, where they can be.
         withheld_bytes: Bytes of the device that a run of an earlier plan needed beyond its prediction.
@@ -86,7 +86,7 @@ def make_plan(
         plan = replace(plan, advice=tuple(advice_of(search, outcome)))
     else:
         plan = _with_figures(search, plan, best, verified)
-        plan = replace(plan, sensitivities=tuple(sensitivities_of(search, best)) if compare else ())
+        plan = replace(plan, sensitivities=tuple(sensitivities_of(search, best, overlap)) if compare else ())
     if observe is not None:
         observe(search, outcome, plan)
     return plan

@@ -7,6 +7,7 @@ still, that is said.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from lightning_memfit.planner.plan import Sensitivity, label
 from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.solve import Solution
 from lightning_memfit.planner.workload import NUMERICS, Devices, Workload, spell_allow
+from lightning_memfit.profile.background import in_child
 from lightning_memfit.techniques.core.technique import Numerics
 
 _MORE = (1, 4)
@@ -29,22 +31,26 @@ _Change = tuple[str, Workload]
 """What is different, in words; empty if that is told by what the plan then uses."""
 
 
-def sensitivities_of(search: Search, best: Solution) -> Iterator[Sensitivity]:
+def sensitivities_of(search: Search, best: Solution, overlap: bool = False) -> list[Sensitivity]:
     """What would be the plan under other limits, of which those that every machine has come first.
 
     Args:
         search: A search that has run.
         best: What it chose.
+        overlap: Work out half of them in a fork, at the same time; for commands only.
     """
+
+    def solved(changes: list[tuple[_Change, float]]) -> list[Sensitivity]:
+        """Those that save more than is asked of each."""
+        found = ((_solved(search, workload, best, change), least) for (change, workload), least in changes)
+        return [one for one, least in found if one is not None and one.saved > least]
+
     with search.store.closed():
-        for change, workload in _always(search, best):
-            found = _solved(search, workload, best, change)
-            if found is not None:
-                yield found
-        for change, workload in _if_better(search):
-            found = _solved(search, workload, best, change)
-            if found is not None and found.saved > search.tie:
-                yield found
+        changes = [(change, -math.inf) for change in _always(search, best)]
+        changes += [(change, search.tie) for change in _if_better(search)]
+        half = len(changes) // 2 if overlap else len(changes)
+        others = in_child(lambda: solved(changes[half:])) if overlap else list
+        return [*solved(changes[:half]), *others()]
 
 
 def _solved(search: Search, workload: Workload, best: Solution, change: str) -> Sensitivity | None:

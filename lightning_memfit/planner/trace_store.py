@@ -22,6 +22,7 @@ from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.memory import Category
 from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.workload import Workload
+from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.ranks import Ranks
@@ -130,8 +131,9 @@ class TraceStore:
         elements_per_block = plain.num_parameters // max(1, plain.num_blocks)
         if plain.traced_blocks == plain.num_blocks or elements_per_block * _FEW_BLOCKS < _LARGEST_CHUNK:
             return SteadyState.of(self._stepping(pure, None), rounding)
-        few, more = (SteadyState.of(self._stepping(pure, blocks), rounding) for blocks in (_FEW_BLOCKS, _MORE_BLOCKS))
-        return few.extended(more, _FEW_BLOCKS, _MORE_BLOCKS, plain.num_blocks)
+        ahead = self._stepping_ahead(pure, _MORE_BLOCKS)
+        few = SteadyState.of(self._stepping(pure, _FEW_BLOCKS), rounding)
+        return few.extended(SteadyState.of(ahead(), rounding), _FEW_BLOCKS, _MORE_BLOCKS, plain.num_blocks)
 
     def rounded_bytes(self) -> dict[Category, int]:
         """Bytes of what is not trained and a conversion to half precision would round, as the module holds it now.
@@ -147,9 +149,27 @@ class TraceStore:
         }
 
     def _stepping(self, pure: Setting, num_blocks: int | None) -> ModelProfile:
-        options = self._options(pure.precision, 1)
+        return self._profile(("stepping", pure, num_blocks), *self._step_of(pure, num_blocks), whole=True)
+
+    def _stepping_ahead(self, pure: Setting, num_blocks: int) -> Callable[[], ModelProfile]:
+        """`_stepping` in a fork while this process goes on; the returned callable waits for it."""
+        key = ("stepping", pure, num_blocks)
+        if not self._overlap or not self._may_trace or key in self._known:
+            return lambda: self._stepping(pure, num_blocks)
+        module, options, callbacks = self._step_of(pure, num_blocks)
+        forked = in_child(lambda: self._run(module, self._batch, options, callbacks, False, False))
+
+        def result() -> ModelProfile:
+            before = self.num_traces
+            self._known[key] = forked()
+            self.num_traces = before + 1
+            return self._known[key]
+
+        return result
+
+    def _step_of(self, pure: Setting, num_blocks: int | None) -> tuple[Any, StepOptions, tuple[Any, ...]]:
         module = only_stepping(self.workload.module, num_blocks)
-        return self._profile(("stepping", pure, num_blocks), module, options, pure.traced_callbacks(), whole=True)
+        return module, self._options(pure.precision, 1), pure.traced_callbacks()
 
     def exactly(self, setting: Setting, division: Division | None = None) -> ModelProfile:
         """The step of a complete setting at its own micro-batch, with all of its techniques applied.
