@@ -12,13 +12,13 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import cli.fit  # noqa: F401  before processes are forked
 from cli.main import main
-from lightning_memfit import MemoryPrediction, MicroBatching, Preemption, strategies
+from lightning_memfit import MemoryPrediction, MicroBatching, Preemption, WholeSteps, strategies
 from lightning_memfit.data.batched import EffectiveBatchSampler, ResumableLoader
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import quiet_trainer
@@ -89,8 +89,6 @@ def train(module, *callbacks, path=None, rank=None, **options):
 
 
 def saves(folder):
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
     return ModelCheckpoint(dirpath=folder / "usual", every_n_train_steps=2, save_top_k=-1)
 
 
@@ -126,6 +124,86 @@ def test_the_run_ends_at_a_step_and_goes_on_exactly(tmp_path, place, number):
     resumed = train(Told(), path=path)
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
     assert torch.load(path, weights_only=False)["global_step"] in (2, 3)
+
+
+class Watched(Told):
+    """Has what goes on from figures of validation, and random numbers."""
+
+    def __init__(self, place: str = "", step: int = 0) -> None:
+        super().__init__()
+        self.wanted, self.step = place, step
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+
+    def reach(self, place: str) -> None:
+        if place == self.wanted and self.global_step == self.step and not self.trainer.sanity_checking:
+            self.wanted = ""
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation_epoch_end(self):
+        self.reach("end of validation")
+
+    def on_train_epoch_end(self):
+        self.reach("end of epoch")
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def watched(folder: Path, place: str = "", step: int = 0, interval: float | int = 1.0, path: Path | None = None):
+    """Train three epochs of six steps: how it ended, the validations that were seen, and what came of them."""
+    seen: list[tuple[int, float]] = []
+
+    def see(trainer, module):
+        seen.append((trainer.global_step, float(trainer.callback_metrics["val_loss"])))
+
+    stopping = EarlyStopping("val_loss", patience=99)
+    best = ModelCheckpoint(dirpath=folder / "best", filename="{step}", monitor="val_loss", save_top_k=-1)
+    preemption = Preemption(grace_seconds=300, dirpath=str(folder))
+    callbacks = (LambdaCallback(on_validation_end=see), stopping, best, WholeSteps(), preemption)
+    torch.manual_seed(0)
+    module, data, code = Watched(place, step), Subset(DATA, range(24)), 0
+    loader = ResumableLoader(data, EffectiveBatchSampler(data, 4, 1, 1, 0, seed=7))
+    options = {"max_epochs": 3, "val_check_interval": interval, "num_sanity_val_steps": 0}
+    trainer = quiet_trainer(*callbacks, enable_checkpointing=True, **options)
+    try:
+        trainer.fit(module, loader, DataLoader(DATA, batch_size=16), ckpt_path=path)
+    except SystemExit:
+        code = preemption.error.exit_code
+    rate = trainer.optimizers[0].param_groups[0]["lr"] if not code else None
+    weights = [parameter.detach().tolist() for parameter in module.parameters()]
+    saved = sorted((Path(name).name, float(value)) for name, value in best.best_k_models.items())
+    return code, seen, (stopping.wait_count, rate, weights, saved)
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "interval"),
+    [
+        ("forward", 8, 1.0),
+        ("step", 11, 1.0),  # the last of an epoch, before its validation
+        ("validation", 12, 1.0),
+        ("end of validation", 12, 1.0),
+        ("end of epoch", 12, 1.0),
+        ("validation", 10, 4),
+        ("step", 5, 4),  # the last of an epoch that no validation follows
+        ("end of epoch", 18, 1.0),
+    ],
+)
+def test_what_watches_validation_sees_the_same(tmp_path, place, step, interval):
+    """Early stopping, checkpoints by a metric, schedulers on a plateau, and dropout."""
+
+    def alone(*arguments):
+        (ended,) = run_ranks(watched, 1, tmp_path / "run", *arguments)
+        assert not ended.error, ended.output
+        return ended.result
+
+    _, seen, end = alone(tmp_path / "whole", "", 0, interval)
+    code, before, _ = alone(tmp_path / "cut", place, step, interval)
+    assert code == 128 + signal.SIGTERM
+    (path,) = (tmp_path / "cut").glob("preempted-*.ckpt")
+    code, after, resumed = alone(tmp_path / "cut", "", 0, interval, path)
+    assert (code, before + after, resumed) == (0, seen, end)
 
 
 STRATEGIES = {

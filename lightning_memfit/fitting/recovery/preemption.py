@@ -12,11 +12,19 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.whole_steps import checkpoint_folder
+from lightning_memfit.fitting.upstream.lightning import (
+    before_validation,
+    ends_epoch,
+    step_plateau_schedulers,
+    validation_begins,
+    validation_is_due,
+)
 from lightning_memfit.memory.attach import hide_idle_hooks
 
 SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if name in signal.Signals.__members__)
@@ -47,12 +55,18 @@ class PreemptedError(KeyboardInterrupt):
 class Preemption(Callback):
     """End a run that gets a signal at its next step boundary, with a checkpoint from which it goes on exactly.
 
-    A step boundary is the end of an optimizer step, or of a batch of validation; with several ranks, of which one that
-    gets a signal ends all together, the end of the validation, as they may have different numbers of batches. What the
-    signal meets (forward, backward, the optimizer, a save) is finished first. Before the first step there is nothing to
-    save, and the run ends at once. A second signal, and the end of the grace time, end it without a checkpoint; once
-    the checkpoint is being saved, the grace time counts no longer. Processes that load data go on meanwhile, except
-    after a SIGTERM that they get themselves.
+    A step boundary is the end of an optimizer step that neither validation nor the end of an epoch follows, the start
+    of a validation, and the end of one of its batches; the run that goes on validates anew, so that whatever looks at
+    its figures sees them. With several ranks, of which one that gets a signal ends all together, no validation is
+    broken off, as they may have different numbers of batches: the next step's end comes after it. What the signal meets
+    (forward, backward, the optimizer, a save) is finished first. Before the first step there is nothing to save, and
+    the run ends at once. A second signal, and the end of the grace time, end it without a checkpoint; once the
+    checkpoint is being saved, the grace time counts no longer. Processes that load data go on meanwhile, except after a
+    SIGTERM that they get themselves.
+
+    In a run that goes on within an epoch, by whichever checkpoint, schedulers on a plateau step at that epoch's end as
+    they would have; Lightning alone leaves that step out. Means over an epoch (`self.log(..., on_epoch=True)`) are
+    those of the batches since.
 
     Lightning then ends as after Ctrl-C, with `SystemExit`; `memfit` exits with 128 plus the signal's number. After
     SIGHUP, the terminal's end, what is printed to it goes nowhere. SIGHUP and SIGINT that the process ignores from its
@@ -229,8 +243,16 @@ class Preemption(Callback):
     ) -> None:
         """End the run after an optimizer step, if a rank has got a signal."""
         self._has_stepped = True
-        if not trainer.fit_loop._should_accumulate():
+        is_done = not trainer.fit_loop._should_accumulate()
+        if is_done and not validation_is_due(trainer) and not ends_epoch(trainer):
             self._end_if_told(trainer)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the run before a validation, which is after a step, if a rank has got a signal."""
+        if _is_in_fit(trainer):
+            validation_begins(trainer)
+            self._end_before_validation(trainer)
 
     @override
     def on_validation_batch_end(
@@ -242,15 +264,25 @@ class Preemption(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """End the run in the middle of a validation, which is after a step, if this is its only rank."""
-        if trainer.world_size == 1:
-            self.on_validation_end(trainer, pl_module)
+        """End the run in the middle of a validation, if this is its only rank."""
+        if trainer.world_size == 1 and _is_in_fit(trainer):
+            self._end_before_validation(trainer)
+
+    def _end_before_validation(self, trainer: Trainer) -> None:
+        if self._has_stepped and not trainer.fit_loop._should_accumulate():
+            with before_validation(trainer):
+                self._end_if_told(trainer)
 
     @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the run after a validation, if a rank has got a signal."""
-        if self._has_stepped and not trainer.fit_loop._should_accumulate():
-            self._end_if_told(trainer)
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let schedulers step that Lightning forgets in a run that goes on."""
+        if trainer.fit_loop.restarting:
+            step_plateau_schedulers(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the run as told, if the signal came after its last step."""
+        self._end_if_told(trainer)
 
     def _end_if_told(self, trainer: Trainer) -> None:
         told, is_requeued = self._received is not None, self._is_requeued
@@ -265,6 +297,10 @@ class Preemption(Callback):
         path = checkpoint_folder(trainer, self.dirpath) / f"preempted-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         raise self._ends(self._received or signal.SIGTERM, f"saved {path}. Go on with `--ckpt_path {path}`.")
+
+
+def _is_in_fit(trainer: Trainer) -> bool:
+    return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
 
 
 def _requeue_signal(trainer: Trainer) -> signal.Signals | None:

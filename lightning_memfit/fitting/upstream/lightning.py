@@ -1,0 +1,59 @@
+"""Non-public parts of Lightning that a run which is to go on exactly needs, written for Lightning 2.6.
+
+A loop that goes on from a checkpoint knows by counters where it was. A checkpoint that is saved while validation runs
+(`on_validation_batch_end`) lets the run go on behind that validation, so that nobody sees its figures; one that is
+saved after an epoch's last batch goes on behind the epoch's end. `before_validation` sets the counters so that the
+whole validation is run again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+
+def validation_is_due(trainer: Trainer) -> bool:
+    """Whether validation comes after the batch that was just trained."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    return fetcher is not None and not loop.val_loop.skip and bool(loop._should_check_val_fx(fetcher))
+
+
+def ends_epoch(trainer: Trainer) -> bool:
+    """Whether the batch that was just trained is the last of an epoch that has several."""
+    loop = trainer.fit_loop.epoch_loop
+    return bool(loop.batch_progress.is_last_batch) and loop.batch_progress.current.ready > 1
+
+
+@contextmanager
+def before_validation(trainer: Trainer) -> Iterator[None]:
+    """Let a checkpoint that is saved inside say that validation has begun, and no batch of it is done."""
+    parts: list[Any] = [getattr(trainer.fit_loop.epoch_loop.val_loop.batch_progress, n) for n in ("total", "current")]
+    before = [dict(vars(part)) for part in parts]
+    for part in parts:  # which `_EvaluationLoop.update_restart_stage` takes for a validation that was broken off
+        part.ready, part.started, part.processed, part.completed = 1, 1, 0, 0
+    yield
+    for part, values in zip(parts, before, strict=True):
+        vars(part).update(values)
+
+
+def repeats_validation(trainer: Trainer) -> bool:
+    """Whether a checkpoint that is saved now lets a run validate anew."""
+    total: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+    return bool(total.processed < total.started)
+
+
+def validation_begins(trainer: Trainer) -> None:
+    """Take the batch that `before_validation` claimed out of the counters again."""
+    total: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+    total.ready = total.started = total.processed = total.completed
+
+
+def step_plateau_schedulers(trainer: Trainer) -> None:
+    """Let schedulers on a plateau step at the end of the epoch in which a run went on, if their metrics are known.
+
+    Lightning leaves that step out, as metrics are in no checkpoint; those of a validation that was run since are known.
+    """
+    waiting = [one for one in trainer.lr_scheduler_configs if one.reduce_on_plateau and one.interval == "epoch"]
+    if waiting and all(one.monitor in trainer.callback_metrics for one in waiting):
+        trainer.fit_loop._restarting = False
