@@ -61,6 +61,7 @@ NAMES: dict[str, str] = {
     "_cdata": "torch.UntypedStorage",
     "_data_fetcher": "lightning.pytorch.loops.fit_loop._FitLoop",
     "_should_check_val_fx": "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
+    "_restarting": "lightning.pytorch.loops.loop._Loop",
     "_compiled_call_impl": "torch.nn.Module",
     "_computed": "torchmetrics.Metric",
     "_configure_launcher": "lightning.pytorch.strategies.Strategy",

@@ -19,7 +19,7 @@ from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.optim.exchange import exchange
 from lightning_memfit.optim.optimizers import OPTIMIZERS
 from lightning_memfit.planner.candidates import candidates
-from lightning_memfit.planner.memory import standing_bytes
+from lightning_memfit.planner.memory import standing_bytes, stored_as
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Devices
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.step import parameter_table
@@ -111,7 +111,8 @@ def test_an_optimizer(monkeypatch):
         assert [callback.name for callback in setting.callbacks()] == ["torch.NAdam"]
         assert "nadam" in planned({"optimizer"})
         profile = MadeTraceStore(made_workload(1000)).plain()
-        assert standing_bytes(setting, profile, 4) == standing_bytes(Setting(), profile, 4)
+        given = profile.optimizer, stored_as(profile.parameters, 4)
+        assert standing_bytes(setting, *given) == standing_bytes(Setting(), *given)
         assert setting.cost(profile) == Setting().cost(profile)  # as large states as AdamW's
     finally:
         take_off()

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_memfit.fitting.upstream.lightning import repeats_validation
 from lightning_memfit.memory.attach import hide_idle_hooks
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.wrapping import wrap_method
 
 _ON_BATCH, _ON_VALIDATION = "on_train_batch_end", "on_validation_end"
@@ -224,8 +225,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *numbers],
         "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if DeviceKind.of(device.type).has_own_memory:
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
@@ -236,8 +237,8 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     kind, keys, *numbers = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *numbers))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    if DeviceKind.of(device.type).has_own_memory and "device" in state:
+        torch.get_device_module(device).set_rng_state(state["device"].cpu(), device)
 
 
 def _ready(trainer: Trainer) -> int:
