@@ -64,6 +64,17 @@ def test_several_in_a_row_end_the_run(tmp_path):
     assert all(value.isfinite().all() for value in state.values())
 
 
+def test_the_checkpoint_of_another_run_stays(tmp_path):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="2 steps in a row"):
+            train(Breaks({2, 3}), NonFiniteGuard(patience=2, dirpath=str(tmp_path)))
+    (tmp_path / "non-finite-step=3-v2.ckpt.partial").touch()  # that of a run which is saving at this moment
+    with pytest.raises(RuntimeError, match=r"non-finite-step=3-v3.ckpt"):
+        train(Breaks({2, 3}), NonFiniteGuard(patience=2, dirpath=str(tmp_path)))
+    names = {path.name for path in tmp_path.glob("*.ckpt")}
+    assert names == {"non-finite-step=3.ckpt", "non-finite-step=3-v1.ckpt", "non-finite-step=3-v3.ckpt"}
+
+
 def test_single_ones_do_not(tmp_path):
     guard = NonFiniteGuard(patience=2)
     train(Breaks({1, 3, 5}), guard)

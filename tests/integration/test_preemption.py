@@ -206,6 +206,13 @@ def test_what_watches_validation_sees_the_same(tmp_path, place, step, interval):
     assert (code, before + after, resumed) == (0, seen, end)
 
 
+def test_runs_that_share_a_folder_replace_none_of_each_other(tmp_path):
+    for _ in range(2):
+        (ended,) = run_ranks(lambda: interrupted(tmp_path, "forward", signal.SIGTERM), 1, tmp_path / "run")
+        assert ended.error == "AssertionError: ended with 143", ended.output
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"preempted-step=3.ckpt", "preempted-step=3-v1.ckpt"}
+
+
 STRATEGIES = {
     "ddp": ("DataParallelStrategy", {"process_group_backend": "gloo"}),
     "fsdp2": ("FullyShardedStrategy", {"process_group_backend": "gloo"}),

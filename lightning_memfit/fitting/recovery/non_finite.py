@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.whole_steps import checkpoint_folder
+from lightning_memfit.fitting.recovery.whole_steps import checkpoint_folder, unused_checkpoint
 from lightning_memfit.fitting.upstream.deepspeed import ZeroEngine, engine_of
 from lightning_memfit.memory.attach import hide_idle_hooks
 
@@ -36,8 +36,8 @@ class NonFiniteGuard(Callback):
 
     Args:
         patience: Steps in a row after which the run ends. Null: never, and nothing is looked at.
-        dirpath: Folder for a checkpoint of that moment. Null: that of the first `ModelCheckpoint`, else `checkpoints`
-            in the run's.
+        dirpath: Folder for a checkpoint of that moment, which replaces none that is there. Null: that of the first
+            `ModelCheckpoint`, else `checkpoints` in the run's.
 
     Attributes:
         skipped: Numbers of the steps that were left out.
@@ -126,7 +126,8 @@ class NonFiniteGuard(Callback):
     def _end(self, trainer: Trainer) -> None:
         saved = ""
         if not self._is_blind:  # else the weights are not finite either
-            path = checkpoint_folder(trainer, self.dirpath) / f"non-finite-step={self.skipped[-1]}.ckpt"
+            folder = checkpoint_folder(trainer, self.dirpath)
+            path = unused_checkpoint(trainer, folder / f"non-finite-step={self.skipped[-1]}.ckpt")
             trainer.save_checkpoint(path)
             saved = f" Weights and states of the last good step are in {path}."
         raise NonFiniteError(

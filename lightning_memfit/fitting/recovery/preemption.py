@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
-from lightning_memfit.fitting.recovery.whole_steps import checkpoint_folder
+from lightning_memfit.fitting.recovery.whole_steps import checkpoint_folder, unused_checkpoint
 from lightning_memfit.fitting.upstream.lightning import (
     before_validation,
     ends_epoch,
@@ -294,7 +294,8 @@ class Preemption(Callback):
         if not told:
             return
         self._stop_timer()
-        path = checkpoint_folder(trainer, self.dirpath) / f"preempted-step={trainer.global_step}.ckpt"
+        folder = checkpoint_folder(trainer, self.dirpath)
+        path = unused_checkpoint(trainer, folder / f"preempted-step={trainer.global_step}.ckpt")
         trainer.save_checkpoint(path)
         raise self._ends(self._received or signal.SIGTERM, f"saved {path}. Go on with `--ckpt_path {path}`.")
 

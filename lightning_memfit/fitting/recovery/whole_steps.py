@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from functools import partial
@@ -275,3 +276,20 @@ def checkpoint_folder(trainer: Trainer, dirpath: str | None) -> Path:
         return Path(dirpath)
     named = (c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
     return Path(next(named, None) or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints")
+
+
+def unused_checkpoint(trainer: Trainer, path: Path) -> Path:
+    """The path for a checkpoint that replaces none: `NAME.ckpt`, else `NAME-v1.ckpt` and so on, as Lightning counts.
+
+    Runs may share a folder. What another run is writing at this moment (`NAME.ckpt.partial`) is taken, too. The first
+    rank chooses, and all ranks, which must call this together, get its choice.
+
+    Args:
+        trainer: The Trainer of the run.
+        path: Where the checkpoint would lie.
+    """
+    chosen, number = path, 0
+    while trainer.is_global_zero and any(os.path.lexists(one) for one in (chosen, f"{chosen}.partial")):
+        number += 1
+        chosen = path.with_name(f"{path.stem}-v{number}{path.suffix}")
+    return Path(trainer.strategy.broadcast(str(chosen)))
