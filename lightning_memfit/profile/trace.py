@@ -43,6 +43,7 @@ from lightning_memfit.profile.fake import (
 from lightning_memfit.profile.hooks import StartHooks, with_start_hooks
 from lightning_memfit.profile.integers import ROUTINGS, AssumedValues, RealIntegers, Routing, UnknownSizeError
 from lightning_memfit.profile.kernel_records import keeping_learned
+from lightning_memfit.profile.libraries import kept_libraries
 from lightning_memfit.profile.patches import (
     GroupedProducts,
     OneDnnWorkspaces,
@@ -399,6 +400,7 @@ def _trace(
         _disable_current_modes(),
         collector_paused(),
         _explained(module, integers),
+        kept_libraries(fake_mode),
         trial(module, *callbacks) as outside,
         process_group_of(ranks),
         budget.enforced(),
