@@ -74,6 +74,8 @@ class FitCLI(MemFitCLI):
             ended = [c.error for c in callbacks if isinstance(c, Preemption) and c.error]
             if isinstance(error, SystemExit) and ended:
                 error = SystemExit(ended[0].exit_code)
+            if isinstance(error, KeyError) and "contains only the model" in str(error):
+                error = ValueError(_weights_only(str(self.trainer.ckpt_path)))
             self._folder.remove_if_unused()
             if self._folder.began and isinstance(error, Exception):
                 raise RunFailedError from error
@@ -171,6 +173,14 @@ class FitCLI(MemFitCLI):
         seed = self.config.fit.seed_everything  # a random seed is already drawn
         self.config = self.parse_plan(self.parser, [*self._arguments, "--config", str(plan), "--memfit=off"])
         self.config.fit.seed_everything = seed
+
+
+def _weights_only(path: str) -> str:
+    """What to do where a fit shall go on from a checkpoint that Lightning has found to lack states of optimizers."""
+    return (
+        f"`ckpt_path={path!r}` holds weights only (`save_weights_only`), and no states of optimizers: a fit can't go "
+        "on from it. Give a checkpoint that was saved whole. `memfit validate`, `test` and `predict` take this one."
+    )
 
 
 def plan_automatically(trainer: Any) -> None:

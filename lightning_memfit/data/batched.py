@@ -1,25 +1,40 @@
 """`BatchedText`: the base of every text data module, from samples to loaders.
 
 A loader's order is a pure function of seed, epoch and position, so that a resumed run sees the same batches
-(`EffectiveBatchSampler`, `ResumableLoader`).
+(`EffectiveBatchSampler`, `ResumableLoader`). `digest_of` tells other content by samples of it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
-from typing_extensions import override
+from typing_extensions import NotRequired, override
 
 from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.memory.replicas import num_replicas, ranks_together
 
 # --- the resumable loader ---------------------------------------------------------------------------------------------
+
+
+class Identity(TypedDict):
+    """What the order of an epoch's samples, and what they are, depends on."""
+
+    seed: int
+    samples: int
+    """Their number."""
+    content: str | None
+    """`content_digest` of the data set; None if it has no such method."""
+    arguments: dict[str, Any]
+    """Names and values of what was asked for, to say what has changed."""
 
 
 class Position(TypedDict):
@@ -36,6 +51,8 @@ class Position(TypedDict):
     """Samples of an optimizer step, over all processes."""
     end: int
     """Where in the order the last effective batch ends."""
+    data: NotRequired[Identity]
+    """The data that the position is of; earlier checkpoints have none."""
 
 
 class Part(NamedTuple):
@@ -130,8 +147,13 @@ class ResumableLoader(DataLoader[Any]):
     Args:
         dataset: The data set.
         sampler: Its order.
-        on_resume: Called with a position, the number of batches of the present size that stand for it, and of an epoch.
+        on_resume: Called with a position, the number of batches of the present size that stand for it, and of an epoch;
+            returns whether that epoch goes on.
+        asked_for: Names and values of the arguments that the data depend on, to say what has changed.
         arguments: Further arguments of `DataLoader`.
+
+    A position means something in the order that it was counted in only. With other data or another seed an epoch
+    that was interrupted begins anew, with a warning that names what has changed.
     """
 
     sampler: EffectiveBatchSampler
@@ -140,13 +162,15 @@ class ResumableLoader(DataLoader[Any]):
         self,
         dataset: Dataset[Any],
         sampler: EffectiveBatchSampler,
-        on_resume: Callable[[Position, int, int], None] | None = None,
+        on_resume: Callable[[Position, int, int], bool] | None = None,
+        asked_for: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         # Its own generator: starting workers draws a number, which must not come from the run's random state.
         arguments.setdefault("generator", torch.Generator().manual_seed(sampler.seed))
         super().__init__(dataset, sampler=sampler, batch_size=sampler.batch_size, **arguments)
         self.on_resume = on_resume
+        self.asked_for = dict(asked_for or {})
         self._position = sampler.position_at(sampler.part)
         self._resume: Position | None = None
 
@@ -163,18 +187,73 @@ class ResumableLoader(DataLoader[Any]):
             self._position["samples"] += sampler.samples_per_batch
             yield batch
 
+    @cached_property
+    def identity(self) -> Identity:
+        """What the order depends on; cheap, as only samples of the content are read."""
+        digest = getattr(self.dataset, "content_digest", None)
+        return {
+            "seed": self.sampler.seed,
+            "samples": len(self.dataset),  # type: ignore[arg-type]
+            "content": None if digest is None else digest(),
+            "arguments": self.asked_for,
+        }
+
     def state_dict(self) -> Position:
-        """Return the epoch, and the number of its batches and samples that were handed out so far."""
-        return {**self._position}
+        """Return the epoch, the number of its batches and samples that were handed out so far, and of which data."""
+        return {**self._position, "data": self.identity}
 
     def load_state_dict(self, state: Position) -> None:
-        """Continue from a position in the next iteration, if that is of the same epoch."""
+        """Continue from a position in the next iteration, if that is of the same epoch and of these data."""
         sampler = self.sampler
         # Earlier checkpoints count batches only; they were of the present size, or else nothing can be known.
         earlier = sampler.position_at(Part(state["batches"] * sampler.samples_per_batch, sampler.total_size, 0))
-        self._resume = {**earlier, **state}
+        position: Position = {**earlier, **state}
+        changed = _changes(state.get("data"), self.identity)
+        self._resume = None if changed else position
+        goes_on = position["samples"] < position["end"]
         if self.on_resume is not None:
-            self.on_resume(self._resume, sampler.rest_after(self._resume).batches, len(self))
+            batches = 0 if changed else sampler.rest_after(position).batches
+            goes_on &= self.on_resume(position, batches, len(self))
+        if changed and goes_on:
+            rank_zero_warn(
+                f"The training data are not those of the checkpoint ({changed}). Its position in epoch "
+                f"{position['epoch']}, after {position['samples']:,} samples, means nothing in them: the epoch's data "
+                "begin anew, and samples that were seen in it may come again. Steps go on counting."
+            )
+
+
+def _changes(before: Identity | None, now: Identity) -> str:
+    """Say what makes another order, or other samples of it; empty if nothing does."""
+    if before is None:
+        return ""
+    contents = before["content"], now["content"]
+    is_other_content = None not in contents and contents[0] != contents[1]
+    if (before["seed"], before["samples"]) == (now["seed"], now["samples"]) and not is_other_content:
+        return ""
+    asked, asked_now = before["arguments"], now["arguments"]
+    names = [name for name in sorted({*asked, *asked_now}) if asked.get(name) != asked_now.get(name)]
+    told = [f"`{name}` was {asked.get(name)!r} and is {asked_now.get(name)!r}" for name in names]
+    if before["seed"] != now["seed"] and "seed" not in names:
+        told.append(f"`seed` was {before['seed']} and is {now['seed']}")
+    if not told and before["samples"] != now["samples"]:
+        told.append(f"there were {before['samples']:,} samples and are {now['samples']:,}")
+    return "; ".join(told) or "their content has changed"
+
+
+def digest_of(length: int, read: Callable[[int], bytes], *settings: Any) -> str:
+    """Return a digest of a long sequence by its length and 64 places in it, the first and the last among them.
+
+    What is put in or taken out shifts all that follows, so that a change at one place is seen at many.
+
+    Args:
+        length: Number of places.
+        read: Returns what is at one of them.
+        settings: What else samples depend on.
+    """
+    digest = hashlib.blake2b(repr((length, *settings)).encode(), digest_size=16)
+    for place in np.unique(np.linspace(0, max(0, length - 1), 64).astype(np.int64)).tolist() if length else ():
+        digest.update(read(place))
+    return digest.hexdigest()
 
 
 # --- the data module --------------------------------------------------------------------------------------------------
@@ -185,6 +264,9 @@ if TYPE_CHECKING:
 
 
 _MOST_EXAMPLE_TOKENS = 1 << 26
+
+_OF_MACHINES = ("batch_size", "global_batch_size", "num_workers", "tokenize_workers", "cache_dir")
+"""Arguments with which samples and their order stay the same."""
 
 
 class BatchedText(pl.LightningDataModule):
@@ -275,9 +357,18 @@ class BatchedText(pl.LightningDataModule):
         if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
             return self._in_order(samples)
         sampler = EffectiveBatchSampler(samples, self.batch_size, accumulation, processes, rank, self.seed)
-        return ResumableLoader(samples, sampler, self._recount, **self._worker_arguments())
+        return ResumableLoader(samples, sampler, self._recount, self._asked_for(), **self._worker_arguments())
 
-    def _recount(self, position: Position, batches: int, whole: int) -> None:
+    def _asked_for(self) -> dict[str, Any]:
+        """Return the arguments on which the data depend, in values that any checkpoint holds."""
+        asked = {**self.hparams, "seed": self.seed, "tokenizer": self.tokenizer_name}
+        return {
+            name: value if value is None or isinstance(value, (str, int, float, bool)) else repr(value)
+            for name, value in asked.items()
+            if name not in _OF_MACHINES
+        }
+
+    def _recount(self, position: Position, batches: int, whole: int) -> bool:
         """Let Lightning count an epoch that it resumes in batches of the present size.
 
         It would compare the number of batches that were done with the epoch's length in batches of another size, and
@@ -287,18 +378,22 @@ class BatchedText(pl.LightningDataModule):
             position: Where the epoch was left.
             batches: The batches of the present size that stand for it.
             whole: Those of a whole epoch.
+
+        Returns:
+            Whether the epoch goes on.
         """
         if self.trainer is None:
-            return
+            return True
         loop: Any = self.trainer.fit_loop
         progress = loop.epoch_loop.batch_progress
         if position["epoch"] != loop.epoch_progress.current.processed:
-            return  # it is over
+            return False  # it is over
         if progress.is_last_batch:
             batches = whole
         more = batches - position["batches"]
         for name in ("ready", "started", "processed", "completed"):
             setattr(progress.current, name, getattr(progress.current, name) + more)
+        return not progress.is_last_batch
 
     @override
     def val_dataloader(self) -> DataLoader[Any]:

@@ -143,6 +143,11 @@ class ConversationBlocks(MappedTokens):
         self._starts, self._lengths = starts[kept], used[kept]
         self._order, self._bounds = _pack(self._lengths, sequence_length if packing else 0)
 
+    @override
+    def content_digest(self, *settings: Any) -> str:
+        """Return a digest of tokens and their division into blocks."""
+        return super().content_digest(self.sequence_length, self.packing, *settings)
+
     def __len__(self) -> int:
         return len(self._bounds) - 1
 

@@ -14,9 +14,11 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memfit.data.batched import BatchedText
+from lightning_memfit.data.batched import BatchedText, digest_of
 
 _CHUNK = 1 << 24
+_NEAR = 128
+"""Tokens on either side of a place of which a digest is made."""
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
@@ -46,6 +48,16 @@ class MappedTokens(Dataset[dict[str, torch.Tensor]]):
         """Return the largest of the tokens, of which only the given bits count."""
         parts = (self.tokens[start : start + _CHUNK] for start in range(0, len(self.tokens), _CHUNK))
         return max(int((part.astype(np.int64) & bits).max()) for part in parts)
+
+    def content_digest(self, *settings: Any) -> str:
+        """Return a digest of the tokens at some places and of what else samples depend on."""
+        tokens = self.tokens
+
+        def read(place: int) -> bytes:
+            near = tokens[max(0, place - _NEAR) : place + _NEAR]
+            return near.astype(np.int64).tobytes()
+
+        return digest_of(len(tokens), read, *settings)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -83,6 +95,11 @@ class PackedBlocks(MappedTokens):
             )
         super().__init__(tokens)
         self.sequence_length = sequence_length
+
+    @override
+    def content_digest(self, *settings: Any) -> str:
+        """Return a digest of tokens and their division into blocks."""
+        return super().content_digest(self.sequence_length, *settings)
 
     def __len__(self) -> int:
         return len(self.tokens) // self.sequence_length

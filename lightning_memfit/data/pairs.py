@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memfit.data.batched import BatchedText
+from lightning_memfit.data.batched import BatchedText, digest_of
 from lightning_memfit.data.sources import check_texts, content_hash, load_documents, validation_mask
 
 if TYPE_CHECKING:
@@ -48,6 +48,10 @@ class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
         self.tokenizer = tokenizer
         self.source_length = source_length
         self.target_length = target_length
+
+    def content_digest(self) -> str:
+        """Return a digest of some of the pairs; lengths and tokenizer change none, nor their order."""
+        return digest_of(len(self.pairs), lambda place: repr(self.pairs[place]).encode())
 
     def __len__(self) -> int:
         return len(self.pairs)

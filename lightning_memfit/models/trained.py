@@ -36,6 +36,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             f"`ckpt_path={str(path)!r}` holds more than tensors and plain values: loading it could run any code, and "
             "nothing of it was loaded."
         ) from error
+    except RuntimeError as error:
+        raise ValueError(f"`ckpt_path={str(path)!r}` is damaged, or `torch.save` did not write it.") from error
     if ARCHITECTURE_KEY not in checkpoint:
         raise ValueError(f"`ckpt_path={str(path)!r}` is not a checkpoint of a CausalLM.")
     return checkpoint

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import zipfile
@@ -33,6 +34,9 @@ MARKS = ("latest", "meta.pt")
 """Files by which a folder is known to be a checkpoint, of DeepSpeed and of FSDP2."""
 
 _SIGN, _HEX, _CHUNK = b"memfit-sha256:", 64, 1 << 22
+
+_TAIL = 1 << 17
+"""Bytes at the end of a file in which the end of its archive is looked for; zip looks half as far."""
 
 _MOST_WRITERS = 100
 """Runs that may write one checkpoint at a time."""
@@ -465,17 +469,64 @@ def _problem_of_file(path: Path) -> str | None:
             file.seek(size - len(_SIGN) - _HEX)
             signed = file.read(len(_SIGN)) == _SIGN
             expected = file.read()
+        file.seek(max(0, size - _TAIL))
+        surplus = None if signed else _surplus(file.read())
     if signed:
         digest = _digest(path, size - len(_SIGN) - _HEX - 2, b"\0\0")
         return None if digest.encode() == expected else "is damaged: its contents have changed since it was written."
+    if surplus is not None:
+        return f"is damaged: bytes {'follow' if surplus > 0 else 'are missing at'} its end ({abs(surplus):,})."
     if not zipfile.is_zipfile(path):
         return f"is cut off after {size} bytes: the end of its archive is missing."
     try:
         with zipfile.ZipFile(path) as archive:
+            foreign = _foreign(archive.namelist())
+            if foreign is not None:
+                return foreign
             damaged = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         return f"is damaged: {error}."
     return None if damaged is None else f"is damaged: the checksum of {damaged!r} in it is another."
+
+
+def _surplus(tail: bytes) -> int | None:
+    """How many bytes follow the comment of an archive of ours (negative: are missing of it); None if there is none.
+
+    Args:
+        tail: The last bytes of a file that doesn't end with a digest.
+    """
+    length = len(_SIGN) + _HEX
+    for found in re.finditer(rb"PK\x05\x06.{16}" + re.escape(length.to_bytes(2, "little")), tail, re.DOTALL):
+        rest = tail[found.end() :]
+        if rest[: len(_SIGN)] == _SIGN[: len(rest)]:
+            return len(rest) - length
+    return None
+
+
+def _foreign(names: list[str]) -> str | None:
+    """What an archive is that `torch.save` did not write, by the names in it, as the end of a sentence."""
+    inner = {name.partition("/")[2] for name in names}
+    if "constants.pkl" in inner:
+        return (
+            "is no checkpoint: it is a TorchScript archive (`torch.jit.save`), which holds a program. Give a `.ckpt` "
+            "file that `Trainer.save_checkpoint` or `torch.save` wrote."
+        )
+    return None if "data.pkl" in inner else "is no checkpoint: it is a zip archive that `torch.save` did not write."
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refuse a zip archive that `torch.save` did not write, of which torch's errors name no file.
+
+    Raises:
+        CheckpointError: If it is one.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            foreign = _foreign(archive.namelist())
+    except zipfile.BadZipFile:  # damaged, or of an earlier kind
+        return
+    if foreign is not None:
+        raise CheckpointError(f"{str(path)!r} {foreign}")
 
 
 def _problem_of_folder(folder: Path, rank: int, world_size: int) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from typing_extensions import override
 
 from lightning_memfit.extras import is_installed
+from lightning_memfit.strategies.integrity import refuse_foreign
 
 _DEEPSPEED = {
     "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
@@ -63,8 +64,11 @@ def load(
         of_deepspeed: Whether DeepSpeed wrote it, whose own classes it may hold then.
 
     Raises:
+        CheckpointError: If it is a zip archive that `torch.save` did not write.
         UnsafeCheckpointError: If there is something else in it. It was not made, and nothing of the file ran.
     """
+    if isinstance(file, (str, Path)):
+        refuse_foreign(Path(file))
     options: dict[str, Any] = {"map_location": "cpu", "mmap": isinstance(file, (str, Path))}
     if weights_only is False:
         return torch.load(file, weights_only=False, **options)  # nosec B614  # asked for by name
@@ -72,7 +76,7 @@ def load(
         with torch.serialization.safe_globals(_known(of_deepspeed)):
             return torch.load(file, weights_only=True, **options)
     except pickle.UnpicklingError as error:
-        raise _refused(name or file, _found(str(error))) from error
+        raise _refused(name or file, _found(str(error)), _ALLOW) from error
 
 
 def _known(of_deepspeed: bool) -> list[Any]:
@@ -90,10 +94,15 @@ def _found(message: str) -> str:
     return message.splitlines()[0]
 
 
-def _refused(file: Any, what: str) -> UnsafeCheckpointError:
+_ALLOW = (
+    "If it is a class of your own, allow it before loading (`torch.serialization.add_safe_globals([...])`), or save "
+    "plain values in its stead."
+)
+
+
+def _refused(file: Any, what: str, fix: str) -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
-        f"{str(file)!r} holds {what}, which is neither a tensor nor a plain value: loading it could run any code. If "
-        "you trust whoever wrote it, load it with `weights_only=False`."
+        f"{str(file)!r} holds {what}, which is neither a tensor nor a plain value: loading it could run any code. {fix}"
     )
 
 
@@ -114,7 +123,7 @@ class _Index(pickle.Unpickler):
             return getattr(import_module(module), name)
         if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
             return found
-        raise _refused(self.path, f"{module}.{name}")
+        raise _refused(self.path, f"{module}.{name}", "No index of a checkpoint has such a thing.")
 
 
 def load_index(path: Path) -> Any:

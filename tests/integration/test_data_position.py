@@ -22,8 +22,8 @@ Setting = tuple[int, int, int, int]
 class Numbers(BatchedText):
     """Blocks whose first token is their number."""
 
-    def __init__(self, batch_size: int, num_workers: int) -> None:
-        super().__init__("bytes", batch_size, None, 0.1, num_workers, seed=3)
+    def __init__(self, batch_size: int, num_workers: int, seed: int) -> None:
+        super().__init__("bytes", batch_size, None, 0.1, num_workers, seed)
 
     def make_samples(self):
         blocks = PackedBlocks(np.repeat(np.arange(SAMPLES, dtype=np.uint16), 2), 2)
@@ -60,7 +60,9 @@ class SavesAt(Callback):
             trainer.should_stop = True
 
 
-def part(folder: Path, setting: Setting, batches: int | None, path: Path | None, to: Path | None) -> None:
+def part(
+    folder: Path, setting: Setting, batches: int | None, path: Path | None, to: Path | None, seed: int = 3
+) -> None:
     """Run a part of a training."""
     batch_size, accumulation, processes, workers = setting
     folder.mkdir(exist_ok=True)
@@ -72,7 +74,7 @@ def part(folder: Path, setting: Setting, batches: int | None, path: Path | None,
         accumulate_grad_batches=accumulation,
         use_distributed_sampler=False,
     )
-    trainer.fit(Sees(folder), datamodule=Numbers(batch_size, workers), ckpt_path=path, weights_only=False)
+    trainer.fit(Sees(folder), datamodule=Numbers(batch_size, workers, seed), ckpt_path=path, weights_only=False)
 
 
 def seen(folder: Path) -> Counter:
@@ -126,6 +128,24 @@ def test_after_two_changes(tmp_path):
     part(tmp_path / "b", (2, 2, 1, 0), 4, paths[0], paths[1])
     part(tmp_path / "c", (1, 4, 1, 2), None, paths[1], None)
     assert seen(tmp_path) == ONCE
+
+
+@pytest.mark.parametrize("then", [(4, 1, 1, 0), (2, 2, 1, 0)])
+@pytest.mark.parametrize("batches", [1, 5, 11])
+def test_another_order_begins_the_epoch_anew(tmp_path, batches, then):
+    path = tmp_path / "at.ckpt"
+    part(tmp_path / "first", (4, 1, 1, 0), batches, None, path)
+    with pytest.warns(UserWarning, match=r"not those of the checkpoint \(`seed` was 3 and is 4\)"):
+        part(tmp_path / "then", then, None, path, None, seed=4)
+    assert seen(tmp_path / "then") == ONCE
+
+
+def test_another_order_from_the_next_epoch_on_is_no_change(tmp_path, recwarn):
+    path = tmp_path / "at.ckpt"
+    part(tmp_path / "first", (4, 1, 1, 0), 12, None, path)
+    part(tmp_path / "then", (4, 1, 1, 0), None, path, None, seed=4)
+    assert seen(tmp_path) == ONCE
+    assert not [one for one in recwarn if "not those of the checkpoint" in str(one.message)]
 
 
 def test_a_checkpoint_that_counts_batches_only(tmp_path):

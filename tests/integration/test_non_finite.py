@@ -55,6 +55,81 @@ def test_a_step_is_left_out(more):
     assert not train(Breaks({3}), *more).isfinite().all()  # without it all is lost
 
 
+class Normalised(Breaks):
+    """Has running statistics of two kinds: torch's, and a buffer that is another tensor after every batch."""
+
+    def __init__(self, steps=(), rank=0):
+        super().__init__(steps, rank)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.register_buffer("ema", torch.zeros(4))
+        self.register_buffer("floor", torch.full((4,), -torch.inf))
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx in self.steps and self.global_rank == self.rank:
+            batch = batch * float("nan")
+        self.ema = 0.9 * self.ema + 0.1 * batch.mean(0)
+        return self.last(self.norm(self.first(batch))).square().mean()
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_buffers_are_put_back_with_the_step(window):
+    """All is as if the batches of the step that was left out had never been."""
+    data = torch.randn(32, 4, generator=torch.Generator().manual_seed(2))
+    states = []
+    for broken in [(3,), ()]:
+        torch.manual_seed(0)
+        module = Normalised(broken)
+        rows = data if broken else torch.cat([data[: (4 - window) * 4], data[16:]])
+        trainer = quiet_trainer(NonFiniteGuard(), max_epochs=1, accumulate_grad_batches=window)
+        trainer.fit(module, DataLoader(rows, batch_size=4))
+        states.append(module.state_dict())
+    assert int(states[0]["norm.num_batches_tracked"]) == 8 - window
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+class Adversaries(LightningModule):
+    """Steps a generator after its discriminator, whose gradients break; those of the generator may be there before."""
+
+    def __init__(self, steps, are_there_before):
+        super().__init__()
+        self.automatic_optimization = False
+        self.steps, self.are_there_before, self.moved = steps, are_there_before, []
+        self.generator, self.discriminator = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        if self.are_there_before:
+            self.manual_backward(self.generator(batch).mean())
+        self.manual_backward(self.discriminator(batch).mean() * (torch.nan if batch_idx in self.steps else 1.0))
+        second.step()
+        if not self.are_there_before:
+            self.manual_backward(self.generator(batch).mean())
+        before = self.generator.weight.detach().clone()
+        first.step()
+        self.moved.append(not torch.equal(before, self.generator.weight))
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.generator, self.discriminator)]
+
+
+@pytest.mark.parametrize("are_there_before", [True, False])
+def test_an_optimizer_loses_its_own_gradients_only(are_there_before):
+    module, guard = Adversaries({3}, are_there_before), NonFiniteGuard()
+    with pytest.warns(UserWarning, match="first in parameter order `discriminator.weight`"):
+        train(module, guard)
+    assert module.moved == [True] * 8
+    assert len(guard.skipped) == 1
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+def test_each_optimizer_has_its_own_patience(tmp_path):
+    """The steps of the other one, which are made, don't end the row."""
+    with pytest.raises(RuntimeError, match=r"`discriminator.weight`, 3 steps in a row"):
+        train(Adversaries({2, 3, 4, 5}, False), NonFiniteGuard(patience=3, dirpath=str(tmp_path)))
+
+
 def test_several_in_a_row_end_the_run(tmp_path):
     guard = NonFiniteGuard(patience=3, dirpath=str(tmp_path))
     with pytest.raises(RuntimeError, match=r"3 steps in a row.*last good step are in .*non-finite-step=4.ckpt"):
@@ -103,14 +178,18 @@ def on_two(names, window):
     os.environ["DS_ACCELERATOR"] = "cpu"
     rank, found = os.environ["RANK"], {}
     for name in names:
-        kind, options = STRATEGIES[name]
+        kind, settings = STRATEGIES[name]
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", NODE_RANK="0")
         guard = NonFiniteGuard()
-        strategy = getattr(strategies, kind)(**options)
+        strategy = getattr(strategies, kind)(**settings)
         options = {"devices": 2, "strategy": strategy, "accumulate_grad_batches": window}
         module = Breaks({2}, rank=1)
         weights = train(module, guard, **options).tolist()
-        found[name] = guard.skipped, weights
+        norm = Normalised({2}, rank=1)
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", NODE_RANK="0")
+        train(norm, NonFiniteGuard(), **options | {"strategy": getattr(strategies, kind)(**settings)})
+        are_finite = all(bool(buffer.isfinite().all()) for name, buffer in norm.named_buffers() if name != "floor")
+        found[name] = guard.skipped, weights, are_finite
     return found
 
 
@@ -130,9 +209,10 @@ def test_ranks_agree(window, tmp_path):
     first, second = run_ranks(on_two, 2, tmp_path, names, window, seconds=200)
     assert first.result, first.output[-5000:]
     assert first.result == second.result
-    skipped, expected = first.result["ddp"]
+    skipped, expected, _ = first.result["ddp"]
     assert skipped == [2 // window]
-    for name, (also, weights) in first.result.items():
+    for name, (also, weights, are_finite) in first.result.items():
+        assert are_finite, name
         assert also == skipped, name
         assert weights == pytest.approx(expected, abs=1e-6), name
 

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memfit.fitting.recovery.buffers import BufferCopies
 from lightning_memfit.fitting.recovery.whole_steps import checkpoint_folder, unused_checkpoint
 from lightning_memfit.fitting.upstream.deepspeed import ZeroEngine, engine_of
 from lightning_memfit.memory.attach import hide_idle_hooks
@@ -28,6 +29,16 @@ class NonFiniteGuard(Callback):
     they were, so that checkpoints hold finite ones. The check is one norm of the gradients per step. ZeRO makes it
     itself, as DeepSpeed keeps the gradients, and no parameter can be named.
 
+    If the step's forward has made a buffer NaN or infinite, such as the running statistics of a batch norm, all buffers
+    that training changes are put back as they were before the step, before all batches of its accumulation window.
+    Copies of these buffers stay on their device for that; of buffers over 1 MiB only once they have changed, and one
+    that is spoilt before is named. Buffers that stay finite keep what the step wrote, and so does all else that
+    `training_step` changes, such as attributes and metrics. Every rank puts back its own.
+
+    In manual optimization with several optimizers a step concerns the parameters of its own optimizer alone: their
+    gradients count and are taken away, and `patience` counts the steps of each. An optimizer that steps other tensors
+    than the module's parameters is taken to step all of these.
+
     A scaler of losses (`precision: 16-mixed`) leaves such steps out itself while it finds its scale: the run ends ten
     of them later, twenty under ZeRO. Where gradients are gone before the step (`GradientRelease`, `HostMasterWeights`)
     no step can be left out: losses are looked at instead, and the run ends after several that are not finite.
@@ -35,7 +46,7 @@ class NonFiniteGuard(Callback):
     `memfit fit` adds it. To have none there, write it with `patience: null`.
 
     Args:
-        patience: Steps in a row after which the run ends. Null: never, and nothing is looked at.
+        patience: Steps of one optimizer in a row after which the run ends. Null: never, and nothing is looked at.
         dirpath: Folder for a checkpoint of that moment, which replaces none that is there. Null: that of the first
             `ModelCheckpoint`, else `checkpoints` in the run's.
 
@@ -52,8 +63,10 @@ class NonFiniteGuard(Callback):
         self.patience = patience
         self.dirpath = dirpath
         self.skipped: list[int] = []
-        self._in_a_row = 0
-        self._words = ""
+        self._in_a_row: dict[int, int] = {}
+        self._words: dict[int, str] = {}
+        self._buffers: BufferCopies | None = None
+        self._begins = True
         self._engine: ZeroEngine | None = None
         self._is_blind = False
         hide_idle_hooks(self)
@@ -61,27 +74,41 @@ class NonFiniteGuard(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let DeepSpeed look for such gradients, if it has them."""
-        self.skipped, self._in_a_row, self._is_blind, self._engine = [], 0, False, None
+        self.skipped, self._in_a_row, self._words, self._is_blind, self._engine = [], {}, {}, False, None
+        self._buffers, self._begins = BufferCopies(pl_module), True
         if self.patience is not None and pl_module.automatic_optimization:
             self._engine = engine_of(trainer)
         if self._engine is not None:
             self._engine.leave_out_non_finite_steps()
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Copy buffers before the first batch of a step."""
+        if self._begins and self._buffers is not None and self.patience is not None:
+            self._buffers.take()
+        self._begins = False
+
+    @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Take the gradients away if one of them is not finite, so that the optimizer changes nothing."""
         if self.patience is None or self._engine is not None:
             return
+        self._begins = True
         named = [(name, p) for name, p in pl_module.named_parameters() if p.grad is not None]
         self._watch_losses(not named)
+        named = _stepped_by(optimizer, pl_module, named)
         is_finite = _all_finite([p.grad for _, p in named])
         if trainer.world_size > 1:
             is_finite = trainer.strategy.reduce_boolean_decision(is_finite)
         if is_finite:
-            self._in_a_row = 0 if named else self._in_a_row
+            if named:
+                self._in_a_row[id(optimizer)] = 0
+            if self._buffers is not None and not pl_module.automatic_optimization:
+                self._buffers.take()  # other optimizers may step in this batch
             return
         first = next((name for name, p in named if not _all_finite([p.grad])), "one of another rank")
-        self._note(trainer.global_step, f"gradients are not finite, first in parameter order `{first}`")
+        words = f"gradients are not finite, first in parameter order `{first}`"
+        self._note(id(optimizer), trainer.global_step, words)
         for _, parameter in named:
             parameter.grad = None
 
@@ -93,24 +120,39 @@ class NonFiniteGuard(Callback):
         if self.patience is None or trainer.fit_loop._should_accumulate():
             return
         if self._engine is not None:
+            self._begins = True
             if not self._engine.left_out_step:
-                self._in_a_row = 0
+                self._in_a_row.clear()
                 return
-            self._note(trainer.global_step - 1, "gradients are not finite")
+            self._note(0, trainer.global_step - 1, "gradients are not finite")
         elif self._is_blind and isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), torch.Tensor):
             if bool(outputs["loss"].isfinite().all()):
-                self._in_a_row = 0
+                self._in_a_row.clear()
                 return
-            self._in_a_row += 1
-            self._words = f"step {trainer.global_step - 1}: the loss is not finite"
-        if self._in_a_row and self._in_a_row >= self._limit(trainer):
-            self._end(trainer)
+            self._in_a_row[0] = self._in_a_row.get(0, 0) + 1
+            self._words[0] = f"step {trainer.global_step - 1}: the loss is not finite"
+        worst = max(self._in_a_row, key=self._in_a_row.__getitem__, default=0)
+        if self._in_a_row.get(worst) and self._in_a_row[worst] >= self._limit(trainer):
+            self._end(trainer, worst)
 
-    def _note(self, step: int, words: str) -> None:
-        self._in_a_row += 1
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the copies."""
+        self._buffers = None
+
+    def _note(self, optimizer: int, step: int, words: str) -> None:
+        """Count a step that is left out, put buffers back that it has spoilt, and say so."""
+        self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
         self.skipped.append(step)
-        self._words = f"step {step}: {words}"
-        rank_zero_warn(f"NonFiniteGuard: {self._words}; the step is left out ({self._in_a_row} in a row).")
+        self._words[optimizer] = f"step {step}: {words}"
+        is_broken, lost = (False, []) if self._buffers is None else self._buffers.put_back()
+        more = " Buffers that it made NaN or infinite are put back." if is_broken else ""
+        if lost:
+            more += f" It also made these buffers so, of which there is no copy: {', '.join(lost)}."
+        rank_zero_warn(
+            f"NonFiniteGuard: {self._words[optimizer]}; the step is left out ({self._in_a_row[optimizer]} in a row)."
+            f"{more}"
+        )
 
     def _watch_losses(self, are_gone: bool) -> None:
         if are_gone and not self._is_blind:
@@ -123,7 +165,7 @@ class NonFiniteGuard(Callback):
             return self.patience + (20 if trainer.precision_plugin.precision.startswith("16") else 0)
         return self.patience + (10 if getattr(trainer.precision_plugin, "scaler", None) is not None else 0)
 
-    def _end(self, trainer: Trainer) -> None:
+    def _end(self, trainer: Trainer, optimizer: int) -> None:
         saved = ""
         if not self._is_blind:  # else the weights are not finite either
             folder = checkpoint_folder(trainer, self.dirpath)
@@ -131,9 +173,19 @@ class NonFiniteGuard(Callback):
             trainer.save_checkpoint(path)
             saved = f" Weights and states of the last good step are in {path}."
         raise NonFiniteError(
-            f"{self._words}, {self._in_a_row} steps in a row. Lower the learning rate, clip gradients or look at the "
-            f"data.{saved}"
+            f"{self._words[optimizer]}, {self._in_a_row[optimizer]} steps in a row. Lower the learning rate, clip "
+            f"gradients or look at the data.{saved}"
         )
+
+
+def _stepped_by(
+    optimizer: Optimizer, module: LightningModule, named: list[tuple[str, torch.nn.Parameter]]
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Of parameters, those that an optimizer steps; all, if it steps others than the module's (masters elsewhere)."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not stepped <= {id(parameter) for parameter in module.parameters()}:
+        return named
+    return [(name, parameter) for name, parameter in named if id(parameter) in stepped]
 
 
 def _all_finite(gradients: list[Any]) -> bool:

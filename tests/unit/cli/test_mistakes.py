@@ -155,6 +155,28 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(run, tmp_path):
 
 
 @pytest.mark.medium
+def test_a_fit_does_not_go_on_from_weights_alone(run, tmp_path):
+    saves = callback("lightning.pytorch.callbacks.ModelCheckpoint", dirpath="saved", save_weights_only=True)
+    trainer = {"callbacks": [saves], "enable_checkpointing": True, "max_steps": 1}
+    assert run(trainer=trainer)[0] == 0
+    (path,) = (tmp_path / "saved").glob("*.ckpt")
+    code, told = run("fit", "--ckpt_path", str(path), trainer=trainer)
+    assert code == 2
+    (line,) = (line for line in told.splitlines() if "memfit: error: " in line)
+    assert f"`ckpt_path={str(path)!r}` holds weights only (`save_weights_only`)" in line
+
+
+def test_a_working_directory_that_was_removed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["estimate", "--config", "quickstart"]) == 2
+    assert capsys.readouterr().err == (
+        "memfit: error: the working directory was removed. Change to one that is there (`cd`).\n"
+    )
+
+
+@pytest.mark.medium
 def test_folders_of_earlier_runs_stay(run, tmp_path):
     earlier = tmp_path / "runs" / "fuzz" / "version_0"
     earlier.mkdir(parents=True)

@@ -3,12 +3,20 @@ import pytest
 
 from lightning_memfit.data.batched import EffectiveBatchSampler, ResumableLoader
 from lightning_memfit.data.packed import PackedBlocks
+from lightning_memfit.data.pairs import TokenizedPairs
+from lightning_memfit.data.tokenization import load_tokenizer
 
 
 def make_loader(num_blocks=23, batch_size=2, accumulation=2, num_replicas=1, rank=0, num_workers=0):
-    blocks = PackedBlocks(np.arange(num_blocks * 2, dtype=np.uint16), 2)
-    sampler = EffectiveBatchSampler(blocks, batch_size, accumulation, num_replicas, rank, seed=7)
-    return ResumableLoader(blocks, sampler, num_workers=num_workers)
+    return loader_of(np.arange(num_blocks * 2), 2, 7, batch_size, accumulation, num_replicas, rank, num_workers)
+
+
+def loader_of(
+    tokens, sequence_length=2, seed=7, batch_size=2, accumulation=2, num_replicas=1, rank=0, num_workers=0, **asked_for
+):
+    blocks = PackedBlocks(tokens.astype(np.uint16), sequence_length)
+    sampler = EffectiveBatchSampler(blocks, batch_size, accumulation, num_replicas, rank, seed)
+    return ResumableLoader(blocks, sampler, asked_for=asked_for, num_workers=num_workers)
 
 
 def first_tokens(batches):
@@ -44,11 +52,12 @@ def test_continues_in_the_middle_of_an_epoch(num_workers):
     iterator = iter(loader)
     before = [next(iterator) for _ in range(4)]
     state = loader.state_dict()
+    assert state.pop("data") == loader.identity
     assert state == {"epoch": 3, "batches": 4, "samples": 8, "per_batch": 2, "per_step": 4, "end": 20}
     rest = first_tokens(iterator)
 
     resumed = make_loader(num_workers=num_workers)
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(state | {"data": loader.identity})
     resumed.sampler.set_epoch(3)
     assert first_tokens(resumed) == rest
     assert first_tokens(before) + rest == first_tokens(resumed)  # the next pass is whole again
@@ -59,6 +68,55 @@ def test_a_state_of_an_earlier_epoch_starts_the_next_one_whole():
     loader.load_state_dict({"epoch": 0, "batches": 10})
     loader.sampler.set_epoch(1)
     assert len(list(loader)) == 10
+
+
+TOKENS = np.arange(4000)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"seed": 8}, "`seed` was 7 and is 8"),
+        ({"sequence_length": 4, "named": 4}, "`named` was 2 and is 4"),
+        ({"sequence_length": 4}, "there were 2,000 samples and are 1,000"),
+        ({"tokens": TOKENS[::-1], "named": "other.jsonl"}, "`named` was 2 and is 'other.jsonl'"),
+        ({"tokens": TOKENS[::-1]}, "their content has changed"),
+        ({"tokens": np.delete(TOKENS, 1111)}, "there were 2,000 samples and are 1,999"),
+        ({"tokens": np.insert(np.delete(TOKENS, 3000), 1111, 5)}, "their content has changed"),  # as many as before
+    ],
+)
+def test_other_data_begin_the_epoch_anew(change, told):
+    loader = loader_of(tokens=TOKENS, named=2)
+    for _ in zip(range(3), loader, strict=False):
+        pass
+    other = loader_of(**{"tokens": TOKENS, "named": 2} | change)
+    with pytest.warns(UserWarning, match=rf"those of the checkpoint \({told}\)\. Its position in epoch 0, after 6 "):
+        other.load_state_dict(loader.state_dict())
+    assert len(list(other)) == len(other)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "change", [{"batch_size": 4}, {"accumulation": 1}, {"num_replicas": 2}, {"num_workers": 1}, {"named": "/elsewhere"}]
+)
+def test_the_same_data_go_on_however_they_are_called_and_dealt_out(change):
+    loader = loader_of(tokens=TOKENS, named=2)
+    for _ in zip(range(4), loader, strict=False):
+        pass
+    other = loader_of(**{"tokens": TOKENS, "named": 2} | change)
+    other.load_state_dict(loader.state_dict())
+    iterator = iter(other)
+    next(iterator)
+    assert other.sampler.part.start == 8
+
+
+def test_pairs_are_the_same_at_any_length():
+    tokenizer = load_tokenizer("bytes")
+    pairs = [(str(number), "answer") for number in range(100)]
+    first = TokenizedPairs(pairs, tokenizer, 8, 8).content_digest()
+    assert TokenizedPairs(pairs, tokenizer, 4, 8).content_digest() == first
+    assert TokenizedPairs(pairs[1:], tokenizer, 8, 8).content_digest() != first
+    assert TokenizedPairs(pairs[::-1], tokenizer, 8, 8).content_digest() != first
 
 
 def test_too_little_text_for_one_step():

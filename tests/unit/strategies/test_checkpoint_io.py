@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from cli.main import main
 from lightning_memfit import AtomicCheckpointIO
+from lightning_memfit.models.trained import load_checkpoint
 from lightning_memfit.strategies.checkpoints import consolidated, read_run, rewritten
 from lightning_memfit.strategies.integrity import MANIFEST, CheckpointError, stored_bytes, verify
 from lightning_memfit.strategies.safe_loading import UnsafeCheckpointError
@@ -121,6 +123,65 @@ def test_the_command_line_says_it_in_one_message(
     assert "last.ckpt" in printed
     if how != "weights of something else":
         assert f"{str(good)!r}" in printed
+
+
+def of_lightning(path: Path) -> Path:
+    torch.save(contents(), path)  # unsigned
+    return path
+
+
+SURPLUS = b"PK\5\6" + bytes(18)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda whole: whole + b"\0" * 10, r"bytes follow its end \(10\)"),
+        (lambda whole: whole + b"\0" * 100_000, r"bytes follow its end \(100,000\)"),
+        (lambda whole: whole + SURPLUS, r"bytes follow its end \(22\)"),  # another end of an archive
+        (lambda whole: whole + whole, "its contents have changed"),
+        (lambda whole: whole[:-1], r"bytes are missing at its end \(1\)"),
+        (lambda whole: whole[:-70], r"bytes are missing at its end \(70\)"),
+        (lambda whole: whole[:-78], r"bytes are missing at its end \(78\)"),  # all of the digest
+        (lambda whole: whole[:-80], "is cut off after"),
+    ],
+)
+def test_a_file_that_was_cut_or_extended_is_damaged(tmp_path: Path, change: Any, words: str) -> None:
+    path = saved(tmp_path / "last.ckpt")
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=words):
+        AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_a_foreign_file_with_more_at_its_end_loads_as_by_torch(tmp_path: Path) -> None:
+    path = of_lightning(tmp_path / "last.ckpt")
+    path.write_bytes(path.read_bytes() + b"\0" * 10)
+    assert AtomicCheckpointIO().load_checkpoint(path)["epoch"] == torch.load(path, weights_only=True)["epoch"] == 3
+
+
+def zip_of_something_else(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("word/document.xml", "Dear diary")
+
+
+def torch_script(path: Path) -> None:
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [(zip_of_something_else, "a zip archive that `torch.save` did not write"), (torch_script, "a TorchScript archive")],
+)
+def test_other_archives_are_named(tmp_path: Path, write: Any, words: str, is_checked: bool) -> None:
+    path = tmp_path / "x.ckpt"
+    write(path)
+    with pytest.raises(CheckpointError, match=rf"x\.ckpt'`? is no checkpoint: it is {words}") as refused:
+        AtomicCheckpointIO(verify=is_checked).load_checkpoint(path)
+    assert "weights_only" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"x\.ckpt'` is damaged, or `torch.save` did not write it"):
+        load_checkpoint(path)
 
 
 # --- full disks -----------------------------------------------------------------------------------------------------
@@ -264,8 +325,9 @@ def test_code_hidden_in_a_file_never_runs(tmp_path: Path, capsys: pytest.Capture
     state = {"state": {0: {"exp_avg": Payload(marker)}}, "param_groups": []}
     for hidden in ({"hidden": Payload(marker)}, {"optimizer_states": [state]}):
         saved(path, **hidden)
-        with pytest.raises(UnsafeCheckpointError, match=r"last\.ckpt' holds .*weights_only=False"):
+        with pytest.raises(UnsafeCheckpointError, match=r"last\.ckpt' holds .*add_safe_globals") as refused:
             AtomicCheckpointIO().load_checkpoint(path)
+        assert "weights_only" not in str(refused.value)
         assert main(["export", "--ckpt_path", str(path), "--folder", str(tmp_path / "out")]) == 2
         capsys.readouterr()
         assert not marker.exists()

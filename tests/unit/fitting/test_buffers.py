@@ -1,0 +1,133 @@
+"""Buffers are put back as they were, however a step has changed them; those that nothing changes cost nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memfit.fitting.recovery.buffers import BufferCopies
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(3))
+        self.register_buffer("rows", torch.ones(1, 3))
+        self.register_buffer("late", None)
+        self.register_buffer("count", torch.tensor(1))
+        self.constant = nn.Module()
+        self.constant.register_buffer("mask", torch.full((3,), -torch.inf))
+        self.large = nn.Module()
+        self.large.register_buffer("queue", torch.ones(1 << 19))
+
+
+def in_place(module):
+    module.mean.mul_(torch.nan)
+
+
+def another_object(module):
+    module.mean = module.mean * torch.inf
+
+
+def another_shape(module):
+    module.rows = torch.cat([module.rows, torch.full((1, 3), torch.nan)])
+
+
+def resized(module):
+    module.rows.resize_(2, 3).fill_(torch.nan)
+
+
+def first_value(module):
+    module.late = torch.full((2,), torch.nan)
+
+
+BROKEN = [in_place, another_object, another_shape, resized]
+
+
+@pytest.mark.parametrize("spoil", BROKEN)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_all_that_changed_is_put_back(spoil, steps):
+    module = Keeps()
+    copies = BufferCopies(module)
+    for step in range(steps):
+        copies.take()
+        module.mean += 1
+        module.rows = module.rows + step
+        module.count += 1
+    copies.take()
+    before = {name: value.clone() for name, value in module.named_buffers()}
+    spoil(module)
+    module.count += 1
+    assert copies.put_back() == (True, [])
+    assert {name for name, _ in module.named_buffers()} == set(before)
+    assert all(torch.equal(value, before[name]) for name, value in module.named_buffers())
+
+
+def test_a_buffer_that_was_none_is_named():
+    module = Keeps()
+    copies = BufferCopies(module)
+    copies.take()
+    first_value(module)
+    assert copies.put_back() == (False, ["late"])
+    in_place(module)
+    assert copies.put_back() == (True, ["late"])
+    assert module.late is None
+
+
+def test_what_stays_finite_is_left_alone():
+    module = Keeps()
+    copies = BufferCopies(module)
+    copies.take()
+    module.mean += 1
+    assert copies.put_back() == (False, [])
+    assert torch.equal(module.mean, torch.full((3,), 2.0))
+
+
+def test_statistics_that_tell_no_version():
+    """As those of torch's batch norm, whose kernel writes them."""
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    module[1].eval()
+    copies = BufferCopies(module)
+    for _ in range(3):
+        copies.take()
+        module[0](torch.randn(4, 2))
+    module[1].train()  # changes from now on
+    for _ in range(2):
+        copies.take()
+        module(torch.randn(4, 2))
+    copies.take()
+    before = {name: value.clone() for name, value in module.named_buffers()}
+    module(torch.full((4, 2), torch.nan))
+    assert copies.put_back() == (True, [])
+    assert all(torch.equal(value, before[name]) for name, value in module.named_buffers())
+
+
+def test_copies_are_kept_of_what_changes_only():
+    module = Keeps()
+    copies = BufferCopies(module)
+    copies.take()
+    assert not copies._kept[module.large].copies  # over 1 MiB
+    module.large.queue += 1
+    copies.take()
+    held = {key for kept in copies._kept.values() for key in kept.copies}
+    assert held == {"queue"}
+
+
+def test_a_tensor_that_is_replaced_and_lives_on():
+    module = Keeps()
+    copies, replaced = BufferCopies(module), []
+    for _ in range(3):
+        copies.take()
+        replaced.append(module.mean)
+        module.mean = module.mean + 1
+    copies.take()
+    in_place(module)
+    assert copies.put_back() == (True, [])
+    assert torch.equal(module.mean, torch.full((3,), 4.0))
+
+
+def test_a_large_one_that_was_never_copied_is_named():
+    module = Keeps()
+    copies = BufferCopies(module)
+    copies.take()
+    module.large.queue *= torch.nan
+    assert copies.put_back() == (False, ["large.queue"])
