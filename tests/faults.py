@@ -107,6 +107,17 @@ GROUPS: dict[str, tuple[Case, ...]] = {
                 "test_the_run_ends_at_a_step_and_goes_on_exactly",
             ),
             (
+                "by a signal in or before a validation, or at an epoch's end, with early stopping, a scheduler on a "
+                "plateau, checkpoints by a metric, and dropout",
+                "what watches validation sees the same figures; weights and learning rate are the undisturbed run's",
+                "test_what_watches_validation_sees_the_same",
+            ),
+            (
+                "twice, by two runs that share a folder",
+                "neither replaces the other's checkpoint",
+                "test_runs_that_share_a_folder_replace_none_of_each_other",
+            ),
+            (
                 "by a signal to one of two ranks, under DDP, FSDP2, ZeRO-2 and ZeRO-3",
                 "both end at the same step; resumed bitwise",
                 "test_a_signal_for_one_of_two_ranks_ends_both",
@@ -160,6 +171,12 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             "it is refused",
             "test_one_flipped_bit_is_found_in_a_renamed_copy",
         ),
+        (
+            "cut short, or with more bytes at its end",
+            "it is refused",
+            "test_a_file_that_was_cut_or_extended_is_damaged",
+        ),
+        ("no checkpoint but another archive", "one message that says what it is", "test_other_archives_are_named"),
         (
             "missing, truncated, empty or foreign",
             "one message that names the file, and exit code 2",
@@ -253,6 +270,11 @@ GROUPS: dict[str, tuple[Case, ...]] = {
                 "test_each_sample_once_an_epoch",
             ),
             ("after two such changes", "the same", "test_after_two_changes"),
+            (
+                "resumed with other data, another seed or sequence length",
+                "a warning names what changed, and the epoch's data begin anew",
+                "test_another_order_begins_the_epoch_anew",
+            ),
         ),
         *_cases(
             "unit/data/test_text.py",
@@ -324,6 +346,16 @@ GROUPS: dict[str, tuple[Case, ...]] = {
                 "gradients that are no numbers, with `NonFiniteGuard`",
                 "the step is left out, its first parameter named",
                 "test_a_step_is_left_out",
+            ),
+            (
+                "running statistics that such a step spoils",
+                "they are put back with it",
+                "test_buffers_are_put_back_with_the_step",
+            ),
+            (
+                "of one of several optimizers",
+                "the others step",
+                "test_an_optimizer_loses_its_own_gradients_only",
             ),
             (
                 "several such steps in a row",
