@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.buffers import BufferCopies
-from lightning_memfit.fitting.recovery.whole_steps import checkpoint_folder, unused_checkpoint
+from lightning_memfit.fitting.recovery.whole_steps import check_folders, checkpoint_folder, unused_checkpoint
 from lightning_memfit.fitting.upstream.deepspeed import ZeroEngine, engine_of
 from lightning_memfit.memory.attach import hide_idle_hooks
 
@@ -70,6 +70,12 @@ class NonFiniteGuard(Callback):
         self._engine: ZeroEngine | None = None
         self._is_blind = False
         hide_idle_hooks(self)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that a checkpoint can be written, while it is not needed yet."""
+        if self.patience is not None:
+            check_folders(trainer, "NonFiniteGuard(dirpath=...)", self.dirpath)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.fitting.recovery.postmortem import explain
+from lightning_memfit.fitting.recovery.whole_steps import check_folders, from_where_it_began
 from lightning_memfit.fitting.size.device_memory import find_device_memory
 from lightning_memfit.fitting.size.prediction import profile_fit, runtime_of
 from lightning_memfit.fitting.size.search import largest_under
@@ -112,8 +113,11 @@ class OutOfMemoryReport(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start recording where CUDA memory is allocated."""
-        if self.record_history and DeviceKind.of(trainer.strategy.root_device).has_caching_allocator:
+        """Check that a snapshot can be written, and start recording where CUDA memory is allocated."""
+        if not DeviceKind.of(trainer.strategy.root_device).has_caching_allocator:
+            return
+        check_folders(trainer, "OutOfMemoryReport(folder=...)", self.folder)
+        if self.record_history:
             start_history()
             self._records = True
 
@@ -157,7 +161,7 @@ class OutOfMemoryReport(Callback):
         device = trainer.strategy.root_device
         rank = trainer.global_rank
         if DeviceKind.of(device).has_caching_allocator:
-            self.snapshot_path = _free_path(Path(self.folder or trainer.default_root_dir), rank)
+            self.snapshot_path = _free_path(from_where_it_began(trainer, self.folder or trainer.default_root_dir), rank)
             dump_snapshot(self.snapshot_path)
         held = held_bytes(module, trainer.optimizers, device)
         sizes = ", ".join(f"{str(category).replace('_', ' ')} {format_bytes(n)}" for _, category, n in held)

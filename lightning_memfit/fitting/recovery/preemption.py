@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
-from lightning_memfit.fitting.recovery.whole_steps import checkpoint_folder, unused_checkpoint
+from lightning_memfit.fitting.recovery.whole_steps import check_folders, checkpoint_folder, unused_checkpoint
 from lightning_memfit.fitting.upstream.lightning import (
     before_validation,
     ends_epoch,
@@ -80,7 +80,8 @@ class Preemption(Callback):
 
     Args:
         grace_seconds: How long a signal may wait for a step boundary.
-        dirpath: Folder of the checkpoint. Null: that of the first `ModelCheckpoint`, else `checkpoints` in the run's.
+        dirpath: Folder of the checkpoint, which is tried before training. Null: that of the first `ModelCheckpoint`,
+            else `checkpoints` in the run's.
         signals: Names of the signals.
 
     Attributes:
@@ -129,6 +130,11 @@ class Preemption(Callback):
         self.error, self._received, self._is_over, self._has_stepped = None, None, False, False
         self._requeue, self._is_requeued = None, False
         self._install(trainer)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that a checkpoint can be written, while it is not needed yet."""
+        check_folders(trainer, "Preemption(dirpath=...)", self.dirpath)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

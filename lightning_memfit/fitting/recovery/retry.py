@@ -8,7 +8,7 @@ it is not repeated, and `explain_where` says so.
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_memfit.checkpointing.state import restore_dict
+from lightning_memfit.fitting.recovery.drawn import BatchContents, stored
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.rollback import RandomState
 from lightning_memfit.memory.error_chain import error_chain
@@ -33,6 +34,10 @@ _SAVING = "saving a checkpoint"
 _SAVE_LESS = (
     "A checkpoint is made in host memory: leave more of it free, or save less with "
     "`ModelCheckpoint(save_weights_only=True)`."
+)
+_CHANGED_BATCH = (
+    "The hook had changed tensors of the batch in place, so that it can't be repeated: write "
+    "`batch = batch * 2` in place of `batch.mul_(2)`."
 )
 WITH_SEVERAL_DEVICES = "With several devices it is not repeated, as all of them would have to do so together."
 
@@ -232,13 +237,13 @@ class TrainerGuard:
 
     def _way_back(self, batch: Any) -> tuple[Callable[[], None], Callable[[], str | None]]:
         """Return what undoes a transfer by the user's hooks, and what says why that is not possible."""
-        contents, random = _BatchContents(batch), RandomState(self._trainer.strategy.root_device)
+        contents, random = BatchContents(batch), RandomState(self._trainer.strategy.root_device)
 
         def undo() -> None:
             contents.restore()
             random.restore()
 
-        return undo, contents.obstacle
+        return undo, lambda: None if contents.is_unchanged else _CHANGED_BATCH
 
     @cached_property
     def _has_own_transfer(self) -> bool:
@@ -289,68 +294,7 @@ class TrainerGuard:
         self._retry(partial(save, checkpoint, filepath, *args, **kwargs), _SAVING, _SAVE_LESS, undo, repeats=1)
 
 
-# --- what a transfer and a scheduler may change ---------------------------------------------------------------------
-
-
-class _BatchContents:
-    """The containers of a batch and the versions of its tensors, which a user's transfer hook may change.
-
-    Args:
-        batch: The batch, before its transfer.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        self._containers: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[Tensor, int]] = []
-        self._walk(batch, set())
-
-    def obstacle(self) -> str | None:
-        """Why the transfer can't be repeated; None if it can."""
-        if all(tensor._version == version for tensor, version in self._tensors):
-            return None
-        return (
-            "The hook had changed tensors of the batch in place, so that it can't be repeated: write "
-            "`batch = batch * 2` in place of `batch.mul_(2)`."
-        )
-
-    def restore(self) -> None:
-        """Put the items of all containers back."""
-        for container, items in self._containers:
-            if isinstance(container, list):
-                container[:] = items
-            else:
-                restore_dict(container, items)
-
-    def _walk(self, value: Any, seen: set[int]) -> None:
-        if isinstance(value, Tensor):
-            self._tensors.append((value, value._version))
-            return
-        if isinstance(value, (str, bytes, int, float, type(None))) or id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, list):
-            self._containers.append((value, list(value)))
-        elif isinstance(value, dict):
-            self._containers.append((value, dict(value)))
-        for item in _items(value):
-            self._walk(item, seen)
-        if not issubclass(type(value), (type, torch.nn.Module)):
-            self._walk(_stored(value), seen)
-
-
-def _stored(value: Any) -> Any:
-    """The `__dict__` of any object, whatever its class does when attributes are asked for; None if it has none."""
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-
-
-def _items(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        yield from value
-    elif type(value) is dict or isinstance(value, Mapping):
-        yield from value.values()
+# --- what a scheduler may change ------------------------------------------------------------------------------------
 
 
 class _Schedules:
@@ -386,13 +330,13 @@ class _Schedules:
         if id(owner) in seen:
             return
         seen.add(id(owner))
-        attributes = _stored(owner)
+        attributes = stored(owner)
         if attributes is None:
             return
         self._save(attributes)
         for value in attributes.values():
             for item in value if isinstance(value, (list, tuple)) else ():
-                if isinstance(item, LRScheduler) or (callable(item) and _stored(item)):
+                if isinstance(item, LRScheduler) or (callable(item) and stored(item)):
                     self._save_object(item, seen)  # of a `SequentialLR`; a `LambdaLR`'s callable with state
 
     def _save(self, target: dict[str, Any], leave_out: str = "") -> None:

@@ -26,8 +26,11 @@ from lightning_memfit.fitting.recovery.step_state import (
     MODULE_INTERNALS,
     Saved,
     StepState,
+    callback_slots,
     content_of,
+    copies_of,
     with_content,
+    with_notes,
 )
 from lightning_memfit.fitting.upstream.deepspeed import held_weight
 
@@ -222,6 +225,7 @@ class TrainingSnapshot:
 
     Parameters, buffers (also those not in `state_dict`), gradients, optimizers, LR schedulers, the gradient scaler,
     random generators, the modules' Python attributes (metric states among them), training flags, and cuDNN's switches.
+    Iterators that modules and callbacks hold give again what was drawn.
     Objects the module merely refers to (trainer, datasets, open files) are not copied.
 
     Args:
@@ -248,6 +252,7 @@ class TrainingSnapshot:
         self._flags = [(p, p.requires_grad) for p in parameters]
         self._gradients = [(p, p.grad, None if p.grad is None else HostCopy(p.grad)) for p in parameters]
         self._modules = [(child, _Values(dict(child._buffers)), _attributes(child)) for child in module.modules()]
+        self._of_callbacks = copies_of(list(callback_slots(module)))
         self._others = [(vars(other), _Values(dict(vars(other)))) for other in others]
         cudnn = torch.backends.cudnn
         self._cudnn = (cudnn.enabled, cudnn.benchmark, cudnn.deterministic)
@@ -267,6 +272,7 @@ class TrainingSnapshot:
         for child, buffers, attributes in self._modules:
             restore_dict(child._buffers, buffers.restored())
             restore_dict(vars(child), attributes.restored(), keep=MODULE_INTERNALS - {"training"})
+        StepState.load(self._of_callbacks)
         for target, values in self._others:
             restore_dict(target, values.restored())
         cudnn = torch.backends.cudnn
@@ -286,7 +292,11 @@ class _Values:
 
 
 def _attributes(module: nn.Module) -> _Values:
-    return _Values({k: v for k, v in vars(module).items() if k not in MODULE_INTERNALS or k == "training"})
+    """The attributes of a module, the iterators in which note from now on what is drawn."""
+    attributes = {k: v for k, v in vars(module).items() if k not in MODULE_INTERNALS or k == "training"}
+    noted = {key: with_notes(value, f"{type(module).__name__}.{key}") for key, value in attributes.items()}
+    vars(module).update((key, value) for key, value in noted.items() if value is not attributes[key])
+    return _Values(noted)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -1,16 +1,17 @@
 """`StepState`: what a training step changes on a module besides gradients and metrics, found by looking.
 
 Buffers, frozen parameters (the teacher of a distillation), attributes of modules and of plain objects that they hold,
-and random generators of their own. The first steps are saved whole and compared; later ones save only what has changed
-before, so that the usual module, on which nothing changes, costs next to nothing.
+random generators of their own, and iterators that they draw from. The first steps are saved whole and compared; later
+ones save only what has changed before, so that the usual module, on which nothing changes, costs next to nothing.
 """
 
 import argparse
+import io
 import math
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from lightning_memfit.checkpointing.state import (
     restore_dict,
     set_random_source_state,
 )
+from lightning_memfit.fitting.recovery.drawn import Mark, notes_of, replayed, without_notes
 from lightning_memfit.fitting.recovery.host_states import HostCopy
 from lightning_memfit.fitting.upstream.deepspeed import held_weight
 
@@ -59,6 +61,9 @@ _LIBRARIES = sys.stdlib_module_names | {
         "numpy",
     ),
 }
+_OF_THREADS = frozenset(
+    {"_multiprocessing", "_queue", "_thread", "concurrent", "multiprocessing", "queue", "threading"}
+)
 _PLAIN = (types.SimpleNamespace, argparse.Namespace)
 
 
@@ -117,6 +122,11 @@ class Slot:
             _put(owner, key, held)
         _put(*self.place(), value)
 
+    def exchange(self, value: Any) -> None:
+        """Put another value in the place of the one that is there."""
+        if value is not self.read():
+            _put(*self.place(), value)
+
 
 def _put(owner: dict[str, Any], key: str, value: Any) -> None:
     if value is MISSING:
@@ -147,11 +157,25 @@ def find_slots(module: nn.Module) -> dict[str, Slot]:
             _add(found, seen, Slot(f"{prefix}{key}", vars(child), key), value)
         if len(found) > _MAX_SLOTS:
             break
+    for slot in callback_slots(module):
+        found.setdefault(slot.name, slot)
     return found
 
 
+def callback_slots(module: nn.Module) -> Iterator[Slot]:
+    """Attributes of the Trainer's callbacks that are iterators, or containers of some."""
+    for callback in getattr(vars(module).get("_trainer"), "callbacks", ()):
+        kind = type(callback)
+        if kind.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        for key, value in vars(callback).items():
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            if _is_drawn_from(value) or any(map(_is_drawn_from, items)):
+                yield Slot(f"{kind.__name__}.{key}", vars(callback), key)
+
+
 def _add(found: dict[str, Slot], seen: set[int], slot: Slot, value: Any) -> None:
-    inner = _inside(value) if len(slot.inner) < MAX_DEPTH else None
+    inner = _inside(value) if len(slot.inner) < MAX_DEPTH and not _is_iterator(value) else None
     if inner is None or len(inner) > MAX_ITEMS:
         found[slot.name] = slot
     elif id(value) not in seen:
@@ -182,12 +206,30 @@ class _RandomContent:
     state: Any
 
 
+@dataclass(frozen=True)
+class _FilePlace:
+    position: int
+
+
+@dataclass(frozen=True)
+class _Enclosed:
+    cells: list[tuple[types.CellType, Any, Any]]
+
+
 def content_of(value: Any, depth: int = 0) -> Any:
     """Return a copy of what a value holds, to put it back later; None where the value itself is all there is."""
     if isinstance(value, Tensor):
         return HostCopy(value)
     if is_random_source(value):
         return _RandomContent(random_source_state(value))
+    if (notes := notes_of(value)) is not None:
+        return notes.mark()
+    if isinstance(value, io.IOBase):
+        position = _position(value)
+        return None if position is None else _FilePlace(position)
+    if isinstance(value, types.FunctionType):
+        cells = list(_cells_with_iterators(value))
+        return _Enclosed([(cell, item, content_of(item, depth + 1)) for cell, item in cells]) if cells else None
     if isinstance(value, (list, tuple, set, frozenset, deque, dict)):
         walk = content_of if len(value) <= MAX_ITEMS and depth < MAX_DEPTH else _nothing
         if isinstance(value, dict):
@@ -219,6 +261,13 @@ def with_content(value: Any, content: Any) -> Any:
             content.restore(value)
     elif isinstance(content, _RandomContent):
         set_random_source_state(value, content.state)
+    elif isinstance(content, Mark):
+        content.go_back()
+    elif isinstance(content, _FilePlace):
+        value.seek(content.position)
+    elif isinstance(content, _Enclosed):
+        for cell, item, inner in content.cells:
+            cell.cell_contents = with_content(item, inner)
     elif isinstance(content, _ObjectContent):
         restore_dict(value.__dict__, {key: with_content(item, inner) for key, item, inner in content.items})
     elif isinstance(value, dict):
@@ -237,6 +286,86 @@ def with_content(value: Any, content: Any) -> Any:
     return value
 
 
+def with_notes(value: Any, name: str, depth: int = 0) -> Any:
+    """Let the iterators in a value note what is drawn from them, so that `content_of` can mark where they are.
+
+    Args:
+        value: What a module holds.
+        name: Where, for messages.
+        depth: How deep it lies in a container.
+
+    Returns:
+        The value; if it is an iterator, or a tuple with one, what stands in for it.
+    """
+    return _exchanged(value, lambda one: replayed(one, name) if _is_iterator(one) else one, depth)
+
+
+def release_iterators(module: nn.Module) -> None:
+    """Put the iterators of a module back in place of what notes their draws, unless items wait to be given again."""
+    for slot in find_slots(module).values():
+        slot.exchange(_exchanged(slot.read(), without_notes))
+
+
+def _exchanged(value: Any, exchange: Callable[[Any], Any], depth: int = 0) -> Any:
+    if value is None or isinstance(value, (Tensor, str, int, float)):
+        return value
+    found = exchange(value)
+    if found is not value or notes_of(value) is not None or depth >= MAX_DEPTH:
+        return found
+    if isinstance(value, types.FunctionType):
+        for cell, item in _cells_with_iterators(value):
+            cell.cell_contents = exchange(item)
+    elif isinstance(value, tuple):
+        items = [_exchanged(item, exchange, depth + 1) for item in value[:MAX_ITEMS]]
+        if any(new is not old for new, old in zip(items, value, strict=False)):
+            items += value[MAX_ITEMS:]
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    else:
+        inner = value if isinstance(value, (dict, list, deque)) else _inside(value)
+        if inner is None or len(inner) > MAX_ITEMS:
+            return value
+        for key, item in list(inner.items() if isinstance(inner, dict) else enumerate(inner)):
+            if (new := _exchanged(item, exchange, depth + 1)) is not item:
+                inner[key] = new
+    return value
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether items can only be drawn from an object; plain ones of the user's are put back by their attributes."""
+    if not hasattr(type(value), "__next__") or notes_of(value) is not None:
+        return False
+    if isinstance(value, io.IOBase):
+        return _is_read(value) and _position(value) is None
+    inner = _inside(value)
+    return inner is None or any(type(item).__module__.partition(".")[0] in _OF_THREADS for item in inner.values())
+
+
+def _is_drawn_from(value: Any) -> bool:
+    return notes_of(value) is not None or _is_iterator(value)
+
+
+def _cells_with_iterators(function: types.FunctionType) -> Iterator[tuple[types.CellType, Any]]:
+    for cell in function.__closure__ or ():
+        try:
+            item = cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+        if _is_drawn_from(item):
+            yield cell, item
+
+
+def _is_read(file: Any) -> bool:
+    return not file.closed and file.readable() and not file.writable()
+
+
+def _position(file: Any) -> int | None:
+    """Where a file is read; None if that can't be put back, as while its lines are iterated over."""
+    try:
+        return int(file.tell()) if _is_read(file) and file.seekable() else None
+    except (OSError, ValueError):
+        return None
+
+
 def reading_of(value: Any, depth: int = 0) -> Any:
     """Return a copy of a value that `alike` compares: tensors on the host, samples of large ones."""
     with _disable_current_modes():  # what keeps count of a device's memory is not to count these
@@ -253,6 +382,12 @@ def _reading_of(value: Any, depth: int) -> Any:
         return values.to("cpu", copy=True)
     if is_random_source(value):
         return _reading_of(random_source_state(value), depth + 1)
+    if (notes := notes_of(value)) is not None:
+        return f"item {notes.at}"  # in words, as iterators can't be averaged
+    if isinstance(value, io.IOBase):
+        return f"{type(value).__name__} at {_position(value)}"
+    if isinstance(value, types.FunctionType):
+        return [type(value).__name__, *(_reading_of(item, depth + 1) for _, item in _cells_with_iterators(value))]
     if isinstance(value, dict) and len(value) <= MAX_ITEMS and depth < 2 * MAX_DEPTH:
         return {key: _reading_of(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple, deque)) and len(value) <= MAX_ITEMS and depth < 2 * MAX_DEPTH:
@@ -363,7 +498,7 @@ class StepState:
         slots, first = find_slots(self._module), self._num_saves == 1
         if not self.writes_weights:
             self._weights = {name: reading_of(sample) for name, sample in sampled_weights(self._module).items()}
-        readings = {name: reading_of(slot.read()) for name, slot in slots.items()}
+        readings = {name: reading_of(noted_value(slot)) for name, slot in slots.items()}
         if not first and self._readings is not None:
             before = self._readings
             changed = [n for n, now in readings.items() if n not in before or not alike(before[n], now, 0.0)]
@@ -392,8 +527,16 @@ class StepState:
 
 
 def copies_of(slots: Iterable[Slot]) -> Saved:
-    """Return the values of some slots with copies of what they hold."""
-    return {slot.name: (slot.saved(), value, content_of(value)) for slot in slots for value in (slot.read(),)}
+    """Return the values of some slots with copies of what they hold; iterators note from now on what is drawn."""
+    return {slot.name: (slot.saved(), value, content_of(value)) for slot in slots for value in (noted_value(slot),)}
+
+
+def noted_value(slot: Slot) -> Any:
+    """Return the value of a slot, the iterators in which note from now on what is drawn."""
+    value = slot.read()
+    found = with_notes(value, slot.name)
+    slot.exchange(found)
+    return found
 
 
 def _worth_copying(slots: dict[str, Slot], module: nn.Module) -> list[Slot]:

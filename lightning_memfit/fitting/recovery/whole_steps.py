@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -270,12 +273,69 @@ def _batches(trainer: Trainer) -> tuple[int, int]:
     return (last - 1) // size * size + 1, last
 
 
+_BEGAN_IN: weakref.WeakKeyDictionary[Trainer, Path] = weakref.WeakKeyDictionary()
+"""The working folders in which runs began: relative paths are meant from there, wherever the user's code goes."""
+
+
 def checkpoint_folder(trainer: Trainer, dirpath: str | None) -> Path:
     """A folder that was named, else that of the first `ModelCheckpoint`, else `checkpoints` in the run's."""
-    if dirpath is not None:
-        return Path(dirpath)
     named = (c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
-    return Path(next(named, None) or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints")
+    folder = dirpath or next(named, None) or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
+    return Path(folder) if "://" in str(folder) else from_where_it_began(trainer, folder)
+
+
+def from_where_it_began(trainer: Trainer, folder: str | Path) -> Path:
+    """A path as it was meant when `check_folders` was called, else as it is meant now."""
+    return (_BEGAN_IN.get(trainer) or Path.cwd()) / folder
+
+
+def check_folders(trainer: Trainer, argument: str, folder: str | Path | None) -> None:
+    """Check before training that what is written late can be written, on all ranks together.
+
+    Args:
+        trainer: The Trainer, after `setup`, when its checkpoint callbacks know their folders.
+        argument: What names the folder, such as `Preemption(dirpath=...)`.
+        folder: The folder. None: those of all `ModelCheckpoint`, else the run's.
+
+    Raises:
+        MisconfigurationException: If the first rank can't write into a folder that was named.
+    """
+    _BEGAN_IN[trainer] = Path.cwd()
+    named = [(argument.replace("...", repr(str(folder))), folder)] if folder is not None else []
+    named += [
+        (f"ModelCheckpoint(dirpath={str(callback.dirpath)!r})", callback.dirpath)
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath and (callback.save_top_k or callback.save_last)
+    ]
+    words, default = None, None if named else checkpoint_folder(trainer, None)  # for which ranks communicate
+    if trainer.is_global_zero:
+        words = next((f"`{name}` can't be written: {why}" for name, one in named if (why := _obstacle(one))), None)
+        if default is not None and (why := _obstacle(default)):
+            rank_zero_warn(f"`{argument}` will find no folder to write to: {why} Name one there.")
+    words = trainer.strategy.broadcast(words)
+    if words:
+        raise MisconfigurationException(f"{words} Name a folder that can be made and written to; nothing was trained.")
+
+
+def _obstacle(folder: str | Path) -> str:
+    """Why a folder can't be made and written to; nothing is left behind."""
+    if "://" in str(folder):
+        return ""
+    place = Path(folder).absolute()
+    try:
+        while True:
+            try:
+                os.lstat(place)
+                break
+            except (FileNotFoundError, NotADirectoryError):
+                place = place.parent
+        if not place.is_dir():
+            return f"{place} is no folder."
+        with tempfile.TemporaryDirectory(prefix=".memfit-", dir=place) as made:
+            Path(made, "written").write_bytes(b"0")
+    except (OSError, ValueError) as error:
+        return f"{error}."
+    return ""
 
 
 def unused_checkpoint(trainer: Trainer, path: Path) -> Path:

@@ -24,6 +24,7 @@ from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.guard import StepGuard
 from lightning_memfit.fitting.recovery.ladder import Ladder, LastResort, rungs_up_to
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
+from lightning_memfit.fitting.recovery.step_state import release_iterators
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.size.prediction import SizePrediction
 from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearchResult, lengthened, longest_samples
@@ -220,8 +221,9 @@ class FitSession:
         loop.recover = options.recover and loop.engine is None
 
     def close(self) -> None:
-        """Undo everything that the ladder did."""
+        """Undo everything that the ladder did, and let iterators note no more what is drawn."""
         self._ladder.close()
+        release_iterators(self._loop.module)
 
     def kept(self) -> dict[str, Any]:
         """Return what a later run needs to reuse the size and the rungs of the ladder."""

@@ -1,0 +1,125 @@
+"""Folders of checkpoints that a run needs late are tried before it trains."""
+
+import os
+import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_memfit import NonFiniteGuard, OutOfMemoryReport, Preemption
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import quiet_trainer
+
+
+class Leaves(Callback):
+    """Changes the working folder in the first step, and gets a signal in the second."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            os.chdir(self.folder)
+        if batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _wrong(kind: str, folder: Path) -> Path:
+    (folder / "file").write_text("")
+    (folder / "link").symlink_to(folder / "nowhere")
+    return {
+        "a file": folder / "file",
+        "below a file": folder / "file" / "checkpoints",
+        "a dangling link": folder / "link",
+        "a name that is too long": folder / ("x" * 300),
+        "a folder of the system": Path("/proc/nope/checkpoints"),
+    }[kind]
+
+
+def _callbacks(owner: str, folder: Path) -> tuple[str, list[Callback]]:
+    if owner == "ModelCheckpoint":
+        return "dirpath", [ModelCheckpoint(folder), Preemption()]
+    if owner == "OutOfMemoryReport":
+        return "folder", [OutOfMemoryReport(folder)]
+    return "dirpath", [{"Preemption": Preemption, "NonFiniteGuard": NonFiniteGuard}[owner](dirpath=str(folder))]
+
+
+OBSTACLES = ["a file", "below a file", "a dangling link", "a name that is too long", "a folder of the system"]
+CASES = [("Preemption", kind) for kind in OBSTACLES] + [
+    (owner, "a file") for owner in ("NonFiniteGuard", "ModelCheckpoint", "OutOfMemoryReport")
+]
+
+
+@pytest.mark.parametrize(("owner", "kind"), CASES)
+def test_a_folder_that_cant_be_written_is_refused_before_training(
+    owner: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "a folder of the system" and not Path("/proc/self").exists():
+        pytest.skip("there is no /proc")
+    kinds = SimpleNamespace(of=lambda _: SimpleNamespace(has_caching_allocator=True))  # others have no snapshots
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.oom_report.DeviceKind", kinds)
+    folder, module = _wrong(kind, tmp_path), BoringModel()
+    argument, callbacks = _callbacks(owner, folder)
+    before = sorted(tmp_path.iterdir())
+    trainer = quiet_trainer(
+        *callbacks, max_steps=2, limit_val_batches=0, enable_checkpointing=owner == "ModelCheckpoint"
+    )
+    message = rf"`{owner}\({argument}='[^']*{re.escape(folder.name)}'\)` can't be written: .+ Name a folder"
+    with pytest.raises(MisconfigurationException, match=message):
+        trainer.fit(module)
+    assert trainer.global_step == 0
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_check_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    quiet_trainer(
+        Preemption(dirpath=str(folder)), NonFiniteGuard(dirpath=str(folder)), max_steps=2, limit_val_batches=0
+    ).fit(BoringModel())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_relative_folder_stays_where_it_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    preemption = Preemption(dirpath="saved")
+    trainer = quiet_trainer(Leaves(tmp_path / "elsewhere"), preemption, max_steps=4, limit_val_batches=0)
+    with pytest.raises(SystemExit):
+        trainer.fit(BoringModel())
+    (path,) = tmp_path.rglob("*.ckpt")
+    assert path.parent == tmp_path / "saved"
+    assert f"--ckpt_path {path}" in str(preemption.error)
+    assert torch.load(path, weights_only=True)["global_step"] == 2
+
+
+def test_a_default_folder_that_cant_be_written_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    trainer = quiet_trainer(Preemption(), max_steps=2, limit_val_batches=0, default_root_dir=str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match=r"`Preemption\(dirpath=\.\.\.\)` will find no folder to write to"):
+        trainer.fit(BoringModel())
+    assert trainer.global_step == 2
+
+
+def on_two_ranks(folder: Path) -> int:
+    """Steps that a rank takes with a folder that only the first one looks at."""
+    strategy = DDPStrategy(process_group_backend="gloo")
+    guard = NonFiniteGuard(dirpath=str(folder))
+    trainer = quiet_trainer(guard, max_steps=2, limit_val_batches=0, devices=2, strategy=strategy)
+    with pytest.raises(MisconfigurationException, match="can't be written"):
+        trainer.fit(BoringModel())
+    return trainer.global_step
+
+
+def test_all_ranks_refuse_together(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ended = run_ranks(on_two_ranks, 2, tmp_path / "ranks", tmp_path / "file", seconds=60)
+    assert [one.result for one in ended] == [0, 0], [one.output[-2000:] for one in ended]
