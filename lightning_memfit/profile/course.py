@@ -196,6 +196,8 @@ class Course:
         self.callback_bytes = 0
         self.begins_epoch = False
         self._counters = counters or Counters(())
+        self._of_optimizers = self._counters.of_others(())
+        """Numbers by which optimizers count their steps, from window to window."""
         self._budget = budget
         recorder.on_operator = budget.count_operator
         self._window_batches = window_batches
@@ -240,6 +242,8 @@ class Course:
         self._optimizers = list(optimizers)
         self._steps = {id(optimizer): 0 for optimizer in optimizers}
         self._steps_before = dict(self._steps)
+        self._of_optimizers = self._counters.of_others(optimizers)
+        self._of_optimizers.note()
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.register_step_post_hook(lambda stepped, *_: self.stepped(stepped))
@@ -324,6 +328,7 @@ class Course:
         self._windows.append(_Window(batches, made, now.kept_bytes))
         self._marks.append(now)
         self._window_first_batch, self._steps_before = self.batches, dict(self._steps)
+        self._of_optimizers.note(self._of_optimizers.by_batch)
         return True
 
     def _awaited(self) -> list[int]:
@@ -369,7 +374,7 @@ class Course:
         """Whether the last batch changed what it may act on in the next one."""
         if self._is_late:
             return False
-        unsettled = self._counters.unsettled
+        unsettled = (*self._counters.unsettled, *self._of_optimizers.unsettled)
         if unsettled and len(self._windows) >= _UNSETTLED_WINDOWS:
             names = " and ".join(f"`{name}`" for name in unsettled[:_MOST_NAMES])
             self.remarks.append(
@@ -377,7 +382,7 @@ class Course:
                 f"while depending on that is in the figures only as far as {self.batches} batches show it"
             )
             return False
-        return bool(unsettled) or self._counters.unwatched
+        return bool(unsettled) or self._counters.unwatched or self._of_optimizers.unwatched
 
     def _growth_per_batch(self) -> int:
         """How fast memory grew in the second half of the windows."""
@@ -432,9 +437,10 @@ class Course:
 
     def _at_numbers(self) -> Iterator[None]:
         """Prepare a batch at each number at which the step may do something else."""
-        counters, first = self._counters, self.batches
+        counters, of_optimizers, first = self._counters, self._of_optimizers, self.batches
         tried: set[int] = set()
         counters.fix(counters.by_batch, first)
+        of_optimizers.fix(of_optimizers.by_batch, first)
         while numbers := sorted(self._telling_numbers(first) - tried):
             if len(tried) >= _MOST_NUMBERS:
                 self.remarks.append(
@@ -442,12 +448,31 @@ class Course:
                 )
                 return
             tried.add(numbers[0])
-            for _ in range(self._window_batches):
-                self._number = numbers[0]
-                counters.go_on(counters.by_batch, numbers[0])
+            of_optimizers.go_on(of_optimizers.by_batch, numbers[0])
+            for batch in range(self._batches_at(numbers[0], first)):
+                self._number = numbers[0] + (0 if self._by_batches else batch)
+                counters.go_on(counters.by_batch, self._number)
                 self._tried.append(f"at {numbers[0]:,}")
                 yield
-            counters.fix(counters.by_batch, numbers[0] + 1)
+            of_optimizers.note(of_optimizers.by_batch)
+            for known in (counters, of_optimizers):
+                known.fix(known.by_batch, numbers[0] + 1)
+
+    def _batches_at(self, number: int, first: int) -> int:
+        """Batches in which a number is tried: where optimizers have counted to it, until each has stepped."""
+        if self._by_batches:
+            return self._window_batches
+        return self._windows[-1].batches if number in self._telling_steps(first) else 1
+
+    def _telling_steps(self, first: int) -> set[int]:
+        """Numbers at which an optimizer may do something else, one for each of its steps.
+
+        Args:
+            first: The batch that would come next.
+        """
+        steps = self.length.all_steps
+        last = None if steps is None else first + steps - len(self._windows) - 1
+        return self._of_optimizers.telling_turns(self._of_optimizers.by_batch, last)
 
     def _telling_numbers(self, first: int) -> set[int]:
         """Numbers at which the step may do something else.
@@ -456,7 +481,7 @@ class Course:
             first: The batch that would come next.
         """
         begin = {"batch": first, "step": min(first, sum(self._steps.values())), "epoch": 1}
-        found: set[int] = set()
+        found = self._telling_steps(first)
         for name, asked in self._asked.items():
             found |= set(asked.telling_numbers(self._last(name), begin[name]))
         batches, epochs = self.length.batches, self.length.epochs
@@ -567,7 +592,7 @@ class Course:
         """Why a step was tried further."""
         names = [_ASKED[name] for name, asked in self._asked.items() if asked]
         names += ["whether its batch is the last"] * self._asks_for_last
-        names += [f"`{name}`, which counts" for name in self._counters.asked_names()[:_MOST_NAMES]]
+        names += [f"`{name}`, which counts" for name in self._counted_names()[:_MOST_NAMES]]
         parts = ["draws random numbers"] * self.draws + [f"asks for {' and '.join(names)}"] * bool(names)
         if self._epoch_hooks and not parts:
             return "hooks run at the start of every epoch"
@@ -576,7 +601,10 @@ class Course:
     @property
     def _asks(self) -> bool:
         """Whether a step asked for what later ones have otherwise."""
-        return any(self._asked.values()) or self._asks_for_last or bool(self._counters.asked_names())
+        return any(self._asked.values()) or self._asks_for_last or bool(self._counted_names())
+
+    def _counted_names(self) -> list[str]:
+        return [*self._counters.asked_names(), *self._of_optimizers.asked_names()]
 
     def _peaks(self, events: EventList) -> list[int]:
         """Highest level of every window and extra batch."""

@@ -286,6 +286,7 @@ class RealIntegers(TorchDispatchMode):
             return func(*args, **kwargs)
         real = self._real_result(func, args, kwargs, tensors)
         number = self.counted.computed(func, args, kwargs) if self.counted else None
+        moved = self.counted.moved(func, args, kwargs) if self.counted else []
         basis = self._joined_basis(tensors) if func._overloadpacket not in _FILLED else frozenset()
         if real is None and func in _FINITE:
             real, basis = self._taken_finite(func, args), frozenset({_FINITE_FLOATS})
@@ -308,6 +309,7 @@ class RealIntegers(TorchDispatchMode):
             self._forget_written(func, args, kwargs)
         elif func in _LARGEST:
             self._assume_places(func, args, kwargs, result)
+        self.counted.note_moved(moved)
         return result
 
     def _equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -391,7 +393,8 @@ class RealIntegers(TorchDispatchMode):
 
         with _disable_current_modes(), torch.no_grad():
             try:
-                return func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
+                result = func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
+                return result if func._schema.returns else ()  # an operator on lists only writes to them
             except (RuntimeError, NotImplementedError):
                 return None
 

@@ -298,3 +298,102 @@ def test_counters_tell_the_turns_in_which_they_matter():
     assert WatchedInt.of(2, asked) % 10 != 6
     assert 4 in asked.telling_turns(2, 1, None)
     assert asked.telling_turns(2, 1, 3) == [3]
+
+
+class EveryFifth(torch.optim.SGD):
+    """Precomputes something large in every fifth step, as preconditioners and averages of weights do."""
+
+    kept: object = None
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.kept = torch.zeros(200_000) if self.is_fifth() else None
+        return loss
+
+    def parameters(self):
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+class ByItself(EveryFifth):
+    k = 0
+
+    def is_fifth(self):
+        self.k += 1
+        return self.k % 5 == 0
+
+
+class ByItsGroups(EveryFifth):
+    def is_fifth(self):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return self.param_groups[0]["k"] % 5 == 0
+
+
+class ByItsStates(EveryFifth):
+    def is_fifth(self):
+        for parameter in self.parameters():
+            self.state[parameter]["t"] = self.state[parameter].get("t", 0) + 1
+        return self.state[self.parameters()[0]]["t"] % 5 == 0
+
+
+class ByATensor(EveryFifth):
+    def is_fifth(self):
+        for parameter in self.parameters():
+            self.state[parameter].setdefault("step", torch.zeros(())).add_(1)
+        return self.state[self.parameters()[0]]["step"] % 5 == 0
+
+
+class ByAdamsTensor(torch.optim.AdamW):
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.kept = torch.zeros(200_000) if next(iter(self.state.values()))["step"] % 5 == 0 else None
+        return loss
+
+
+class Wraps(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        self.inner = ByItself(parameters)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def trained_by(optimizer, base=Classifier):
+    return type("Trained", (base,), {"configure_optimizers": lambda self: optimizer(self.parameters())})
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("optimizer", [ByItself, ByItsGroups, ByItsStates, ByATensor, ByAdamsTensor, Wraps])
+def test_an_optimizer_may_count_by_itself(optimizer):
+    found, profile = figures(trained_by(optimizer))
+    assert found == pytest.approx([true_peak(trained_by(optimizer), batch, 7)] * 2, rel=1e-3)
+    assert "which counts" in profile.cautions[0]
+
+
+class StepsInTurn(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        often, seldom = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        (seldom if batch_idx % 3 == 2 else often).step()
+        self.zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), 0.1), ByItsStates(self.head.parameters())
+
+
+def test_optimizers_that_step_in_turn_are_followed_to_their_numbers():
+    found, _ = figures(StepsInTurn)
+    assert found == pytest.approx([true_peak(StepsInTurn, batch, 18)] * 2, rel=1e-3)
+
+
+def test_torchs_own_optimizers_count_in_vain():
+    _, profile = figures(trained_by(torch.optim.AdamW))
+    assert (profile.traced_batches, profile.cautions) == (2, ())
