@@ -114,11 +114,17 @@ def calling_line(thread: int | None = None) -> str:
 
 
 def is_asked_by_user() -> bool:
-    """Whether the caller of the calling property, past properties of the same name, is the user's code."""
+    """Whether the caller of the calling property, past properties of the same name, is the user's code.
+
+    What the property itself calls of its file is not its caller.
+    """
     frames = running_frames()
     next(frames)
-    name = next(frames).f_code.co_name
-    asking = next((frame for frame in frames if frame.f_code.co_name != name), None)
+    code = next(frames).f_code
+    asking = next(
+        (one for one in frames if code.co_name != one.f_code.co_name and code.co_filename != one.f_code.co_filename),
+        None,
+    )
     return asking is not None and owner_of_frame(asking) == "user"
 
 

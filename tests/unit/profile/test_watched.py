@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, SequentialLR, StepLR
 
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.profile.build import measure_step, profile_module
@@ -397,3 +398,78 @@ def test_optimizers_that_step_in_turn_are_followed_to_their_numbers():
 def test_torchs_own_optimizers_count_in_vain():
     _, profile = figures(trained_by(torch.optim.AdamW))
     assert (profile.traced_batches, profile.cautions) == (2, ())
+
+
+class BelowARate(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.large = nn.Linear(WIDTH, 2048)  # its gradients and states come with its first step
+
+    def rate(self):
+        return self.optimizers().param_groups[0]["lr"]
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss + self.large(batch["x"].repeat(6, 1)).mean() if self.rate() < 0.05 else loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        schedule = StepLR(optimizer, 5, 0.1)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class BelowALastRate(BelowARate):
+    def rate(self):
+        return self.lr_schedulers().get_last_lr()[0]
+
+
+class BelowARateOfASequence(BelowARate):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        parts = [
+            ConstantLR(optimizer, 1, 1),
+            CosineAnnealingLR(optimizer, 4),
+        ]
+        schedule = SequentialLR(optimizer, parts, [3])
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("module", [BelowARate, BelowALastRate, BelowARateOfASequence])
+def test_a_step_may_act_on_its_learning_rate(module):
+    found, profile = figures(module, max_steps=8)
+    assert found == pytest.approx([true_peak(module, batch, 8)] * 2, rel=1e-3)
+    assert "learning rate" in profile.cautions[0]
+    assert figures(module, max_steps=3)[0] == pytest.approx([true_peak(module, batch, 3)] * 2, rel=1e-3)
+
+
+class InTheLoop(Larger):
+    read = staticmethod(lambda loop: loop.epoch_loop.total_batch_idx)
+
+    def training_step(self, batch, batch_idx):
+        return self.larger(batch, self.read(self.trainer.fit_loop) % 7 == 6)
+
+
+class InTheLoopOfEpochs(InTheLoop):
+    read = staticmethod(lambda loop: loop.total_batch_idx)
+
+
+class InItsProgress(InTheLoop):
+    read = staticmethod(lambda loop: loop.epoch_loop.batch_progress.current.ready - 1)
+
+
+class InACallback(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.kept = batch["x"].repeat(400, 1) if trainer.fit_loop.epoch_loop.batch_idx == 5 else None
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("module", "callbacks"),
+    [(InTheLoop, []), (InTheLoopOfEpochs, []), (InItsProgress, []), (Classifier, [InACallback])],
+)
+def test_a_step_may_read_the_numbers_of_lightnings_loops(module, callbacks):
+    truth = true_peak(module, batch, 8, callbacks=[make() for make in callbacks])
+    found, profile = figures(module, callbacks)
+    assert found == pytest.approx([truth] * 2, rel=1e-3)
+    assert "number of its batch" in profile.cautions[0]
