@@ -128,6 +128,19 @@ def is_asked_by_user() -> bool:
     return asking is not None and owner_of_frame(asking) == "user"
 
 
+_ASK_THEMSELVES = ("torch.nn.", "torch.distributions.", "torch.optim.")
+"""Packages of torch whose own code has branches on values."""
+
+
+def is_read_by_user() -> bool:
+    """Whether the value that is read at the moment is one that the user's own code asks for."""
+    for frame in running_frames():
+        name = str(frame.f_globals.get("__name__", ""))
+        if owner_of_frame(frame) != "machinery" or name.startswith(_ASK_THEMSELVES):
+            return owner_of_frame(frame) == "user"
+    return False
+
+
 @dataclass(frozen=True)
 class Culprit:
     """Where an error comes from."""

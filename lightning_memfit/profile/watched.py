@@ -9,12 +9,15 @@ may do something else than before.
 import math
 import operator
 import sys
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
+from functools import lru_cache
 from random import Random
+from types import FunctionType, GeneratorType
 from typing import Any, cast
 
 import numpy as np
@@ -634,7 +637,9 @@ class Counters:
                 for found in self._within(root, f"{type(root).__name__}.", 0, known):
                     yield (number, found[2]), *found
         for container, key, name in self._outside() if self._outside is not None else ():
-            yield (id(container), key), container, key, name, _read(container, key)
+            value = _read(container, key)
+            shown = _Shown(_reached(value)) if _is_plain_iterator(type(value)) else value
+            yield (id(container), key), container, key, name, shown
 
     def _of_optimizer(
         self, optimizer: torch.optim.Optimizer, prefix: str, known: set[int]
@@ -665,7 +670,11 @@ class Counters:
             return
         known.add(id(owner))
         is_module = isinstance(owner, torch.nn.Module)
+        kind: Any = type(owner)
+        measured = _measured_names(kind)
         for name, value in list(attributes.items()):
+            if name in measured and type(value) in _SIZED:
+                yield attributes, name, prefix + name, _Shown(f"{len(value)} entries")
             if not (is_module and (name in _OF_MODULES or name in _OF_LIGHTNING)):
                 yield from self._at(attributes, name, prefix + name, value, depth, known)
         if is_module and self._tensors is not None:
@@ -684,8 +693,8 @@ class Counters:
                 number = self._tensors.read(value)
                 if number is not None:
                     yield container, key, name, number
-        elif kind is count:
-            yield container, key, name, _Shown(repr(value))
+        elif _is_plain_iterator(kind):
+            yield container, key, name, _Shown(_reached(value))
         elif kind in (Random, np.random.Generator):
             yield container, key, name, _Shown(_state(value))
         elif depth < _DEPTH and kind in (dict, list):
@@ -729,6 +738,51 @@ class _Shown(str):
     """The state of an object in words."""
 
     __slots__ = ()
+
+
+_SIZED = (list, deque, dict, set)
+
+_OUTSIDE_OF_STEPS = ("validation", "test", "predict", "on_validation", "on_test", "on_predict", "on_train_epoch_end")
+
+
+@lru_cache(1024)
+def _measured_names(kind: Any) -> frozenset[str]:
+    """Attributes that methods of the user's, which may run in a step, name together with `len`."""
+    from lightning_memfit.profile.reads import is_users_module, names_in
+
+    methods = [
+        one
+        for base in kind.__mro__
+        if is_users_module(base.__module__)
+        for one in vars(base).values()
+        if isinstance(one, FunctionType) and not one.__name__.startswith(_OUTSIDE_OF_STEPS)
+    ]
+    named = [names_in(method.__code__) for method in methods]
+    return frozenset(name for names in named if "len" in names.globals for name in names.attributes)
+
+
+def _is_plain_iterator(kind: type) -> bool:
+    """Whether it is an iterator of Python's that tells how far it is: no generator, and no file."""
+    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__") and kind is not GeneratorType
+
+
+def _reached(iterator: Any) -> str:
+    """How far an iterator of Python's is, in words."""
+    left = operator.length_hint(iterator, -1)
+    if left >= 0:
+        return f"{left} left"
+    with warnings.catch_warnings(), suppress(Exception):
+        warnings.simplefilter("ignore")  # Python will not copy those of itertools for ever
+        return _reached_within(iterator.__reduce__())
+    return ""
+
+
+def _reached_within(state: Any) -> str:
+    if isinstance(state, tuple):
+        return " ".join(map(_reached_within, state))
+    if isinstance(state, (int, float)):
+        return str(state)
+    return _reached(state) if _is_plain_iterator(type(state)) else ""
 
 
 def _state(generator: Any) -> str:

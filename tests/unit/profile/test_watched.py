@@ -1,5 +1,7 @@
 """What a step, or a hook, does once in a while is in the figures, whatever it counts by."""
 
+import itertools
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -473,3 +475,73 @@ def test_a_step_may_read_the_numbers_of_lightnings_loops(module, callbacks):
     found, profile = figures(module, callbacks)
     assert found == pytest.approx([truth] * 2, rel=1e-3)
     assert "number of its batch" in profile.cautions[0]
+
+
+class TakesTurns(Larger):
+    def __init__(self):
+        super().__init__()
+        self.turns = itertools.cycle([False] * 11 + [True])
+
+    def training_step(self, batch, batch_idx):
+        return self.larger(batch, next(self.turns))
+
+
+def ticking():
+    ticks = iter(range(10**9))
+    return lambda: next(ticks)
+
+
+TICK = ticking()
+
+
+class TicksOutside(Larger):
+    def training_step(self, batch, batch_idx):
+        return self.larger(batch, TICK() % 12 == 11)
+
+
+class CountsWhatItKeeps(Larger):
+    def __init__(self):
+        super().__init__()
+        self.history = []
+
+    def training_step(self, batch, batch_idx):
+        self.history.append(0.0)
+        return self.larger(batch, len(self.history) % 12 == 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(TakesTurns, "`turns`"), (TicksOutside, "ticks`"), (CountsWhatItKeeps, "`history`")],
+)
+def test_what_counts_but_can_not_be_set_is_named(module, name):
+    profile = profile_module(module(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
+    assert f"{name} changes with every batch" in profile.cautions[0]
+
+
+class KeepsForItsEpoch(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        self.losses.append(0.0)
+        return self.loss(batch)
+
+    def on_train_epoch_end(self):
+        self.log("mean", sum(self.losses) / len(self.losses))
+
+
+def test_what_is_kept_for_the_end_of_an_epoch_is_no_counter():
+    profile = profile_module(KeepsForItsEpoch(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
+    assert not any("changes" in caution for caution in profile.cautions)
+
+
+class ActsOnItsBatch(Larger):
+    def training_step(self, batch, batch_idx):
+        return self.larger(batch, (batch["y"] > CLASSES).any())
+
+
+def test_a_branch_on_the_batch_is_named():
+    profile = profile_module(ActsOnItsBatch(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
+    assert "condition on the batch was False" in profile.cautions[0]
+    assert "test_watched.py" in profile.cautions[0]
