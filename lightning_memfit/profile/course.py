@@ -235,7 +235,7 @@ class Course:
         """Count the steps of optimizers, which are thrown away after the run.
 
         Args:
-            optimizers: Those of the run.
+            optimizers: Those of the run. Without any, a window is one batch.
             manual: Whether the module steps them itself, so that windows are told by their steps.
             epoch_hooks: Whether hooks of the user's run at the start of every epoch.
             schedulers: Lightning's configurations of learning rate schedulers.
@@ -328,7 +328,7 @@ class Course:
         batches = self.batches - self._window_first_batch
         if self._by_batches and batches % self._window_batches:
             return False
-        if any(self._steps[key] == self._steps_before[key] for key in self._awaited()):
+        if any(self._steps[key] == self._steps_before.get(key, 0) for key in self._awaited()):
             return False
         now = self.recorder.mark()
         made = self.recorder.made_between(self._window_start, now, _LASTING)

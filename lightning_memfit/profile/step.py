@@ -442,6 +442,7 @@ _NUMBERED_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 def _phase_callback(course: Course, others: tuple[Any, ...]) -> Any:
     import lightning.pytorch as pl
+    from lightning.pytorch.core.optimizer import _MockOptimizer
 
     recorder = course.recorder
 
@@ -468,11 +469,13 @@ def _phase_callback(course: Course, others: tuple[Any, ...]) -> Any:
         @override
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             recorder.track_module(pl_module)
-            for optimizer in trainer.optimizers:
+            # One that steps nothing is Lightning's own, where a module gives none and has a way of its own to step.
+            optimizers = [one for one in trainer.optimizers if not isinstance(one, _MockOptimizer)]
+            for optimizer in optimizers:
                 recorder.track_optimizer(optimizer)
             epoch_hooks = begins_epochs(pl_module) or any(map(runs_at_epoch_start, others))
             manual, schedulers = not pl_module.automatic_optimization, trainer.lr_scheduler_configs
-            course.follow(trainer.optimizers, manual, epoch_hooks, schedulers)
+            course.follow(optimizers, manual, epoch_hooks, schedulers)
             wrap_method(trainer.strategy, "training_step", with_number, innermost=True)
             wrap_method(trainer.strategy, "optimizer_step", count_step)
             for name in _NUMBERED_HOOKS:
