@@ -9,6 +9,7 @@ attribute it stands for: most steps don't use it.
 import copy
 import copyreg
 import csv
+import functools
 import io
 import logging
 import operator
@@ -26,6 +27,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from typing_extensions import override
+
+from lightning_memfit.profile.culprit import owner_of
 
 T = TypeVar("T")
 
@@ -56,6 +59,7 @@ def copied(value: T, memo: dict[int, Any] | None = None) -> T:
             try:
                 made = copy.deepcopy(value, attempt)
                 _rebind(made, attempt)
+                _copy_hooks(value, attempt)
                 return made
             except Exception as error:
                 stuck = _innermost_object(error)
@@ -122,6 +126,45 @@ def _rebound_cell(cell: types.CellType, memo: dict[int, Any], cells: dict[int, t
         if new is not inside:
             cells[id(cell)] = types.CellType(new)
     return cells[id(cell)]
+
+
+def _copy_hooks(value: Any, memo: dict[int, Any]) -> None:
+    """Give copied weights the user's hooks on their gradients, which `copy.deepcopy` leaves out.
+
+    Args:
+        value: What was copied.
+        memo: Copies by the `id` of their originals.
+    """
+    cells: dict[int, types.CellType] = {}
+    for weight in value.parameters() if isinstance(value, torch.nn.Module) else ():
+        new = memo.get(id(weight))
+        if new is None or new is weight or not new.requires_grad:
+            continue
+        for hook in _users_hooks(weight._backward_hooks):
+            new.register_hook(_rebound_hook(hook, memo, cells))
+        for hook in _users_hooks(weight._post_accumulate_grad_hooks):
+            new.register_post_accumulate_grad_hook(_rebound_hook(hook, memo, cells))
+
+
+def _users_hooks(hooks: Any) -> list[Any]:
+    """Those that are the user's functions: a library's come with what registers them."""
+    return [hook for hook in (hooks or {}).values() if _is_users(getattr(hook, "func", hook))]
+
+
+def _is_users(function: Any) -> bool:
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return isinstance(code, types.CodeType) and owner_of(code.co_filename) == "user"
+
+
+def _rebound_hook(hook: Any, memo: dict[int, Any], cells: dict[int, types.CellType]) -> Any:
+    """A hook that refers to copies."""
+    if isinstance(hook, functools.partial):
+        args = [memo.get(id(one), one) for one in hook.args]
+        keywords = {name: memo.get(id(one), one) for name, one in hook.keywords.items()}
+        return functools.partial(_rebound_hook(hook.func, memo, cells), *args, **keywords)
+    if isinstance(hook, types.MethodType):
+        return types.MethodType(hook.__func__, memo.get(id(hook.__self__), hook.__self__))
+    return _rebound(hook, memo, cells) if hook.__closure__ else hook
 
 
 def _innermost_object(error: BaseException) -> Any:

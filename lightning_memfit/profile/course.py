@@ -13,7 +13,7 @@ at the start of every epoch, so are the epochs in which these may do something e
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +25,7 @@ import torch
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.budget import Budget, LimitReached
 from lightning_memfit.profile.events import EventList, leave_out
+from lightning_memfit.profile.rates import ScheduledRates
 from lightning_memfit.profile.record import Growth
 from lightning_memfit.profile.recorder import EventRecorder, Mark
 from lightning_memfit.profile.replaced import replaced_everywhere
@@ -196,6 +197,8 @@ class Course:
         self.callback_bytes = 0
         self.begins_epoch = False
         self._counters = counters or Counters(())
+        self._of_optimizers = self._counters.of_others(())
+        """Numbers by which optimizers count their steps, from window to window."""
         self._budget = budget
         recorder.on_operator = budget.count_operator
         self._window_batches = window_batches
@@ -210,7 +213,8 @@ class Course:
         self._in_batch = False
         self._generators: Any = None
         self._extra: Iterator[None] | None = None
-        self._asked = {name: AskedNumbers() for name in ("batch", "step", "epoch")}
+        self._asked = {name: AskedNumbers() for name in ("batch", "total", "step", "epoch")}
+        self._rates = ScheduledRates()
         self._number: int | None = None
         self._epoch = 0
         self._epoch_hooks = False
@@ -225,14 +229,18 @@ class Course:
 
     # --- following the run ------------------------------------------------------------------------------------------
 
-    def follow(self, optimizers: list[Any], manual: bool, epoch_hooks: bool = False) -> None:
+    def follow(
+        self, optimizers: list[Any], manual: bool, epoch_hooks: bool = False, schedulers: Iterable[Any] = ()
+    ) -> None:
         """Count the steps of optimizers, which are thrown away after the run.
 
         Args:
-            optimizers: Those of the run.
+            optimizers: Those of the run. Without any, a window is one batch.
             manual: Whether the module steps them itself, so that windows are told by their steps.
             epoch_hooks: Whether hooks of the user's run at the start of every epoch.
+            schedulers: Lightning's configurations of learning rate schedulers.
         """
+        self._rates = ScheduledRates(schedulers)
         self._in_run, self._epoch_hooks = True, epoch_hooks
         if epoch_hooks:
             self._counters.note()
@@ -240,6 +248,8 @@ class Course:
         self._optimizers = list(optimizers)
         self._steps = {id(optimizer): 0 for optimizer in optimizers}
         self._steps_before = dict(self._steps)
+        self._of_optimizers = self._counters.of_others(optimizers)
+        self._of_optimizers.note()
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.register_step_post_hook(lambda stepped, *_: self.stepped(stepped))
@@ -287,6 +297,7 @@ class Course:
             self._counters.note()
         if self.batches == self._window_first_batch:
             self._window_start = self.recorder.mark()  # the first batch, unlike others, was fetched before the run
+        self._rates.watch()
         self._generators = _generators()
         self._in_batch = True
 
@@ -317,13 +328,14 @@ class Course:
         batches = self.batches - self._window_first_batch
         if self._by_batches and batches % self._window_batches:
             return False
-        if any(self._steps[key] == self._steps_before[key] for key in self._awaited()):
+        if any(self._steps[key] == self._steps_before.get(key, 0) for key in self._awaited()):
             return False
         now = self.recorder.mark()
         made = self.recorder.made_between(self._window_start, now, _LASTING)
         self._windows.append(_Window(batches, made, now.kept_bytes))
         self._marks.append(now)
         self._window_first_batch, self._steps_before = self.batches, dict(self._steps)
+        self._of_optimizers.note(self._of_optimizers.by_batch)
         return True
 
     def _awaited(self) -> list[int]:
@@ -369,7 +381,7 @@ class Course:
         """Whether the last batch changed what it may act on in the next one."""
         if self._is_late:
             return False
-        unsettled = self._counters.unsettled
+        unsettled = (*self._counters.unsettled, *self._of_optimizers.unsettled)
         if unsettled and len(self._windows) >= _UNSETTLED_WINDOWS:
             names = " and ".join(f"`{name}`" for name in unsettled[:_MOST_NAMES])
             self.remarks.append(
@@ -377,7 +389,7 @@ class Course:
                 f"while depending on that is in the figures only as far as {self.batches} batches show it"
             )
             return False
-        return bool(unsettled) or self._counters.unwatched
+        return bool(unsettled) or self._counters.unwatched or self._of_optimizers.unwatched
 
     def _growth_per_batch(self) -> int:
         """How fast memory grew in the second half of the windows."""
@@ -427,14 +439,16 @@ class Course:
                 yield
             self._is_last = False
         yield from self._at_numbers()
+        yield from self._at_rates()
         if self._epoch_hooks:
             yield from self._in_epochs()
 
     def _at_numbers(self) -> Iterator[None]:
         """Prepare a batch at each number at which the step may do something else."""
-        counters, first = self._counters, self.batches
+        counters, of_optimizers, first = self._counters, self._of_optimizers, self.batches
         tried: set[int] = set()
         counters.fix(counters.by_batch, first)
+        of_optimizers.fix(of_optimizers.by_batch, first)
         while numbers := sorted(self._telling_numbers(first) - tried):
             if len(tried) >= _MOST_NUMBERS:
                 self.remarks.append(
@@ -442,12 +456,48 @@ class Course:
                 )
                 return
             tried.add(numbers[0])
-            for _ in range(self._window_batches):
-                self._number = numbers[0]
-                counters.go_on(counters.by_batch, numbers[0])
+            of_optimizers.go_on(of_optimizers.by_batch, numbers[0])
+            for batch in range(self._batches_at(numbers[0], first)):
+                self._number = numbers[0] + (0 if self._by_batches else batch)
+                counters.go_on(counters.by_batch, self._number)
                 self._tried.append(f"at {numbers[0]:,}")
                 yield
-            counters.fix(counters.by_batch, numbers[0] + 1)
+            of_optimizers.note(of_optimizers.by_batch)
+            for known in (counters, of_optimizers):
+                known.fix(known.by_batch, numbers[0] + 1)
+
+    def _at_rates(self) -> Iterator[None]:
+        """Prepare batches at learning rates with which the step may do something else."""
+        for _ in range(_MOST_NUMBERS):
+            rates = self._rates.unseen(self.length.all_steps, self.length.epochs)
+            if not rates:
+                return
+            with self._rates.tried(rates[0]):
+                for _ in range(2 * self._batches_of_window):  # twice, as states are made at the end of a step
+                    self._tried.append(f"at a learning rate of {min(rates[0]):g}")
+                    yield
+        self.remarks.append(
+            f"{self._reason()}: more than {_MOST_NUMBERS} of them decide what it does, not all were tried"
+        )
+
+    def _batches_at(self, number: int, first: int) -> int:
+        """Batches in which a number is tried: where optimizers have counted to it, until each has stepped."""
+        is_of_optimizers = self._by_batches or number in self._telling_steps(first)
+        return self._batches_of_window if is_of_optimizers else 1
+
+    @property
+    def _batches_of_window(self) -> int:
+        return self._window_batches if self._by_batches else self._windows[-1].batches
+
+    def _telling_steps(self, first: int) -> set[int]:
+        """Numbers at which an optimizer may do something else, one for each of its steps.
+
+        Args:
+            first: The batch that would come next.
+        """
+        steps = self.length.all_steps
+        last = None if steps is None else first + steps - len(self._windows) - 1
+        return self._of_optimizers.telling_turns(self._of_optimizers.by_batch, last)
 
     def _telling_numbers(self, first: int) -> set[int]:
         """Numbers at which the step may do something else.
@@ -455,13 +505,11 @@ class Course:
         Args:
             first: The batch that would come next.
         """
-        begin = {"batch": first, "step": min(first, sum(self._steps.values())), "epoch": 1}
-        found: set[int] = set()
+        begin = {"batch": first, "total": first, "step": min(first, sum(self._steps.values())), "epoch": 1}
+        found = self._telling_steps(first)
         for name, asked in self._asked.items():
             found |= set(asked.telling_numbers(self._last(name), begin[name]))
-        batches, epochs = self.length.batches, self.length.epochs
-        last = None if batches is None or epochs is None else batches * epochs - 1
-        return found | self._counters.telling_turns(self._counters.by_batch, last)
+        return found | self._counters.telling_turns(self._counters.by_batch, self._last("total"))
 
     def _in_epochs(self) -> Iterator[None]:
         """Prepare batches of the second epoch, and of those in which a hook at their start may do something else."""
@@ -489,14 +537,18 @@ class Course:
 
     def _last(self, name: str) -> int | None:
         """The last number of the real run; None if that isn't known."""
-        count = {"batch": self.length.batches, "step": self.length.all_steps, "epoch": self.length.epochs}[name]
+        batches, epochs = self.length.batches, self.length.epochs
+        if name == "total":
+            count = None if batches is None or epochs is None else batches * epochs
+        else:
+            count = {"batch": batches, "step": self.length.all_steps, "epoch": epochs}[name]
         return None if count is None else count - 1
 
     def number(self, name: str, value: int) -> int:
         """A number of the batch at hand as the step shall see it: the real one, or one that is tried.
 
         Args:
-            name: `batch`, `step` or `epoch`.
+            name: `batch`, `step`, `epoch`, or `total`: that of the batch in all epochs.
             value: The real one.
         """
         if not self._in_run:
@@ -566,8 +618,9 @@ class Course:
     def _reason(self) -> str:
         """Why a step was tried further."""
         names = [_ASKED[name] for name, asked in self._asked.items() if asked]
+        names += ["its learning rate"] * self._rates.is_asked
         names += ["whether its batch is the last"] * self._asks_for_last
-        names += [f"`{name}`, which counts" for name in self._counters.asked_names()[:_MOST_NAMES]]
+        names += [f"`{name}`, which counts" for name in self._counted_names()[:_MOST_NAMES]]
         parts = ["draws random numbers"] * self.draws + [f"asks for {' and '.join(names)}"] * bool(names)
         if self._epoch_hooks and not parts:
             return "hooks run at the start of every epoch"
@@ -576,7 +629,10 @@ class Course:
     @property
     def _asks(self) -> bool:
         """Whether a step asked for what later ones have otherwise."""
-        return any(self._asked.values()) or self._asks_for_last or bool(self._counters.asked_names())
+        return any(self._asked.values()) or self._asks_for_last or self._rates.is_asked or bool(self._counted_names())
+
+    def _counted_names(self) -> list[str]:
+        return [*self._counters.asked_names(), *self._of_optimizers.asked_names()]
 
     def _peaks(self, events: EventList) -> list[int]:
         """Highest level of every window and extra batch."""
@@ -606,6 +662,11 @@ _UNSETTLED_WINDOWS = 8
 
 _MOST_NAMES = 3
 
-_ASKED = {"batch": "the number of its batch", "step": "`global_step`", "epoch": "`current_epoch`"}
+_ASKED = {
+    "batch": "the number of its batch",
+    "total": "the number of its batch in all epochs",
+    "step": "`global_step`",
+    "epoch": "`current_epoch`",
+}
 
 _LASTING = (Category.GRADIENT, Category.OPTIMIZER_STATE)

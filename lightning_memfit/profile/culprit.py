@@ -114,12 +114,31 @@ def calling_line(thread: int | None = None) -> str:
 
 
 def is_asked_by_user() -> bool:
-    """Whether the caller of the calling property, past properties of the same name, is the user's code."""
+    """Whether the caller of the calling property, past properties of the same name, is the user's code.
+
+    What the property itself calls of its file is not its caller.
+    """
     frames = running_frames()
     next(frames)
-    name = next(frames).f_code.co_name
-    asking = next((frame for frame in frames if frame.f_code.co_name != name), None)
+    code = next(frames).f_code
+    asking = next(
+        (one for one in frames if code.co_name != one.f_code.co_name and code.co_filename != one.f_code.co_filename),
+        None,
+    )
     return asking is not None and owner_of_frame(asking) == "user"
+
+
+_ASK_THEMSELVES = ("torch.nn.", "torch.distributions.", "torch.optim.")
+"""Packages of torch whose own code has branches on values."""
+
+
+def is_read_by_user() -> bool:
+    """Whether the value that is read at the moment is one that the user's own code asks for."""
+    for frame in running_frames():
+        name = str(frame.f_globals.get("__name__", ""))
+        if owner_of_frame(frame) != "machinery" or name.startswith(_ASK_THEMSELVES):
+            return owner_of_frame(frame) == "user"
+    return False
 
 
 @dataclass(frozen=True)

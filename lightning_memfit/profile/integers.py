@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_memfit.memory.ledger import tensors_among
-from lightning_memfit.profile.culprit import calling_line
+from lightning_memfit.profile.culprit import calling_line, is_read_by_user
 from lightning_memfit.profile.fake import fake_clone
 from lightning_memfit.profile.watched import TensorNumbers, WatchedFloat, WatchedInt, may_count
 
@@ -161,6 +161,8 @@ class RealIntegers(TorchDispatchMode):
         self.assumptions: list[str] = []
         self.taken: list[str] = []
         """Assumptions to which there is no second choice."""
+        self.conditions: list[str] = []
+        """Branches of the user's on values of the batch, in words."""
         self.took_distinct = False
         """Whether unknown elements were taken to differ."""
         self.gave_addresses = False
@@ -286,6 +288,7 @@ class RealIntegers(TorchDispatchMode):
             return func(*args, **kwargs)
         real = self._real_result(func, args, kwargs, tensors)
         number = self.counted.computed(func, args, kwargs) if self.counted else None
+        moved = self.counted.moved(func, args, kwargs) if self.counted else []
         basis = self._joined_basis(tensors) if func._overloadpacket not in _FILLED else frozenset()
         if real is None and func in _FINITE:
             real, basis = self._taken_finite(func, args), frozenset({_FINITE_FLOATS})
@@ -308,6 +311,7 @@ class RealIntegers(TorchDispatchMode):
             self._forget_written(func, args, kwargs)
         elif func in _LARGEST:
             self._assume_places(func, args, kwargs, result)
+        self.counted.note_moved(moved)
         return result
 
     def _equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -363,13 +367,22 @@ class RealIntegers(TorchDispatchMode):
             number.asked.in_arithmetic = True
         if value is not None and self._decide([tensor]):
             with _disable_current_modes():
-                return value.item()
+                known = value.item()
+            self._note_condition(tensor, known)
+            return known
         try:
             return func(tensor)  # constants that the fake mode knows itself
         except DataDependentOutputException:
             answer = self.assumed.of(tensor.dtype)
             self.assumptions.append(f"an unknown {_name(tensor.dtype)} value was read as {answer}{calling_line()}")
             return answer
+
+    def _note_condition(self, tensor: torch.Tensor, value: Any) -> None:
+        """Note a branch of the user's own on values of the batch, which other batches may take otherwise."""
+        if tensor.dtype is torch.bool and _OF_BATCH in self._basis_of(tensor) and is_read_by_user():
+            self.conditions.append(
+                f"a condition on the batch was {value}{calling_line()}: figures are those of batches in which it is so"
+            )
 
     def _real_result(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         packet = func._overloadpacket
@@ -391,7 +404,8 @@ class RealIntegers(TorchDispatchMode):
 
         with _disable_current_modes(), torch.no_grad():
             try:
-                return func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
+                result = func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
+                return result if func._schema.returns else ()  # an operator on lists only writes to them
             except (RuntimeError, NotImplementedError):
                 return None
 

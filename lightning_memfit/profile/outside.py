@@ -45,7 +45,7 @@ from lightning_memfit.profile.culprit import owner_of
 from lightning_memfit.profile.reads import meanings, names_in
 from lightning_memfit.profile.seal import RefusedError
 from lightning_memfit.profile.settings import kept_settings
-from lightning_memfit.profile.stand_ins import ATOMS, is_same, is_stand_in, moved_later, stand_in
+from lightning_memfit.profile.stand_ins import ATOMS, COPIED_ITERATORS, is_same, is_stand_in, moved_later, stand_in
 from lightning_memfit.profile.threads import OtherThreads
 from lightning_memfit.profile.watched import Place
 
@@ -134,7 +134,7 @@ class Outside:
         self._notes = notes
 
     def numbers(self) -> Iterator[Place]:
-        """Containers that held numbers, with the key and name of each: namespaces, classes and cells of closures."""
+        """Containers that held numbers or iterators, with the key and name of each: namespaces, classes and cells."""
         for container, keys, name in self._notes.numbers:
             for key in keys:
                 yield container, key, _shown((*name, key) if key is not None else name).strip("`")
@@ -277,7 +277,7 @@ class _Notes:
         """Not followed."""
 
     def _note_numbers(self, container: Any, items: Iterable[tuple[Any, Any]], name: _Name) -> None:
-        keys = [key for key, one in items if type(one) in (int, float)]
+        keys = [key for key, one in items if type(one) in _COUNTING]
         if keys:
             self.numbers.append((container, keys, name))
 
@@ -682,6 +682,8 @@ _MISSING = object()
 
 _OF_THE_COPY = {"_parameters", "_buffers", "_modules", "_trainer", "_fabric"}
 """Attributes of modules that a copy has of its own, or not at all."""
+
+_COUNTING = (int, float, *COPIED_ITERATORS)
 
 _CONTAINERS = (dict, list, set, tuple, OrderedDict)
 

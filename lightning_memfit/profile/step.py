@@ -9,7 +9,7 @@ import logging
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -218,6 +218,7 @@ def _run_lightning(
             _going_on(),
             without_barriers(),
             _progress_bar_unread(),
+            _watched_loops(course, trainer.fit_loop),
         ):
             trainer.fit(module, _Repeated(batch, course, trainer))
     recorder.phase("end")
@@ -285,6 +286,61 @@ def _watched_trainer(course: Course) -> Any:
             return values
 
     return WatchedTrainer
+
+
+@contextmanager
+def _watched_loops(course: Course, loop: Any) -> Iterator[None]:
+    """Watch the numbers of Lightning's loops that the user's code reads, as those of its Trainer.
+
+    Args:
+        course: Says what they shall be.
+        loop: The Trainer's loop over epochs.
+    """
+    from lightning.pytorch.loops import progress
+    from lightning.pytorch.loops.fit_loop import _FitLoop
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress
+    trackers: dict[int, str] = {id(batches.current): "batch", id(batches.total): "total"}
+    trackers |= {id(epochs.current): "epoch", id(epochs.total): "epoch"}
+    numbers = {
+        "batch": lambda: vars(batches.current)["ready"] - 1,
+        "total": lambda: vars(batches.total)["ready"] - 1,
+        "epoch": lambda: vars(epochs.current)["processed"],
+    }
+
+    def watched(kind: type, attribute: str, name: str) -> AbstractContextManager[None]:
+        read: Any = vars(kind)[attribute].fget
+
+        def numbered(owner: Any) -> int:
+            value: int = read(owner)
+            return course.number(name, value) if is_asked_by_user() else value
+
+        return replaced(kind, attribute, property(numbered))
+
+    def counted(kind: type, attribute: str) -> AbstractContextManager[None]:
+        def read(tracker: Any) -> int:
+            value, name = vars(tracker)[attribute], trackers.get(id(tracker))
+            if name is None or not is_asked_by_user():
+                return int(value)
+            number = numbers[name]()
+            seen: int = course.number(name, number) + (value - number)
+            return seen
+
+        def write(tracker: Any, value: int) -> None:
+            vars(tracker)[attribute] = value
+
+        return replaced(kind, attribute, property(read, write))
+
+    with contextlib.ExitStack() as stack:
+        for kind in (_FitLoop, _TrainingEpochLoop):
+            stack.enter_context(watched(kind, "total_batch_idx", "total"))
+            stack.enter_context(watched(kind, "batch_idx", "batch"))
+        stack.enter_context(watched(_TrainingEpochLoop, "global_step", "step"))
+        for tracker in (progress._ReadyCompletedTracker, progress._StartedTracker, progress._ProcessedTracker):
+            for attribute in tracker.__annotations__:
+                stack.enter_context(counted(tracker, attribute))
+        yield
 
 
 @contextmanager
@@ -386,6 +442,7 @@ _NUMBERED_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 def _phase_callback(course: Course, others: tuple[Any, ...]) -> Any:
     import lightning.pytorch as pl
+    from lightning.pytorch.core.optimizer import _MockOptimizer
 
     recorder = course.recorder
 
@@ -412,10 +469,13 @@ def _phase_callback(course: Course, others: tuple[Any, ...]) -> Any:
         @override
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             recorder.track_module(pl_module)
-            for optimizer in trainer.optimizers:
+            # One that steps nothing is Lightning's own, where a module gives none and has a way of its own to step.
+            optimizers = [one for one in trainer.optimizers if not isinstance(one, _MockOptimizer)]
+            for optimizer in optimizers:
                 recorder.track_optimizer(optimizer)
             epoch_hooks = begins_epochs(pl_module) or any(map(runs_at_epoch_start, others))
-            course.follow(trainer.optimizers, not pl_module.automatic_optimization, epoch_hooks)
+            manual, schedulers = not pl_module.automatic_optimization, trainer.lr_scheduler_configs
+            course.follow(optimizers, manual, epoch_hooks, schedulers)
             wrap_method(trainer.strategy, "training_step", with_number, innermost=True)
             wrap_method(trainer.strategy, "optimizer_step", count_step)
             for name in _NUMBERED_HOOKS:

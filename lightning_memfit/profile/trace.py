@@ -307,6 +307,9 @@ class Trace:
     """What the figures don't cover, or are the largest of."""
 
 
+_MOST_CONDITIONS = 3
+"""Branches on values of the batch that are named."""
+
 _NEGLIGIBLE_BYTES = 4096
 """Gradient clipping joins the norms of all parameters, four bytes each."""
 
@@ -465,7 +468,7 @@ def _what_ran(
         host=recorder.host_memory(fold.num_blocks),
         batches=course.batches,
         growth=course.growth,
-        remarks=(*course.remarks, *recorder.remarks()),
+        remarks=(*course.remarks, *recorder.remarks(), *list(dict.fromkeys(integers.conditions))[:_MOST_CONDITIONS]),
     )
 
 

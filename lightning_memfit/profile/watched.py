@@ -8,13 +8,17 @@ may do something else than before.
 
 import math
 import operator
+import sys
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
+from functools import lru_cache
 from random import Random
-from typing import Any
+from types import FunctionType, GeneratorType
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -86,6 +90,14 @@ def _turns_until(divisor: float, value: float, step: float) -> float:
     return float((-value % divisor) / step if step > 0 else (value % divisor) / -step)
 
 
+def _is_asked_by_torchs_optimizers() -> bool:
+    """Whether code of torch's own optimizers or schedulers asks, in which no branch makes tensors once in a while."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("lightning_memfit.profile."):
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch.optim.")
+
+
 def _plain(value: Any) -> Any:
     return value.plain() if isinstance(value, _Watched) else value
 
@@ -111,6 +123,8 @@ class _Watched:
     def _compared(self, other: Any) -> None:
         if isinstance(other, _Watched):
             return  # both go on, so that there is no number at which the answer changes
+        if _is_asked_by_torchs_optimizers():
+            return
         if isinstance(other, (int, float)) and abs(other) < 1 << 62:
             self._note(float(other) if isinstance(other, float) else int(other))
         else:
@@ -189,7 +203,8 @@ class _Watched:
         return type(self).of(self.plain() // other, self.asked, self.shift, self.scale * int(other))
 
     def _used(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):  # the branches of a program don't depend on what a tensor is scaled by
+        # The branches of a program don't depend on what a tensor is scaled by.
+        if not isinstance(value, torch.Tensor) and not _is_asked_by_torchs_optimizers():
             self.asked.in_arithmetic = True
         return value
 
@@ -321,6 +336,9 @@ _ON_NUMBERS: dict[Any, Any] = {
 }
 """What operators do with numbers."""
 
+_ON_LISTS: dict[Any, Any] = {aten._foreach_add_: operator.add, aten._foreach_sub_: operator.sub}
+"""What operators do with the numbers of a list."""
+
 
 def may_count(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one number that nobody trains."""
@@ -364,15 +382,32 @@ class TensorNumbers:
             return number
         if operation is None or len(args) < 2 or kwargs.get("alpha", 1) != 1:
             return None
-        other = args[1]
+        return cast(WatchedInt | WatchedFloat | None, self._moved(operation, number, args[1]))
+
+    def moved(self, func: Any, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, WatchedInt | WatchedFloat | None]]:
+        """The watched numbers of a list that an operator writes to, and what it makes of them."""
+        if not func._schema.is_mutable or not args or not isinstance(args[0], (list, tuple)):
+            return []
+        operation = _ON_LISTS.get(func._overloadpacket) if kwargs.get("alpha", 1) == 1 else None
+        others = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else [*args[1:2]] * len(args[0])
+        return [
+            (tensor, self._moved(operation, number, other))
+            for tensor, other in zip(args[0], others, strict=False)
+            if (number := self.of(tensor)) is not None
+        ]
+
+    def _moved(self, operation: Any, number: WatchedInt | WatchedFloat, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             known = self._value_of(other) if other.numel() == 1 else None
-            if known is None:
-                return None
             with _disable_current_modes():
-                other = known.item()
-        result = operation(number, other)
+                other = None if known is None else known.item()
+        result = operation(number, other) if operation is not None and other is not None else None
         return result if isinstance(result, (WatchedInt, WatchedFloat)) else None
+
+    def note_moved(self, moved: list[tuple[torch.Tensor, WatchedInt | WatchedFloat | None]]) -> None:
+        """Watch what an operator has made of the numbers of a list."""
+        for tensor, number in moved:
+            self.forget(id(tensor)) if number is None else self.watch(tensor, number)
 
     def item(self, tensor: torch.Tensor) -> Any:
         """What `tensor.item()` gives."""
@@ -406,7 +441,7 @@ class RealCounters(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.counted:
             return func(*args, **kwargs)
-        number = self.counted.computed(func, args, kwargs)
+        number, moved = self.counted.computed(func, args, kwargs), self.counted.moved(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             asked = self.counted.of(args[0])
             if asked is not None:  # `int(counter)`: what becomes of it can't be followed
@@ -414,6 +449,7 @@ class RealCounters(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func._schema.is_mutable and args:
             self.counted.forget(id(args[0]))
+        self.counted.note_moved(moved)
         if number is not None and isinstance(result, torch.Tensor):
             self.counted.watch(result, number)
         return result
@@ -471,7 +507,7 @@ class Counters:
     """Finds numbers that change from turn to turn in objects, watches them, and sets them to those of later turns.
 
     Args:
-        roots: Objects whose state belongs to a run, such as its module and callbacks, by name.
+        roots: Objects whose state belongs to a run, such as its module, callbacks and optimizers.
         outside: Gives the numbers that lie elsewhere and that a run may change.
         tensors: Access to one-element tensors; without it these are left alone.
     """
@@ -492,6 +528,10 @@ class Counters:
         """Whether the last turn changed a number that was not watched in it."""
         self.unsettled: tuple[str, ...] = ()
         """Names of what else the last turn changed: switches, words, generators."""
+
+    def of_others(self, roots: Iterable[Any]) -> "Counters":
+        """The same for other objects, and for nothing that lies elsewhere."""
+        return Counters(roots, None, self._tensors)
 
     @property
     def is_noted(self) -> bool:
@@ -590,11 +630,39 @@ class Counters:
                 for path, child in root.named_modules():
                     for found in self._within(child, f"{path}." if path else "", 0, known):
                         yield (number, found[2]), *found
+            elif isinstance(root, torch.optim.Optimizer):
+                for place, container, key, name, value in self._of_optimizer(root, f"{type(root).__name__}.", known):
+                    yield (number, place), container, key, name, value
             else:
                 for found in self._within(root, f"{type(root).__name__}.", 0, known):
                     yield (number, found[2]), *found
         for container, key, name in self._outside() if self._outside is not None else ():
-            yield (id(container), key), container, key, name, _read(container, key)
+            value = _read(container, key)
+            shown = _Shown(_reached(value)) if _is_plain_iterator(type(value)) else value
+            yield (id(container), key), container, key, name, shown
+
+    def _of_optimizer(
+        self, optimizer: torch.optim.Optimizer, prefix: str, known: set[int]
+    ) -> Iterator[tuple[Any, Any, Any, str, Any]]:
+        """What an optimizer of others than torch holds: its attributes and groups, and its state of each parameter."""
+        if id(optimizer) in known:
+            return
+        known.add(id(optimizer))
+        if type(optimizer).__module__.startswith(_WITHOUT_COUNTERS):
+            return
+        attributes = vars(optimizer)
+        for name, value in list(attributes.items()):
+            if isinstance(value, torch.optim.Optimizer):  # that a wrapper steps
+                yield from self._of_optimizer(value, f"{prefix}{name}.", known)
+            elif name not in _OF_OPTIMIZERS:
+                for found in self._at(attributes, name, prefix + name, value, 0, known):
+                    if found[1] not in _SCHEDULED:
+                        yield found[2], *found
+        for parameter, state in list(optimizer.state.items()):
+            if type(state) is dict:
+                for key, value in list(state.items()):
+                    for found in self._at(state, key, f"{prefix}state[...][{key!r}]", value, _DEPTH, known):
+                        yield (id(parameter), key), *found
 
     def _within(self, owner: Any, prefix: str, depth: int, known: set[int]) -> Iterator[tuple[Any, Any, str, Any]]:
         attributes = getattr(owner, "__dict__", None)
@@ -602,7 +670,11 @@ class Counters:
             return
         known.add(id(owner))
         is_module = isinstance(owner, torch.nn.Module)
+        kind: Any = type(owner)
+        measured = _measured_names(kind)
         for name, value in list(attributes.items()):
+            if name in measured and type(value) in _SIZED:
+                yield attributes, name, prefix + name, _Shown(f"{len(value)} entries")
             if not (is_module and (name in _OF_MODULES or name in _OF_LIGHTNING)):
                 yield from self._at(attributes, name, prefix + name, value, depth, known)
         if is_module and self._tensors is not None:
@@ -621,16 +693,17 @@ class Counters:
                 number = self._tensors.read(value)
                 if number is not None:
                     yield container, key, name, number
-        elif kind is count:
-            yield container, key, name, _Shown(repr(value))
+        elif _is_plain_iterator(kind):
+            yield container, key, name, _Shown(_reached(value))
         elif kind in (Random, np.random.Generator):
             yield container, key, name, _Shown(_state(value))
         elif depth < _DEPTH and kind in (dict, list):
             if value and len(value) <= _MOST_ENTRIES and id(value) not in known:
                 known.add(id(value))
                 entries = value.items() if kind is dict else enumerate(value)
-                for inner, one in list(entries):
-                    yield from self._at(value, inner, f"{name}[{inner!r}]", one, depth + 1, known)
+                for number, (inner, one) in enumerate(list(entries)):
+                    shown = repr(inner) if type(inner) in _NAMED_KEYS else f"{type(inner).__name__} {number}"
+                    yield from self._at(value, inner, f"{name}[{shown}]", one, depth + 1, known)
         elif depth < _DEPTH and not isinstance(value, _NOT_FOLLOWED) and _is_followed(kind):
             yield from self._within(value, f"{name}.", depth + 1, known)
 
@@ -648,10 +721,68 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _OF_LIGHTNING = frozenset(("_trainer", "_fabric", "_current_fx_name", "_log_hyperparams", "_hparams", "_apply"))
 
 
+_NAMED_KEYS = (str, int, bool, float, tuple, type(None))
+
+_WITHOUT_COUNTERS = ("torch.", "lightning_memfit.")
+"""Packages whose optimizers do the same in every step, but for the first."""
+
+_OF_OPTIMIZERS = frozenset((*vars(torch.optim.SGD([torch.zeros(0)], lr=0.1)), "_opt_called", "_step_count")) - {
+    "param_groups"
+}
+
+_SCHEDULED = ("lr", "initial_lr", "momentum", "betas")
+"""What schedulers set in groups."""
+
+
 class _Shown(str):
     """The state of an object in words."""
 
     __slots__ = ()
+
+
+_SIZED = (list, deque, dict, set)
+
+_OUTSIDE_OF_STEPS = ("validation", "test", "predict", "on_validation", "on_test", "on_predict", "on_train_epoch_end")
+
+
+@lru_cache(1024)
+def _measured_names(kind: Any) -> frozenset[str]:
+    """Attributes that methods of the user's, which may run in a step, name together with `len`."""
+    from lightning_memfit.profile.reads import is_users_module, names_in
+
+    methods = [
+        one
+        for base in kind.__mro__
+        if is_users_module(base.__module__)
+        for one in vars(base).values()
+        if isinstance(one, FunctionType) and not one.__name__.startswith(_OUTSIDE_OF_STEPS)
+    ]
+    named = [names_in(method.__code__) for method in methods]
+    return frozenset(name for names in named if "len" in names.globals for name in names.attributes)
+
+
+def _is_plain_iterator(kind: type) -> bool:
+    """Whether it is an iterator of Python's that tells how far it is: no generator, and no file."""
+    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__") and kind is not GeneratorType
+
+
+def _reached(iterator: Any) -> str:
+    """How far an iterator of Python's is, in words."""
+    left = operator.length_hint(iterator, -1)
+    if left >= 0:
+        return f"{left} left"
+    with warnings.catch_warnings(), suppress(Exception):
+        warnings.simplefilter("ignore")  # Python will not copy those of itertools for ever
+        return _reached_within(iterator.__reduce__())
+    return ""
+
+
+def _reached_within(state: Any) -> str:
+    if isinstance(state, tuple):
+        return " ".join(map(_reached_within, state))
+    if isinstance(state, (int, float)):
+        return str(state)
+    return _reached(state) if _is_plain_iterator(type(state)) else ""
 
 
 def _state(generator: Any) -> str:

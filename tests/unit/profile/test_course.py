@@ -424,3 +424,42 @@ def test_leaving_out_spans_keeps_every_other_moment():
     start = shorter.phases[0][0]
     assert shorter.live_bytes()[start:].tolist() == events.live_bytes()[last:].tolist()
     assert shorter.breakdown_at(len(shorter) - 1) == events.breakdown_at(len(events) - 1)
+
+
+class StepsInItsBackward(Manual):
+    """PyTorch's tutorial: every parameter has an optimizer of its own, that Lightning doesn't know."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = {weight: torch.optim.Adam([weight], foreach=False) for weight in self.parameters()}
+        for weight in self.parameters():
+            weight.register_post_accumulate_grad_hook(self.step)
+
+    def step(self, weight):
+        self.steps[weight].step()
+        weight.grad = None
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+
+    def configure_optimizers(self):
+        return None
+
+
+class StepsByHand(Manual):
+    def training_step(self, batch, batch_idx):
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.sub_(weight.grad, alpha=0.01)
+
+    def configure_optimizers(self):
+        return None
+
+
+@pytest.mark.parametrize("module", [StepsInItsBackward, StepsByHand])
+def test_a_module_without_optimizers_of_lightnings_is_known_after_a_few_batches(module):
+    profile = profile_module(module(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
+    assert profile.traced_batches <= 4
+    assert estimate_step(profile).allocated_bytes == pytest.approx(true_peak(module, batch, 3), rel=1e-3)

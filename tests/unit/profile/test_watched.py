@@ -1,11 +1,14 @@
 """What a step, or a hook, does once in a while is in the figures, whatever it counts by."""
 
+import itertools
+
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, SequentialLR, StepLR
 
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.profile.build import measure_step, profile_module
@@ -298,3 +301,247 @@ def test_counters_tell_the_turns_in_which_they_matter():
     assert WatchedInt.of(2, asked) % 10 != 6
     assert 4 in asked.telling_turns(2, 1, None)
     assert asked.telling_turns(2, 1, 3) == [3]
+
+
+class EveryFifth(torch.optim.SGD):
+    """Precomputes something large in every fifth step, as preconditioners and averages of weights do."""
+
+    kept: object = None
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.kept = torch.zeros(200_000) if self.is_fifth() else None
+        return loss
+
+    def parameters(self):
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+class ByItself(EveryFifth):
+    k = 0
+
+    def is_fifth(self):
+        self.k += 1
+        return self.k % 5 == 0
+
+
+class ByItsGroups(EveryFifth):
+    def is_fifth(self):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return self.param_groups[0]["k"] % 5 == 0
+
+
+class ByItsStates(EveryFifth):
+    def is_fifth(self):
+        for parameter in self.parameters():
+            self.state[parameter]["t"] = self.state[parameter].get("t", 0) + 1
+        return self.state[self.parameters()[0]]["t"] % 5 == 0
+
+
+class ByATensor(EveryFifth):
+    def is_fifth(self):
+        for parameter in self.parameters():
+            self.state[parameter].setdefault("step", torch.zeros(())).add_(1)
+        return self.state[self.parameters()[0]]["step"] % 5 == 0
+
+
+class ByAdamsTensor(torch.optim.AdamW):
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.kept = torch.zeros(200_000) if next(iter(self.state.values()))["step"] % 5 == 0 else None
+        return loss
+
+
+class Wraps(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        self.inner = ByItself(parameters)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def trained_by(optimizer, base=Classifier):
+    return type("Trained", (base,), {"configure_optimizers": lambda self: optimizer(self.parameters())})
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("optimizer", [ByItself, ByItsGroups, ByItsStates, ByATensor, ByAdamsTensor, Wraps])
+def test_an_optimizer_may_count_by_itself(optimizer):
+    found, profile = figures(trained_by(optimizer))
+    assert found == pytest.approx([true_peak(trained_by(optimizer), batch, 7)] * 2, rel=1e-3)
+    assert "which counts" in profile.cautions[0]
+
+
+class StepsInTurn(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        often, seldom = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        (seldom if batch_idx % 3 == 2 else often).step()
+        self.zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), 0.1), ByItsStates(self.head.parameters())
+
+
+def test_optimizers_that_step_in_turn_are_followed_to_their_numbers():
+    found, _ = figures(StepsInTurn)
+    assert found == pytest.approx([true_peak(StepsInTurn, batch, 18)] * 2, rel=1e-3)
+
+
+def test_torchs_own_optimizers_count_in_vain():
+    _, profile = figures(trained_by(torch.optim.AdamW))
+    assert (profile.traced_batches, profile.cautions) == (2, ())
+
+
+class BelowARate(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.large = nn.Linear(WIDTH, 2048)  # its gradients and states come with its first step
+
+    def rate(self):
+        return self.optimizers().param_groups[0]["lr"]
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss + self.large(batch["x"].repeat(6, 1)).mean() if self.rate() < 0.05 else loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        schedule = StepLR(optimizer, 5, 0.1)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class BelowALastRate(BelowARate):
+    def rate(self):
+        return self.lr_schedulers().get_last_lr()[0]
+
+
+class BelowARateOfASequence(BelowARate):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        parts = [
+            ConstantLR(optimizer, 1, 1),
+            CosineAnnealingLR(optimizer, 4),
+        ]
+        schedule = SequentialLR(optimizer, parts, [3])
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("module", [BelowARate, BelowALastRate, BelowARateOfASequence])
+def test_a_step_may_act_on_its_learning_rate(module):
+    found, profile = figures(module, max_steps=8)
+    assert found == pytest.approx([true_peak(module, batch, 8)] * 2, rel=1e-3)
+    assert "learning rate" in profile.cautions[0]
+    assert figures(module, max_steps=3)[0] == pytest.approx([true_peak(module, batch, 3)] * 2, rel=1e-3)
+
+
+class InTheLoop(Larger):
+    read = staticmethod(lambda loop: loop.epoch_loop.total_batch_idx)
+
+    def training_step(self, batch, batch_idx):
+        return self.larger(batch, self.read(self.trainer.fit_loop) % 7 == 6)
+
+
+class InTheLoopOfEpochs(InTheLoop):
+    read = staticmethod(lambda loop: loop.total_batch_idx)
+
+
+class InItsProgress(InTheLoop):
+    read = staticmethod(lambda loop: loop.epoch_loop.batch_progress.current.ready - 1)
+
+
+class InACallback(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.kept = batch["x"].repeat(400, 1) if trainer.fit_loop.epoch_loop.batch_idx == 5 else None
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("module", "callbacks"),
+    [(InTheLoop, []), (InTheLoopOfEpochs, []), (InItsProgress, []), (Classifier, [InACallback])],
+)
+def test_a_step_may_read_the_numbers_of_lightnings_loops(module, callbacks):
+    truth = true_peak(module, batch, 8, callbacks=[make() for make in callbacks])
+    found, profile = figures(module, callbacks)
+    assert found == pytest.approx([truth] * 2, rel=1e-3)
+    assert "number of its batch" in profile.cautions[0]
+
+
+class TakesTurns(Larger):
+    def __init__(self):
+        super().__init__()
+        self.turns = itertools.cycle([False] * 11 + [True])
+
+    def training_step(self, batch, batch_idx):
+        return self.larger(batch, next(self.turns))
+
+
+def ticking():
+    ticks = iter(range(10**9))
+    return lambda: next(ticks)
+
+
+TICK = ticking()
+
+
+class TicksOutside(Larger):
+    def training_step(self, batch, batch_idx):
+        return self.larger(batch, TICK() % 12 == 11)
+
+
+class CountsWhatItKeeps(Larger):
+    def __init__(self):
+        super().__init__()
+        self.history = []
+
+    def training_step(self, batch, batch_idx):
+        self.history.append(0.0)
+        return self.larger(batch, len(self.history) % 12 == 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(TakesTurns, "`turns`"), (TicksOutside, "ticks`"), (CountsWhatItKeeps, "`history`")],
+)
+def test_what_counts_but_can_not_be_set_is_named(module, name):
+    profile = profile_module(module(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
+    assert f"{name} changes with every batch" in profile.cautions[0]
+
+
+class KeepsForItsEpoch(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        self.losses.append(0.0)
+        return self.loss(batch)
+
+    def on_train_epoch_end(self):
+        self.log("mean", sum(self.losses) / len(self.losses))
+
+
+def test_what_is_kept_for_the_end_of_an_epoch_is_no_counter():
+    profile = profile_module(KeepsForItsEpoch(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
+    assert not any("changes" in caution for caution in profile.cautions)
+
+
+class ActsOnItsBatch(Larger):
+    def training_step(self, batch, batch_idx):
+        return self.larger(batch, (batch["y"] > CLASSES).any())
+
+
+def test_a_branch_on_the_batch_is_named():
+    profile = profile_module(ActsOnItsBatch(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
+    assert "condition on the batch was False" in profile.cautions[0]
+    assert "test_watched.py" in profile.cautions[0]
