@@ -96,6 +96,9 @@ def locked_buffers(case: Case) -> Any:
         return
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
+    from lightning_memfit.nvme.extensions import outlive_killed_builds
+
+    outlive_killed_builds()  # a lock that a killed process left would be waited for until the run's time is over
     handle = AsyncIOBuilder().load().aio_handle
     make = handle.new_cpu_locked_tensor
 

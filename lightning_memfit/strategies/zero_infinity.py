@@ -36,6 +36,7 @@ from lightning_memfit.strategies.upstream.deepspeed import (
     SUB_GROUPS,
     copy_parameters_from_swap_buffers,
     sub_groups_of,
+    swap_in_own_dtype,
 )
 from lightning_memfit.strategies.zero import ZeroStrategy
 from lightning_memfit.strategies.zero_config import with_raw_options
@@ -114,6 +115,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         super().setup_environment()
         if self._on_cpu:
             copy_parameters_from_swap_buffers()
+            swap_in_own_dtype()
 
     # --- before anything is loaded ----------------------------------------------------------------------------------
 

@@ -178,6 +178,27 @@ def _copying(plain: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+def swap_in_own_dtype() -> None:
+    """Let `zero.Init` heed the dtype it is given, as for weights that were made outside of it.
+
+    `_set_dtype` reads `dtype or torch.float16 if ... else torch.bfloat16`, which is `(dtype or torch.float16) if ...`:
+    where fp16 isn't supported, as on the CPU, it ignores `dtype`, and fp32 weights would be read from disk as bf16.
+    """
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Init
+
+    plain = Init._set_dtype
+    if hasattr(plain, "heeds_dtype"):
+        return
+
+    def set_dtype(self: Any, ds_config: Any, dtype: torch.dtype | None) -> None:
+        plain(self, ds_config, dtype)
+        if dtype is not None:
+            self.dtype = dtype
+
+    set_dtype.heeds_dtype = True  # type: ignore[attr-defined]
+    Init._set_dtype = set_dtype
+
+
 def sub_groups_of(engine: Any) -> dict[str, list[Any]]:
     """Names and elements of the optimizer's sub-groups on this rank, to be saved with a checkpoint.
 

@@ -7,7 +7,7 @@ pytest.importorskip("deepspeed")
 
 import torch
 
-from lightning_memfit.strategies.upstream.deepspeed import copy_parameters_from_swap_buffers
+from lightning_memfit.strategies.upstream.deepspeed import copy_parameters_from_swap_buffers, swap_in_own_dtype
 from lightning_memfit.strategies.zero_infinity import ZeroInfinityStrategy
 
 
@@ -52,6 +52,19 @@ def test_upstream_still_hands_out_swap_buffers() -> None:
         assert handle.__init__ is init
     source = inspect.getsource(partition_parameters)
     assert "param.data = param.ds_tensor.data.to(device=get_accelerator().current_device_name()" in source
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_swapped_in_the_dtype_of_a_module_made_before(dtype: torch.dtype) -> None:
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Init
+
+    swap_in_own_dtype()
+    heeding = Init._set_dtype
+    swap_in_own_dtype()
+    assert Init._set_dtype is heeding
+    made = Init.__new__(Init)
+    made._set_dtype(None, dtype)
+    assert made.dtype == dtype
 
 
 def test_names_that_resuming_needs() -> None:
