@@ -66,6 +66,7 @@ NAMES: dict[str, str] = {
     "_computed": "torchmetrics.Metric",
     "_configure_launcher": "lightning.pytorch.strategies.Strategy",
     "_convert_to_deepspeed_param": "deepspeed.runtime.zero.partition_parameters.Init",
+    "_set_dtype": "deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses",
     "_config_initialized": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_cuda_clearCublasWorkspaces": "torch._C",
     "_current_frames": "sys",
@@ -189,7 +190,7 @@ NAMES: dict[str, str] = {
 
 
 # Written by us on others' objects, of ours in another folder, or documented by Python in spite of the underscore.
-_NOT_UPSTREAM = ("_", "_exit", "_fields")
+_NOT_UPSTREAM = ("_", "_exit", "_fields", "_make")
 
 
 @cache
