@@ -28,7 +28,7 @@ WITH_OWN_NINJA := PATH=$(abspath $(BIN)):$$PATH
 unit: $(STAMP)
 	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu"
 
-# Under four minutes on two cores: all but what starts processes, compiles, or trains for long.
+# Some eight minutes on two cores: all but what starts processes, compiles, or trains for long.
 fast: $(STAMP)
 	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow and not medium"
 
