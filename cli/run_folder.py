@@ -30,7 +30,10 @@ _OF_A_START = ("config.yaml", "hparams.yaml", "metrics.csv", "events.out.tfevent
 _STEPS = ("optimizer_step", "validation_step", "test_step", "predict_step")
 
 _VERSIONED = ("CSVLogger", "TensorBoardLogger")
-"""Loggers that make a folder per run themselves, `save_dir/name/version_N`."""
+"""Lightning's loggers that make a folder per run themselves, `save_dir/name/version_N`."""
+
+_LIGHTNINGS = ("lightning", "pytorch_lightning")
+"""Packages of loggers whose folders follow from their arguments. Others are asked once they are made."""
 
 _DEFAULT_NAME = "lightning_logs"
 
@@ -65,7 +68,8 @@ class RunFolder:
 
     It is no callback: the steps of callbacks are part of what a trace copies.
 
-    The folder is `save_dir/name/version_N` as of Lightning's own loggers (with W&B, `name` is the project), and
+    The folder is `save_dir/name/version_N` as of Lightning's own loggers (with W&B, `name` is the project), that of the
+    first logger where its class is the user's own (`log_dir`, or what `save_dir`, `name` and `version` say), and
     `lightning_logs/version_N` where there is no logger, or another that has no folders per run. It is made at once, so
     that no other run takes the same number. Only the first rank makes it; Lightning broadcasts its choice to the others
     (`ModelCheckpoint.setup`, `Trainer.log_dir`).
@@ -83,11 +87,13 @@ class RunFolder:
         self._is_first = _is_first(config)
         self.path: Path | None = None
         self._is_users_choice = False
+        self._default_root = Path(config.get("default_root_dir") or ".")
+        self._asks_logger = False
         self._trainer: Trainer | None = None
         self._made: list[Path] = []
         self._config, self._as_written = config, config.get("logger")
         if not config.get("fast_dev_run") and not _goes_to_address(config):
-            self._claim(Path(config.get("default_root_dir") or "."))
+            self._claim(self._default_root)
 
     def _claim(self, default_root: Path) -> None:
         """Choose the folder, make it, and write it into the configuration of the loggers."""
@@ -98,12 +104,15 @@ class RunFolder:
         for spec in loggers:
             spec.init_args = Namespace(vars(spec.get("init_args") or Namespace()))
         root, name = default_root, _DEFAULT_NAME
+        if loggers and not _is_lightnings(loggers[0]):
+            self._asks_logger = True
+            return
         if loggers and _kind(loggers[0]) in _VERSIONED:
             options = loggers[0].init_args
             root, name = Path(options.get("save_dir") or default_root), options.get("name", _DEFAULT_NAME) or ""
             if options.get("version") is not None:
                 version, self._is_users_choice = options.version, True
-                self.path = root / name / (version if isinstance(version, str) else f"version_{version}")
+                self.path = root / name / _version_folder(version)
             else:
                 self.path = self._new(root / name)
                 options.version = int(self.path.name.removeprefix("version_"))
@@ -125,16 +134,38 @@ class RunFolder:
         number = max(numbers, default=-1) + 1
         if not self._is_first:
             return parent / f"version_{number}"
-        for folder in reversed([parent, *parent.parents]):
-            if not folder.exists():
-                folder.mkdir(exist_ok=True)
-                self._made.append(folder)
-        while True:
-            with contextlib.suppress(FileExistsError):  # another run's, from this moment
-                (parent / f"version_{number}").mkdir()
-                self._made.append(parent / f"version_{number}")
-                return self._made[-1]
+        while not self._makes(parent / f"version_{number}"):
             number += 1
+        return self._made[-1]
+
+    def _makes(self, folder: Path) -> bool:
+        """Make a folder, and those above it; False if it is another run's, from this moment."""
+        for above in reversed(folder.parents):
+            if not above.exists():
+                above.mkdir(exist_ok=True)
+                self._made.append(above)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            self._made.append(folder)
+            return True
+        return False
+
+    def _ask(self, logger: Any) -> None:
+        """Take the folder of a logger of the user's own class, whose arguments don't say where it writes."""
+        folder = _told(logger, "log_dir")
+        save_dir = _told(logger, "save_dir")
+        if "://" in str(folder or save_dir):
+            return
+        if folder is not None:
+            self.path = Path(folder)
+            self._is_users_choice = self._is_first and not self._makes(self.path)
+            return
+        if save_dir is None:
+            self.path = self._new(self._default_root / _DEFAULT_NAME)
+            return
+        parent, version = Path(save_dir) / str(_told(logger, "name") or ""), _told(logger, "version")
+        own = None if version is None else parent / _version_folder(version)
+        self.path = own if own is not None and (not self._is_first or self._makes(own)) else self._new(parent)
 
     def follow(self, trainer: Trainer) -> None:
         """Put the run's configuration and checkpoints into the folder, and watch whether the run begins.
@@ -144,6 +175,8 @@ class RunFolder:
         """
         self._trainer = trainer
         self._config.logger = self._as_written  # what is saved can be run again, into a new folder
+        if self._asks_logger and trainer.loggers:
+            self._ask(trainer.loggers[0])
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if isinstance(callback, SaveConfig):
@@ -230,6 +263,22 @@ def _is_first(config: Namespace) -> bool:
     machine = os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0"))
     is_other_machine = config.get("num_nodes", 1) > 1 and machine != "0"
     return getattr(rank_zero_only, "rank", 0) == 0 and not is_other_machine
+
+
+def _is_lightnings(spec: Namespace) -> bool:
+    package, dot, _ = str(spec.get("class_path")).partition(".")
+    return not dot or package in _LIGHTNINGS
+
+
+def _told(logger: Any, name: str) -> Any:
+    """What a logger of the user's says of itself; None if it doesn't, or fails to."""
+    with contextlib.suppress(Exception):
+        return getattr(logger, name, None)
+    return None
+
+
+def _version_folder(version: Any) -> str:
+    return version if isinstance(version, str) else f"version_{version}"
 
 
 def _kind(spec: Namespace) -> str:

@@ -115,8 +115,12 @@ def export_adapters(checkpoint: dict[str, Any], folder: str | Path) -> Path:
 
 def _new_folder(folder: str | Path) -> Path:
     target = Path(folder).expanduser()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"`folder={str(folder)!r}` is not empty. Name a new folder: nothing is overwritten.")
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ValueError(f"`folder={str(folder)!r}` is not empty. Name a new folder: nothing is overwritten.")
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a link to nowhere, a file on the way, no permission
+        raise ValueError(f"`folder={str(folder)!r}` can't be made ({error}). Name a new folder.") from error
     return target
 
 

@@ -93,6 +93,53 @@ def test_two_runs_have_two_folders(recipe, chosen, parent):
     assert folders(parent) == ["version_0", "version_1"]
 
 
+OWN_LOGGERS = """
+from lightning.pytorch.loggers import CSVLogger as Lightnings, Logger
+
+class Fixed(Lightnings):
+    def __init__(self, **options):
+        super().__init__("runs", name="r", **options)
+
+class CSVLogger(Lightnings):  # of the same name
+    def __init__(self, root, **options):
+        super().__init__(root, **options)
+
+class Other(Logger):
+    def __init__(self, save_dir=None, version="0.1"):
+        super().__init__()
+        self._save_dir, self._version = save_dir, version
+    save_dir = property(lambda self: self._save_dir)
+    name = property(lambda self: "other")
+    version = property(lambda self: self._version)
+    def log_metrics(self, metrics, step=None): ...
+    def log_hyperparams(self, params, *more): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "parent", "names"),
+    [
+        ("Fixed", {}, "runs/r", ["version_0", "version_1"]),
+        ("CSVLogger", {"root": "mine"}, "mine/lightning_logs", ["version_0", "version_1"]),
+        ("Other", {}, "lightning_logs", ["version_0", "version_1"]),
+        ("Other", {"save_dir": "mine"}, "mine/other", ["0.1", "version_0"]),
+        ("Other", {"save_dir": "mine", "version": None}, "mine/other", ["version_0", "version_1"]),
+    ],
+)
+def test_a_logger_of_the_users_own_class_says_where(recipe, kind, options, parent, names, monkeypatch):
+    Path("own_loggers.py").write_text(OWN_LOGGERS)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    monkeypatch.delitem(sys.modules, "own_loggers", raising=False)
+    chosen = {"class_path": f"own_loggers.{kind}", "init_args": options}
+    assert fit(recipe, chosen, "--ckpt_path=no.ckpt") == 2
+    assert not Path(Path(parent).parts[0]).exists()  # it never began
+    assert fit(recipe, chosen) == fit(recipe, chosen) == 0
+    assert folders(parent) == names
+    for run in Path(parent).iterdir():
+        assert {"checkpoints", "config.yaml"} <= set(folders(run))
+    assert parent.startswith("lightning_logs") or not Path("lightning_logs").exists()
+
+
 def test_a_folder_that_a_logger_goes_on_in_stays(recipe, monkeypatch):
     """As TensorBoard's with `sub_dir`, it may be deeper than those of versions."""
     Path("deeper.py").write_text(

@@ -195,6 +195,17 @@ def test_export_refuses_a_used_folder(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.parametrize("name", ["link", "file/folder", "x" * 300])
+def test_export_refuses_a_folder_that_cannot_be_made(name, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    module = CausalLM(config=TINY)
+    module.configure_model()
+    with pytest.raises(ValueError, match=rf"`folder='.*{name}'` can't be made"):
+        module.export(tmp_path / name)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "link"]
+
+
 def test_equals_torchmetrics_over_batches_of_different_size():
     torch.manual_seed(0)
     ours, reference = LossPerplexity(), Perplexity(ignore_index=-100)
