@@ -128,17 +128,61 @@ def is_asked_by_user() -> bool:
     return asking is not None and owner_of_frame(asking) == "user"
 
 
-_ASK_THEMSELVES = ("torch.nn.", "torch.distributions.", "torch.optim.")
+_ASK_THEMSELVES = ("torch.nn.", "torch.distributions.")
 """Packages of torch whose own code has branches on values."""
 
 
 def is_read_by_user() -> bool:
     """Whether the value that is read at the moment is one that the user's own code asks for."""
+    frame = next(_asking_frames(), None)
+    return frame is not None and owner_of_frame(frame) == "user"
+
+
+def _asking_frames() -> Iterator[FrameType]:
+    """Frames of the step being run, innermost first, whose own code may have branches on values."""
     for frame in running_frames():
+        if frame.f_code in _RUN_STEPS:
+            return
         name = str(frame.f_globals.get("__name__", ""))
         if owner_of_frame(frame) != "machinery" or name.startswith(_ASK_THEMSELVES):
-            return owner_of_frame(frame) == "user"
-    return False
+            yield frame
+
+
+@dataclass(frozen=True)
+class RunningLoop:
+    """A `while` loop that runs at the moment."""
+
+    frame: FrameType
+    line: int
+    """Where it begins."""
+    has_others: bool
+    """Whether other loops run in it."""
+
+
+def running_while() -> RunningLoop | None:
+    """The innermost `while` loop of the step's code that runs at the moment, as far as its source can be had."""
+    has_others = False
+    for frame in _asking_frames():
+        for begin, end, is_while in _loops_in(frame.f_code):
+            if begin <= frame.f_lineno <= end:
+                if is_while:
+                    return RunningLoop(frame, begin, has_others)
+                has_others = True
+    return None
+
+
+@functools.lru_cache(1024)
+def _loops_in(code: CodeType) -> tuple[tuple[int, int, bool], ...]:
+    """First and last lines of the loops of a function, inner ones first, and whether each is a `while` loop."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return ()
+    loops = [node for node in ast.walk(tree) if isinstance(node, (ast.While, ast.For))]
+    shift = max(first, 1) - 1
+    found = [(one.lineno + shift, (one.end_lineno or one.lineno) + shift, isinstance(one, ast.While)) for one in loops]
+    return tuple(sorted(found, key=lambda one: one[1] - one[0]))
 
 
 @dataclass(frozen=True)

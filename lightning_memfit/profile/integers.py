@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_memfit.memory.ledger import tensors_among
-from lightning_memfit.profile.culprit import calling_line, is_read_by_user
+from lightning_memfit.profile.culprit import RunningLoop, calling_line, is_read_by_user, running_while
 from lightning_memfit.profile.fake import fake_clone
 from lightning_memfit.profile.watched import TensorNumbers, WatchedFloat, WatchedInt, may_count
 
@@ -71,12 +71,21 @@ class AssumedValues:
     routing: Routing = "even"
     all_distinct: bool = True
     """Whether elements that are counted by their values all differ; else they are all alike."""
+    loop_turns: int | None = None
+    """After how often a `while` loop gets other answers than this, until it ends; None is never."""
 
     def of(self, dtype: torch.dtype) -> float | bool | int:
         """The assumed value of a dtype."""
         if dtype.is_floating_point:
             return self.floating
         return self.boolean if dtype is torch.bool else self.integer
+
+    def ending(self, dtype: torch.dtype, turn: int) -> float | bool | int:
+        """Another value, which may end a loop that goes on with the assumed one."""
+        if dtype is torch.bool:
+            return self.boolean == bool(turn % 2)
+        values: tuple[float, ...] = _ENDINGS if dtype.is_floating_point else tuple(map(round, _ENDINGS))
+        return values[turn % len(values)]
 
     def places(self, rows: int, count: int, choices: int) -> torch.Tensor:
         """Assumed places of the `count` largest of `choices` values in each row, all different in a row."""
@@ -87,6 +96,13 @@ class AssumedValues:
         if self.routing == "most":
             return torch.where(torch.arange(rows)[:, None] * count < choices, spread, order)
         return order if self.routing == "first" else choices - 1 - order
+
+
+_ENDINGS = (1e6, -1e6, 1e-6, 1.0)
+"""Values on either side of the thresholds that loops compare with."""
+
+_MOST_TURNS, _MOST_READS = 200, 20_000
+"""Values that may be assumed in one `while` loop: one for each turn, or more of them where other loops run in it."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +158,10 @@ class UnknownSizeError(RuntimeError):
     """The size of a tensor depends on values that a trace doesn't have."""
 
 
+class EndlessError(RuntimeError):
+    """A loop goes on as long as it gets the assumed value."""
+
+
 class RealIntegers(TorchDispatchMode):
     """Compute real integers along with their fakes.
 
@@ -161,6 +181,9 @@ class RealIntegers(TorchDispatchMode):
         self.assumptions: list[str] = []
         self.taken: list[str] = []
         """Assumptions to which there is no second choice."""
+        self._loop: RunningLoop | None = None
+        """The loop in which the last value was assumed."""
+        self._loop_reads = 0
         self.conditions: list[str] = []
         """Branches of the user's on values of the batch, in words."""
         self.took_distinct = False
@@ -270,7 +293,7 @@ class RealIntegers(TorchDispatchMode):
         with _disable_current_modes():
             if value is not None and self._decide([tensor]):
                 return value.detach().cpu().numpy().copy()
-            answer = self.assumed.of(tensor.dtype)
+            answer = self._answer(tensor.dtype)
             self.assumptions.append(
                 f"{tensor.numel()} unknown {_name(tensor.dtype)} values were read as {answer}{calling_line()}"
             )
@@ -373,9 +396,33 @@ class RealIntegers(TorchDispatchMode):
         try:
             return func(tensor)  # constants that the fake mode knows itself
         except DataDependentOutputException:
-            answer = self.assumed.of(tensor.dtype)
+            answer = self._answer(tensor.dtype)
             self.assumptions.append(f"an unknown {_name(tensor.dtype)} value was read as {answer}{calling_line()}")
             return answer
+
+    def _answer(self, dtype: torch.dtype) -> float | bool | int:
+        """The assumed value; in a loop that has turned as often as it shall, one that may end it.
+
+        Raises:
+            EndlessError: If a loop goes on and on.
+        """
+        loop = running_while()
+        if loop is None:
+            return self.assumed.of(dtype)
+        if self._loop is None or self._loop.frame is not loop.frame or self._loop.line != loop.line:
+            self._loop, self._loop_reads = loop, 0
+        self._loop_reads += 1
+        turns = self.assumed.loop_turns
+        if self._loop_reads > (_MOST_READS if loop.has_others else _MOST_TURNS):
+            answer = self.assumed.of(dtype)
+            raise EndlessError(
+                f"a loop goes on for ever while an unknown {_name(dtype)} value is read as {answer}{calling_line()}, "
+                "and how often it turns only real data can tell"
+            )
+        if turns is None or self._loop_reads <= turns:
+            return self.assumed.of(dtype)
+        self.assumptions.append(f"a loop was taken to turn {turns} times{calling_line()}")
+        return self.assumed.ending(dtype, self._loop_reads - turns - 1)
 
     def _note_condition(self, tensor: torch.Tensor, value: Any) -> None:
         """Note a branch of the user's own on values of the batch, which other batches may take otherwise."""

@@ -41,7 +41,14 @@ from lightning_memfit.profile.fake import (
     transformers_not_tracing,
 )
 from lightning_memfit.profile.hooks import StartHooks, with_start_hooks
-from lightning_memfit.profile.integers import ROUTINGS, AssumedValues, RealIntegers, Routing, UnknownSizeError
+from lightning_memfit.profile.integers import (
+    ROUTINGS,
+    AssumedValues,
+    EndlessError,
+    RealIntegers,
+    Routing,
+    UnknownSizeError,
+)
 from lightning_memfit.profile.kernel_records import keeping_learned
 from lightning_memfit.profile.libraries import kept_libraries
 from lightning_memfit.profile.patches import (
@@ -88,6 +95,9 @@ _CHOICES = (
     AssumedValues(floating=1e-6, boolean=False, integer=0),
 )
 """Values on either side of the thresholds that programs compare with."""
+
+_LOOP_TURNS = 3
+"""Turns of a loop that goes on while it gets the assumed value: in the second, what the first has made is alive."""
 
 _SCALAR_BYTES = 512
 """A smaller tensor takes one block of the CUDA allocator, whatever its size."""
@@ -149,11 +159,18 @@ def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"], sever
     """
     found: list[Trace] = []
     failure: TraceError | None = None
+    turns: int | None = None
     for assumed in _CHOICES:
         try:
-            result = trace(assumed)
+            try:
+                result = trace(replace(assumed, loop_turns=turns))
+            except TraceError as error:
+                if turns is not None or not isinstance(error.__cause__, EndlessError):
+                    raise
+                turns = _LOOP_TURNS  # instead of for ever
+                result = trace(replace(assumed, loop_turns=turns))
         except TraceError as error:
-            if isinstance(error.__cause__, UNKNOWN_VALUES) or not error.assumptions:
+            if isinstance(error.__cause__, (*UNKNOWN_VALUES, EndlessError)) or not error.assumptions:
                 raise
             failure = failure or error
             continue
@@ -613,6 +630,9 @@ def _explained(module: torch.nn.Module, integers: RealIntegers) -> Iterator[None
         raise TraceError(f"The training step of {name} can't be traced for CUDA: {error}.") from error
     except (UncopiedError, UnreadableError, RunningGroupError) as error:
         raise TraceError(f"The training step of {name} can't be traced: {error}{_at(Culprit.of(error))}.") from error
+    except EndlessError as error:
+        message = f"The training step of {name} can't be traced: {error}. {WAY_OUT}"
+        raise TraceError(message, tuple(dict.fromkeys(integers.assumptions)), integers.took_distinct) from error
     except Exception as error:
         assumptions = tuple(dict.fromkeys((*integers.assumptions, *integers.routings)))
         culprit = Culprit.of(error)

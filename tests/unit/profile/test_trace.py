@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import random
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -678,3 +679,53 @@ def test_other_sizes_that_depend_on_unknown_values_are_refused(count):
 
     with pytest.raises(TraceError, match="depends on"):
         profile_module(Counts(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
+
+
+class Rejects(Classifier):
+    """Draws until all samples are accepted, as `torch.distributions.VonMises` does."""
+
+    def accepted(self, x):
+        done, kept = torch.zeros_like(x, dtype=torch.bool), torch.zeros_like(x)
+        while not done.all():
+            drawn = torch.rand_like(x)
+            kept = torch.where(drawn < 0.9, drawn, kept)
+            done = done | (drawn < 0.9)
+        return kept
+
+    def training_step(self, batch, batch_idx):
+        return self.loss({**batch, "x": batch["x"] + self.accepted(batch["x"])})
+
+
+class RejectsNumbers(Rejects):
+    """The loop makes numbers only, so that the memory doesn't depend on its turns."""
+
+    def accepted(self, x):
+        drawn = torch.ones(())
+        while drawn.item() > 0.5:
+            drawn = torch.rand(())
+        return drawn
+
+
+class GoesOn(Rejects):
+    def accepted(self, x):
+        while x.mean().item() != 0.5:
+            x = x + 1
+        return x
+
+
+def test_a_loop_that_makes_no_tensors_may_turn_as_often_as_it_likes():
+    began = time.process_time()
+    found = trace_step(RejectsNumbers(), batch(), StepOptions(), Emulation("cpu"))
+    assert time.process_time() - began < 20
+    assert any("a loop was taken to turn" in assumption or "read as" in assumption for assumption in found.assumptions)
+    assert found.events.live_bytes().max() == pytest.approx(true_peak(RejectsNumbers, batch, 3), rel=1e-3)
+
+
+def test_memory_that_depends_on_the_turns_of_a_loop_is_refused():
+    with pytest.raises(TraceError, match=r"depends on values.*test_trace\.py"):
+        trace_step(Rejects(), batch(), StepOptions(), Emulation("cpu"))
+
+
+def test_a_loop_that_never_ends_is_refused_with_its_line():
+    with pytest.raises(TraceError, match=r"a loop goes on for ever while.*test_trace\.py"):
+        trace_step(GoesOn(), batch(), StepOptions(), Emulation("cpu"))
