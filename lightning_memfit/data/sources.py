@@ -157,15 +157,57 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     if file.suffix == _LIST:
         room = HostRoom(f"`dataset`: the bytes and objects of {str(file)!r}, one list,", _IN_PARTS)
         room.take(2 * file.stat().st_size)
-        yield from _objects(json.loads(file.read_text(encoding="utf-8")))
+        yield from _objects(json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_once))
         return
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
-            row = json.loads(line) if line.strip() else {}
-            if not isinstance(row, dict):
-                raise ValueError(f"line {number} is no object")
+            try:
+                row = _object_of(line) if line.strip() else {}
+            except ValueError as error:
+                raise ValueError(f"line {number:,} {error}") from error
             if row:
                 yield row
+
+
+def _object_of(text: str) -> dict[str, Any]:
+    """Return the object of a line.
+
+    Raises:
+        ValueError: With what the line is or has instead, as the end of a sentence.
+    """
+    try:
+        row = json.loads(text, object_pairs_hook=_once)
+    except _TwiceError as error:
+        raise ValueError(f"has {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"is {type(row).__name__} instead of an object")
+    half = _half_of_pair(row) if "\\u" in text else None
+    if half is not None:
+        raise ValueError(f"has {half}")
+    return row
+
+
+class _TwiceError(ValueError):
+    """An object has a key twice, of which a reader would take either value."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _TwiceError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice")
+    return made
+
+
+def _half_of_pair(value: Any) -> str | None:
+    """Name half a surrogate pair in a text, which is no character and can't be written; None if there is none."""
+    if isinstance(value, str):
+        found = next((letter for letter in value if "\ud800" <= letter <= "\udfff"), None)
+        return None if found is None else f"half a character (\\u{ord(found):x}, a lone surrogate) in a text"
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((found for one in inner if (found := _half_of_pair(one))), None)
 
 
 def _read_plainly(path: Path) -> PlainDocuments:
@@ -184,6 +226,10 @@ def _read_plainly(path: Path) -> PlainDocuments:
 def _objects(found: Any) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
         raise ValueError("it is no list of objects; one object on each line makes a .jsonl file")
+    for number, row in enumerate(found, 1):
+        half = _half_of_pair(row)
+        if half is not None:
+            raise ValueError(f"object {number:,} has {half}")
     return found
 
 
@@ -265,7 +311,14 @@ def local_files(path: Path) -> list[Path]:
             ) from error
         if is_empty:
             raise ValueError(f"`dataset`: the file {str(file)!r} is empty. Remove it or fill it.")
+        if file.suffix == ".jsonl" and _is_blank(file):
+            raise ValueError(f"`dataset`: the file {str(file)!r} has blank lines only. Remove it or fill it.")
     return files
+
+
+def _is_blank(file: Path) -> bool:
+    with file.open("rb") as lines:
+        return not any(line.strip(b"\xef\xbb\xbf \t\r\n") for line in lines)
 
 
 def check_texts(documents: Dataset | PlainDocuments, column: str, argument: str, dataset: str = "") -> None:
@@ -355,7 +408,7 @@ def _change_in(file: Path) -> str | None:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             row = json.loads(line) if line.strip() else None
-            for column, value in row.items() if isinstance(row, dict) else ():
+            for column, value in _columns(row if isinstance(row, dict) else {}):
                 kind = "number" if type(value) in (int, float) else type(value).__name__
                 before, first = known.setdefault(column, (kind, number)) if value is not None else (kind, number)
                 if kind != before:
@@ -364,23 +417,49 @@ def _change_in(file: Path) -> str | None:
     return None
 
 
+def _columns(row: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield values of an object, and of what is in them, with their names: `messages`, `messages[]`, `messages[].role`.
+
+    All that is in a list is of one type, as in a column.
+    """
+    for name, value in row.items():
+        waiting = [(f"{above}{name}", value)]
+        while waiting:
+            path, one = waiting.pop()
+            yield path, one
+            if isinstance(one, dict):
+                yield from _columns(one, f"{path}.")
+            elif isinstance(one, list):
+                waiting += [(f"{path}[]", item) for item in reversed(one)]
+
+
 def _fault_of(line: bytes, column: str | None, is_json: bool) -> str | None:
     try:
         text = line.decode("utf-8-sig")
-        row = json.loads(text) if is_json and text.strip() else None
     except UnicodeDecodeError as error:
         return (
             f"is not UTF-8 (byte {error.start + 1} of it is {error.object[error.start]:#04x}): save the file as UTF-8"
         )
-    except (ValueError, RecursionError) as error:
-        return f"is no JSON: {error}"
-    if row is None or isinstance(row, list):
+    if not is_json or not text.strip():
         return None
-    if not isinstance(row, dict):
-        return f"is {type(row).__name__} instead of an object"
+    try:
+        row = _object_of(text)
+    except ValueError as error:
+        return None if _is_list_of_objects(text) else str(error)
     if column is None or isinstance(row.get(column), str):
         return None
     return f"has no {column!r}" if row.get(column) is None else f"has {type(row[column]).__name__} as {column!r}"
+
+
+def _is_list_of_objects(text: str) -> bool:
+    """Whether a line is a list of objects, which `datasets` reads as well."""
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(found) and all(isinstance(row, dict) for row in found)
 
 
 def _load_from_hub(dataset: str, dataset_config: str | None, split: str, cache_dir: str | None) -> Dataset:

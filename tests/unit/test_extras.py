@@ -103,7 +103,7 @@ def test_bad_lines_are_named_without_datasets(without, tmp_path):
     without("datasets")
     path = tmp_path / "a.jsonl"
     for text, told in (
-        ('{"text": "a"}\n[1]\n', "line 2 is no object"),
+        ('{"text": "a"}\n[1]\n', "line 2 is list instead of an object"),
         ('{"text": "a"}\n{"text": null}\n', "number 2 the first"),
         ('{"other": "a"}\n', "Its columns: other"),
         ("{", "cannot be read"),

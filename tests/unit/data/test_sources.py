@@ -114,6 +114,67 @@ def test_rows_without_text_are_counted(tmp_path):
     assert documents.without_text("n") == (5, 1)
 
 
+FAULTS = {
+    '["a"]': "line 31 is list instead of an object",
+    "[1, 2]": "line 31 is list instead of an object",
+    "null": "line 31 is NoneType instead of an object",
+    "7": "line 31 is int instead of an object",
+    '{"text": "a \\ud800 b"}': r"line 31 has half a character \(\\ud800, a lone surrogate\) in a text",
+    '{"text": "a", "more": [{"b": "\\udfff"}]}': r"line 31 has half a character \(\\udfff",
+    '{"text": "a", "text": "b"}': "line 31 has the key 'text' twice",
+    '{"text": "a", "more": {"b": 1, "b": 1}}': "line 31 has the key 'b' twice",
+}
+
+
+@pytest.mark.parametrize("has_datasets", [True, False])
+@pytest.mark.parametrize("line", FAULTS)
+def test_a_line_with_a_fault_is_named(tmp_path, monkeypatch, line, has_datasets):
+    if has_datasets:
+        pytest.importorskip("datasets")
+    else:
+        monkeypatch.setattr(sources, "is_installed", lambda package: package != "datasets")
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}\n\n' * 15 + line + '\n{"text": "y"}\n')
+    with pytest.raises(ValueError, match=rf"a\.jsonl', {FAULTS[line]}"):
+        check_texts(load_documents(str(path), None, "train", str(tmp_path / "cache")), "text", "text_column", str(path))
+
+
+def test_a_whole_pair_of_surrogates_is_a_character(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a \\ud83d\\ude00 b"}\n')
+    assert PlainDocuments([path])["text"] == ["a \U0001f600 b"]
+
+
+def test_another_type_deep_in_a_row_is_named(tmp_path):
+    """Versions of `datasets` differ in what of it they read."""
+    path = tmp_path / "a.jsonl"
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 20
+    rows.append({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": 3}]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "line 21 has int as 'messages[].content', where line 1 has str" in (sources._change_in(path) or "")
+
+
+@pytest.mark.parametrize("has_datasets", [True, False])
+def test_a_file_of_blank_lines_is_named(tmp_path, monkeypatch, has_datasets):
+    if not has_datasets:
+        monkeypatch.setattr(sources, "is_installed", lambda package: package != "datasets")
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n \n\t\r\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl' has blank lines only. Remove it or fill it"):
+        load_documents(str(path), None, "train", str(tmp_path / "cache"))
+
+
+def test_an_object_of_a_list_with_a_fault_is_named(tmp_path):
+    path = tmp_path / "a.json"
+    for text, told in (
+        ('[{"text": "a"}, {"text": "\\udc00"}]', "object 2 has half a character"),
+        ('[{"text": "a", "text": "b"}]', "the key 'text' twice"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"a\.json' cannot be read: {told}"):
+            load_documents(str(path), None, "train", None)
+
+
 class Watched:
     """A column that notes when all of it is looked at."""
 
