@@ -152,22 +152,27 @@ def _asking_frames() -> Iterator[FrameType]:
 class RunningLoop:
     """A `while` loop that runs at the moment."""
 
-    frame: FrameType
+    frame: int
+    """The `id` of its frame: to hold the frame itself would keep its tensors."""
     line: int
     """Where it begins."""
+    at: int
+    """Which of its lines runs."""
     has_others: bool
-    """Whether other loops run in it."""
+    """Whether other loops run in it, or it runs in others."""
 
 
 def running_while() -> RunningLoop | None:
     """The innermost `while` loop of the step's code that runs at the moment, as far as its source can be had."""
-    has_others = False
-    for frame in _asking_frames():
-        for begin, end, is_while in _loops_in(frame.f_code):
-            if begin <= frame.f_lineno <= end:
-                if is_while:
-                    return RunningLoop(frame, begin, has_others)
-                has_others = True
+    running = [
+        (id(frame), begin, frame.f_lineno, is_while)
+        for frame in _asking_frames()
+        for begin, end, is_while in _loops_in(frame.f_code)
+        if begin <= frame.f_lineno <= end
+    ]
+    for frame_id, begin, at, is_while in running:
+        if is_while:
+            return RunningLoop(frame_id, begin, at, len(running) > 1)
     return None
 
 

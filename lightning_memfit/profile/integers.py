@@ -7,6 +7,7 @@ it gets an assumed one, and the assumption is recorded.
 
 import math
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -80,6 +81,15 @@ class AssumedValues:
             return self.floating
         return self.boolean if dtype is torch.bool else self.integer
 
+    first_in_loops: bool | None = None
+    """What booleans are in the first turns of a `while` loop, if something else."""
+
+    def in_turn(self, dtype: torch.dtype, turn: int) -> float | bool | int:
+        """The assumed value in a turn of a loop, which begin with 1."""
+        if dtype is torch.bool and self.first_in_loops is not None and turn <= _FIRST_TURNS:
+            return self.first_in_loops
+        return self.of(dtype)
+
     def ending(self, dtype: torch.dtype, turn: int) -> float | bool | int:
         """Another value, which may end a loop that goes on with the assumed one."""
         if dtype is torch.bool:
@@ -100,6 +110,8 @@ class AssumedValues:
 
 _ENDINGS = (1e6, -1e6, 1e-6, 1.0)
 """Values on either side of the thresholds that loops compare with."""
+
+_FIRST_TURNS = 3
 
 _MOST_TURNS, _MOST_READS = 200, 20_000
 """Values that may be assumed in one `while` loop: one for each turn, or more of them where other loops run in it."""
@@ -183,7 +195,8 @@ class RealIntegers(TorchDispatchMode):
         """Assumptions to which there is no second choice."""
         self._loop: RunningLoop | None = None
         """The loop in which the last value was assumed."""
-        self._loop_reads = 0
+        self._loop_reads: Counter[int] = Counter()
+        """How often each of its lines has got one."""
         self.conditions: list[str] = []
         """Branches of the user's on values of the batch, in words."""
         self.took_distinct = False
@@ -409,20 +422,21 @@ class RealIntegers(TorchDispatchMode):
         loop = running_while()
         if loop is None:
             return self.assumed.of(dtype)
-        if self._loop is None or self._loop.frame is not loop.frame or self._loop.line != loop.line:
-            self._loop, self._loop_reads = loop, 0
-        self._loop_reads += 1
+        if self._loop is None or self._loop.frame != loop.frame or self._loop.line != loop.line:
+            self._loop, self._loop_reads = loop, Counter()
+        self._loop_reads[loop.at] += 1
+        turn = self._loop_reads[loop.at]
         turns = self.assumed.loop_turns
-        if self._loop_reads > (_MOST_READS if loop.has_others else _MOST_TURNS):
+        if turn > (_MOST_READS if loop.has_others else _MOST_TURNS):
             answer = self.assumed.of(dtype)
             raise EndlessError(
                 f"a loop goes on for ever while an unknown {_name(dtype)} value is read as {answer}{calling_line()}, "
                 "and how often it turns only real data can tell"
             )
-        if turns is None or self._loop_reads <= turns:
-            return self.assumed.of(dtype)
+        if turns is None or turn <= turns:
+            return self.assumed.in_turn(dtype, turn)
         self.assumptions.append(f"a loop was taken to turn {turns} times{calling_line()}")
-        return self.assumed.ending(dtype, self._loop_reads - turns - 1)
+        return self.assumed.ending(dtype, turn - turns - 1)
 
     def _note_condition(self, tensor: torch.Tensor, value: Any) -> None:
         """Note a branch of the user's own on values of the batch, which other batches may take otherwise."""

@@ -59,7 +59,7 @@ def kept_settings(
     for setting in _settings():
         with suppress(RuntimeError):  # where old and new names of torch's settings are mixed, it refuses to read them
             before.append((setting.read(), setting))
-    environment, loggers = dict(os.environ), _loggers()
+    environment, loggers, modules = dict(os.environ), _loggers(), dict(sys.modules)
     try:
         yield shared
     finally:
@@ -69,11 +69,23 @@ def kept_settings(
         for name in {**environment, **os.environ}:
             if os.environ.get(name) != environment.get(name) and not is_others((name,)):
                 _set_variable(name, environment.get(name))
-        for logger, attributes in loggers:
+        _put_back_modules(modules, step)
+        for logger, attributes in (*loggers, *_new_loggers(loggers, step)):
             if _attributes(logger) != attributes:
                 level, logger.disabled, logger.propagate, handlers, filters = attributes
                 logger.setLevel(level)
                 logger.handlers[:], logger.filters[:] = handlers, filters
+
+
+def _put_back_modules(before: dict[str, Any], step: IsChangedBy) -> None:
+    """Undo what a step did to `sys.modules` but for imports: those give a module the name that it has itself."""
+    for name, module in list(sys.modules.items()):
+        if before.get(name) is module or getattr(getattr(module, "__spec__", None), "name", None) == name:
+            continue
+        if step(name) and name in before:
+            sys.modules[name] = before[name]
+        elif step(name):
+            del sys.modules[name]
 
 
 def _set_variable(name: str, value: str | None) -> None:
@@ -136,6 +148,7 @@ def _of_python() -> Iterator[_Setting]:
     yield _Setting(gc.isenabled, lambda value: gc.enable() if value else gc.disable())
     yield _Setting(decimal.getcontext().copy, lambda value: decimal.setcontext(value))  # each thread has its own
     yield _Setting(lambda: logging.root.manager.disable, logging.disable)
+    yield _attribute_of(threading.current_thread(), "name", ())  # each thread has its own
     yield _by_function(logging.getLoggerClass, logging.setLoggerClass)
     yield _by_function(logging.getLogRecordFactory, logging.setLogRecordFactory)
 
@@ -147,8 +160,9 @@ def _entries_of(values: Any) -> _Setting:
     return _Setting(lambda: list(values), write)
 
 
-def _attribute_of(owner: Any, name: str) -> _Setting:
-    return _Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value), (name,))
+def _attribute_of(owner: Any, name: str, names: tuple[str, ...] | None = None) -> _Setting:
+    names = (name,) if names is None else names
+    return _Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value), names)
 
 
 def _of_torch() -> Iterator[_Setting]:
@@ -202,3 +216,14 @@ def _attributes(logger: logging.Logger) -> _Attributes:
 def _loggers() -> list[tuple[logging.Logger, _Attributes]]:
     named = [one for one in list(logging.root.manager.loggerDict.values()) if isinstance(one, logging.Logger)]
     return [(logger, _attributes(logger)) for logger in (logging.root, *named)]
+
+
+_Loggers = list[tuple[logging.Logger, _Attributes]]
+
+
+def _new_loggers(before: _Loggers, step: IsChangedBy) -> Iterator[tuple[logging.Logger, _Attributes]]:
+    """Loggers that a step has made by their names, and what new ones are like."""
+    known = {id(logger) for logger, _ in before}
+    for logger, _ in _loggers():
+        if id(logger) not in known and step(logger.name):
+            yield logger, (logging.NOTSET, False, True, [], [])

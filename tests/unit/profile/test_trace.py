@@ -729,3 +729,24 @@ def test_memory_that_depends_on_the_turns_of_a_loop_is_refused():
 def test_a_loop_that_never_ends_is_refused_with_its_line():
     with pytest.raises(TraceError, match=r"a loop goes on for ever while.*test_trace\.py"):
         trace_step(GoesOn(), batch(), StepOptions(), Emulation("cpu"))
+
+
+class AsksTwice(Rejects):
+    """As `VonMises` does, whose parameters are checked, too."""
+
+    def accepted(self, x):
+        if not x.exp().gt(0).all():
+            raise ValueError
+        done, kept = torch.zeros_like(x, dtype=torch.bool), torch.zeros_like(x)
+        while not done.all():
+            drawn = torch.rand_like(x)
+            accepted = drawn < 0.9
+            if accepted.any():
+                kept = torch.where(accepted, drawn, kept)
+                done = done | accepted
+        return kept
+
+
+def test_a_loop_that_one_assumed_value_ends_at_once_is_tried_with_more_turns():
+    with pytest.raises(TraceError, match=r"depends on values.*test_trace\.py"):
+        trace_step(AsksTwice(), batch(), StepOptions(), Emulation("cpu"))
