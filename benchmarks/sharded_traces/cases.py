@@ -19,8 +19,11 @@ ZERO: dict[str, dict[str, Any]] = {
     "zero 2 offload": {"stage": 2, "offload_optimizer": True},
     "zero 3 offload optimizer": {"stage": 3, "offload_optimizer": True},
     "zero 3 offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    "zero infinity optimizer": {"offload_parameters": False},
+    "zero infinity parameters": {"offload_optimizer": False},
+    "zero infinity": {},
 }
-"""Arguments of DeepSpeed's strategies."""
+"""Arguments of DeepSpeed's strategies: those of `ZeroInfinityStrategy` by what is on disk, or else both."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class Case:
         """Whether DeepSpeed runs it, whose ranks are estimated in closed form."""
         return self.strategy in ZERO
 
+    @property
+    def to_disk(self) -> bool:
+        """Whether ZeRO-Infinity keeps a part on disk."""
+        return self.strategy.startswith("zero infinity")
+
     def make_strategy(self, folder: str = ".") -> Any:
         """The strategy, anew.
 
@@ -73,7 +81,7 @@ class Case:
             return DataParallelStrategy(process_group_backend="gloo", **self.options)
         if self.under_deepspeed:
             options = {"process_group_backend": "gloo", **ZERO[self.strategy], **self.options}
-            if self.strategy.startswith("zero infinity"):
+            if self.to_disk:
                 # A measurement of the drive would choose other buffers in every run.
                 return ZeroInfinityStrategy(folder, config={"aio": {"block_size": 1 << 20}}, **options)
             return ZeroStrategy(**options)
@@ -210,4 +218,13 @@ CASES = (
     Case("ViT", "zero 2 offload", 2, 1, accumulate=2, width=384),
     Case("Llama", "zero 3 offload optimizer", 2, 0, _CHECKPOINTED, width=512),
     Case("T5", "zero 3 offload", 3, 0, width=512),
+    Case("GPT-2", "zero infinity optimizer", 2, 0, width=512),
+    Case("Llama", "zero infinity optimizer", 2, 1, _CHECKPOINTED, accumulate=2, width=512),
+    Case("GPT-2", "zero infinity", 2, 0, width=512),
+    Case("T5", "zero infinity", 2, 1, _CHECKPOINTED, width=512),
+    Case("Llama", "zero infinity", 3, 0, precision="bf16-mixed", width=512),
+    Case("ViT", "zero infinity", 3, 1, accumulate=2, width=768),
+    Case("T5", "zero infinity optimizer", 3, 2, options={"pipeline": True}, width=512),
+    Case("Llama", "zero infinity", 2, 0, options={"params_in_host": 2_000_000}, width=512),
+    Case("ViT", "zero infinity parameters", 2, 0, width=768),
 )

@@ -8,7 +8,7 @@ from benchmarks.sharded_traces.cases import Case
 
 
 def predict(case: Case) -> dict[str, Any]:
-    """Predicted peak of the rank after its first step, and where it is."""
+    """Predicted peak of the rank after its first step, for ZeRO-Infinity in any step, and where it is."""
     return _in_closed_form(case) if case.under_deepspeed else _by_trace(case)
 
 

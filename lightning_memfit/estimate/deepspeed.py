@@ -207,6 +207,13 @@ class DeepSpeedRun:
         """Trained elements that this rank keeps states of."""
         return sum(self.shares)
 
+    @cached_property
+    def persistent(self) -> int:
+        """Elements of the parameters that stage 3 keeps whole beside the shares; a single rank's share is whole."""
+        if self.stage < 3 or self.world_size == 1:
+            return 0
+        return sum(p.numel for p in self.parameters if p.numel <= PERSISTENT_NUMEL and not p.shared_with)
+
     @property
     def scatter_copies(self) -> int:
         """Copies of a full bucket that exist while stage 3 reduces it.
@@ -346,7 +353,6 @@ def _in_memory(run: DeepSpeedRun) -> MemoryBreakdown:
       gradient of every sub-group; both are locked with `pin_memory`.
     """
     share, offloaded = run.share, run.offload_optimizer == "cpu"
-    persistent = sum(p.numel for p in run.parameters if p.numel <= PERSISTENT_NUMEL and not p.shared_with)
     weights = -(-run.whole // run.world_size) * run.itemsize
     if run.offload_parameters == "none":
         kept = MemoryBreakdown.device({Category.PARAMETER: weights})
@@ -355,8 +361,7 @@ def _in_memory(run: DeepSpeedRun) -> MemoryBreakdown:
         if run.pin_memory and not run.on_cpu:
             partitions = [-(-p.numel // run.world_size) * run.itemsize for p in run.parameters if not p.shared_with]
             kept += _on_host(run, Category.PARAMETER, partitions, locked=True)
-    if run.world_size > 1:  # whole ones beside the shares
-        kept += MemoryBreakdown.device({Category.PARAMETER: persistent * run.itemsize})
+    kept += MemoryBreakdown.device({Category.PARAMETER: run.persistent * run.itemsize})
     states = {Category.OPTIMIZER_STATE: round((_FP32 + run.state_bytes) * share)}
     kept += MemoryBreakdown.on(Tier.HOST if offloaded else Tier.DEVICE, states)
     if not offloaded:
@@ -418,7 +423,10 @@ def _with_disk(run: DeepSpeedRun) -> MemoryBreakdown:
 
 
 def _weights_with_disk(run: DeepSpeedRun) -> MemoryBreakdown:
-    """Weights by tier. A tied weight was written to disk before it was tied, and its file stays."""
+    """Weights by tier. A tied weight was written to disk before it was tied, and its file stays.
+
+    Small ones are whole on every rank, beside the shares (`persistent_parameters`, gathered after every step).
+    """
     assert run.sizes is not None
     offloaded, sizes = run.offload_parameters == "nvme", run.sizes
     by_tier = dict.fromkeys(Tier, 0)
@@ -430,7 +438,9 @@ def _weights_with_disk(run: DeepSpeedRun) -> MemoryBreakdown:
             by_tier[Tier.DISK] += sizes.aio.aligned(partition, sizes.itemsize) * sizes.itemsize
         elif not tied:
             by_tier[Tier.HOST] += partition * sizes.itemsize
-    by_tier[Tier.HOST] += sizes.max_in_cpu * sizes.itemsize * offloaded
+    by_tier[Tier.DEVICE] += run.persistent * sizes.itemsize
+    in_host = min(sizes.max_in_cpu, run.share)  # `_create_param_groups_fp16_flat_cpu_memory`
+    by_tier[Tier.HOST] += in_host * sizes.itemsize * offloaded
     return MemoryBreakdown({(tier, Category.PARAMETER): size for tier, size in by_tier.items()})
 
 
@@ -450,19 +460,24 @@ def _states_by_sub_group(run: DeepSpeedRun) -> MemoryBreakdown:
 def _gradients_with_disk(run: DeepSpeedRun) -> MemoryBreakdown:
     """One buffer in the weights' dtype for all gradients, and fp32 gradients for the step, on disk if large enough.
 
-    The rest that doesn't fill an aligned piece of a file is kept in memory. The buffer is on the device if the step is.
+    The buffer (`grad_partitions_flat_buffer`) is on the device if the step is. A sub-group too small to be swapped
+    keeps an fp32 gradient in memory (`initialize_optimizer_states`). What the others don't write to disk is there from
+    backward to step only: see `_held`.
     """
     assert run.sizes is not None
-    host, disk = run.share * run.itemsize, 0
+    flat = run.share * run.itemsize
     if run.offload_optimizer != "nvme":
-        return MemoryBreakdown.device({Category.GRADIENT: host})
-    step = run.sizes.aio.aligned(1, _FP32)
-    for numel in run.shares:
-        swapped = numel * _FP32 >= run.sizes.aio.min_swapped_bytes
-        on_disk = numel // step * step if swapped else 0
-        disk += on_disk * _FP32
-        host += (numel - on_disk) * _FP32
+        return MemoryBreakdown.device({Category.GRADIENT: flat})
+    step, least = run.sizes.aio.aligned(1, _FP32), run.sizes.aio.min_swapped_bytes
+    disk = sum(numel // step * step * _FP32 for numel in run.shares if numel * _FP32 >= least)
+    host = flat + _unswapped_groups(run) * _FP32
     return MemoryBreakdown({(Tier.HOST, Category.GRADIENT): host, (Tier.DISK, Category.GRADIENT): disk})
+
+
+def _unswapped_groups(run: DeepSpeedRun) -> int:
+    """Elements of the sub-groups that are too small for disk."""
+    assert run.sizes is not None
+    return sum(numel for numel in run.sizes.sub_groups if numel * _FP32 < run.sizes.aio.min_swapped_bytes)
 
 
 def _residue(run: DeepSpeedRun) -> MemoryBreakdown:
@@ -560,16 +575,19 @@ def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:
 
 
 def _held(run: DeepSpeedRun, shares: Sequence[int]) -> MemoryBreakdown:
-    """fp32 gradients that stay in host memory from the backward pass until their sub-group is stepped.
+    """fp32 gradients that stay in memory from backward until their sub-group is stepped (`unswapped_gradients`).
 
-    These are gradients that don't fill an aligned piece of a file: the rest is a view
-    (`_adjust_for_misaligned_lengths`), which keeps the whole gradient alive.
+    These are small ones, and those that don't fill an aligned piece of a file: the rest is a view
+    (`_adjust_for_misaligned_lengths`), which keeps the whole gradient alive. `_offload_grad_partition_at_boundary`
+    makes them with `to`, on the device: of fp32 gradients on the CPU that is no copy, but a view of the buffer for all.
     """
-    if run.sizes is None or run.offload_optimizer != "nvme":
+    if run.sizes is None or run.offload_optimizer != "nvme" or (run.on_cpu and run.itemsize == _FP32):
         return MemoryBreakdown()
     step, least = run.sizes.aio.aligned(1, _FP32), run.sizes.aio.min_swapped_bytes
-    held = sum(n * _FP32 for n in shares if n % step and n * _FP32 >= least)
-    return MemoryBreakdown.on(Tier.HOST, {Category.GRADIENT: held})
+    misaligned = sum(n for n in shares if n % step and n * _FP32 >= least)
+    small = sum(n for n in shares if n * _FP32 < least)
+    held = misaligned + max(0, small - _unswapped_groups(run))
+    return MemoryBreakdown.device({Category.GRADIENT: held * _FP32})
 
 
 def _update(run: DeepSpeedRun) -> MemoryBreakdown:

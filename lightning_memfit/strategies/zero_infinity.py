@@ -35,6 +35,7 @@ from lightning_memfit.strategies.model_shape import ModelShape
 from lightning_memfit.strategies.upstream.deepspeed import (
     SUB_GROUPS,
     copy_parameters_from_swap_buffers,
+    free_states_once_swapped,
     sub_groups_of,
     swap_in_own_dtype,
 )
@@ -116,6 +117,8 @@ class ZeroInfinityStrategy(ZeroStrategy):
         if self._on_cpu:
             copy_parameters_from_swap_buffers()
             swap_in_own_dtype()
+        if self.pipeline:
+            free_states_once_swapped()
 
     # --- before anything is loaded ----------------------------------------------------------------------------------
 

@@ -50,9 +50,12 @@ def test_the_results_meet_their_bar() -> None:
     assert figures["farthest"] <= 0.03
     assert figures["worst_under"] >= -0.01
     figures = summary(zero_rows)
-    assert figures["compared"] == figures["runs"] >= 13
+    assert figures["compared"] == figures["runs"] >= 22
     assert figures["farthest"] <= 0.03
     assert figures["worst_under"] >= -0.02
+    to_disk = [row for row in zero_rows if "zero infinity" in row["name"]]
+    assert len(to_disk) >= 9
+    assert all(row["locked_bytes"] for row in to_disk)
 
 
 def test_the_page_shows_the_results() -> None:

@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_memfit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.memory import MIB
 from tests.helpers import ranks
+from tests.helpers.aio import needs_aio
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded_steps import Moments, Tagger, break_down, never, run_out_of_memory
 from tests.helpers.strategy_runs import CLIP, Tokens, build_module
@@ -47,12 +49,13 @@ def train(
     """Train on this process's rank for two epochs, and return whole weights."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    from lightning_memfit.strategies import DataParallelStrategy, ZeroStrategy
+    from lightning_memfit.strategies import DataParallelStrategy, ZeroInfinityStrategy, ZeroStrategy
 
     module = module or Tagger(num_samples=SAMPLES * ranks.num_ranks)
     made = strategy
     if isinstance(strategy, dict):
-        made = ZeroStrategy(**strategy) if strategy else DataParallelStrategy(process_group_backend="gloo")
+        kind = ZeroInfinityStrategy if "nvme_path" in strategy else ZeroStrategy
+        made = kind(**strategy) if strategy else DataParallelStrategy(process_group_backend="gloo")
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, "limit_val_batches": 0, **options}
     trainer = quiet_trainer(
         *callbacks, strategy=made, devices=ranks.num_ranks, use_distributed_sampler=False, **options
@@ -118,6 +121,21 @@ def test_a_size_is_found_and_leaves_no_trace(name: str, tmp_path: Path) -> None:
         assert ended.result["trial steps"] <= 4
         assert ended.result["changes"] == 1
         assert ended.result["difference"] == 0.0
+
+
+def start_on_disk(drive: Path) -> None:
+    strategy = {"nvme_path": str(drive), "disk_reserve": "16MiB", "config": {"aio": {"block_size": MIB}}}
+    train(strategy, MicroBatching(micro_batch_size=3))
+
+
+@needs_aio
+def test_steps_on_disk_are_refused_by_name_and_leave_nothing_there(tmp_path: Path) -> None:
+    (drive := tmp_path / "drive").mkdir()
+    for ended in run_ranks(start_on_disk, 2, tmp_path / "ranks", drive):
+        assert ended.code == 1
+        assert "`MicroBatching` compares and tries steps, which can't be taken back where DeepSpeed" in ended.output
+        assert "`accumulate_grad_batches` to the number of micro-batches" in ended.output
+    assert not list(drive.iterdir())
 
 
 def go_on(name: str, folder: Path, moments: Moments, size: int, resumes: bool = False) -> dict[str, torch.Tensor]:
