@@ -83,7 +83,7 @@ class MemFitCLI(LightningCLI):
             import_public_names()
             self.config = parser.parse_object(arguments)
         for section in self._sections():
-            check_numbers(section.get("trainer") or {})
+            check_numbers(section)
             check_finite(section.as_dict())
 
     def parse_plan(self, parser: LightningArgumentParser, arguments: list[str]) -> Namespace:

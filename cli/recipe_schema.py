@@ -273,6 +273,9 @@ def _is_number(value: Any) -> Any:
     return value
 
 
+_LARGEST_SEED = 2**32 - 1
+"""That numpy takes."""
+
 Count = Annotated[int, BeforeValidator(_is_number), Field(ge=1)]
 CountOrNone = Annotated[int, BeforeValidator(_is_number), Field(ge=0)]
 CountOrEndless = Annotated[int, BeforeValidator(_is_number), Field(ge=-1)]
@@ -296,15 +299,28 @@ class TrainerNumbers(BaseModel):
     gradient_clip_val: Positive | None = None
 
 
-def check_numbers(trainer: Namespace | Mapping[str, Any]) -> None:
-    """Refuse values of the Trainer's arguments that it would take without a word.
+def check_numbers(section: Namespace | Mapping[str, Any]) -> None:
+    """Refuse values of the Trainer's arguments, and a seed, that would be taken without a word or end in other words.
 
     Args:
-        trainer: The parsed section `trainer`.
+        section: What was parsed for a command, with `trainer` and `seed_everything`.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a number is out of range, or there is no Trainer.
     """
+    trainer, seed = section.get("trainer"), section.get("seed_everything")
+    if "trainer" in section and trainer is None:
+        raise ValueError("`trainer: null` is no section with arguments of the Trainer. Leave it out for its defaults.")
+    if type(seed) is int and not 0 <= seed <= _LARGEST_SEED:
+        raise ValueError(
+            f"`seed_everything={seed}` must lie between 0 and {_LARGEST_SEED}. Change it; `true` draws one."
+        )
+    trainer = trainer or {}
+    devices = str(trainer.get("devices")).strip()
+    if devices.removeprefix("-").isdigit() and int(devices) < -1:
+        raise ValueError(
+            f"`trainer.devices={devices}` must be a number of devices, a list of their numbers, or -1 for all."
+        )
     values = {name: trainer[name] for name in TrainerNumbers.model_fields if name in trainer}
     try:
         TrainerNumbers.model_validate(values)

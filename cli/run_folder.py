@@ -6,6 +6,7 @@ A run that never began leaves none behind. At an address (`s3://...`) only Light
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -99,39 +100,72 @@ class RunFolder:
         """Choose the folder, make it, and write it into the configuration of the loggers."""
         logger = self._as_written
         if logger is None or logger is True:
+            self._make(default_root / _DEFAULT_NAME, _default_root(default_root))
             return  # Lightning's default, which makes a folder per run
         loggers = [Namespace(vars(spec)) for spec in (logger if isinstance(logger, list) else [logger]) if spec]
         for spec in loggers:
             spec.init_args = Namespace(vars(spec.get("init_args") or Namespace()))
+<<<<<<< HEAD
         root, name = default_root, _DEFAULT_NAME
         if loggers and not _is_lightnings(loggers[0]):
             self._asks_logger = True
             return
+=======
+        root, name, option = default_root, _DEFAULT_NAME, _default_root(default_root)
+        if loggers and loggers[0].init_args.get("save_dir"):
+            option = f"`save_dir={loggers[0].init_args.save_dir!r}` of {_kind(loggers[0])}"
+>>>>>>> e41750e6d28c2a96352d6f4d46081ee7f1fc6d4c
         if loggers and _kind(loggers[0]) in _VERSIONED:
             options = loggers[0].init_args
             root, name = Path(options.get("save_dir") or default_root), options.get("name", _DEFAULT_NAME) or ""
             if options.get("version") is not None:
                 version, self._is_users_choice = options.version, True
+<<<<<<< HEAD
                 self.path = root / name / _version_folder(version)
+=======
+                self._make(root / name, option)
+                self.path = root / name / (version if isinstance(version, str) else f"version_{version}")
+>>>>>>> e41750e6d28c2a96352d6f4d46081ee7f1fc6d4c
             else:
-                self.path = self._new(root / name)
+                self.path = self._new(root / name, option)
                 options.version = int(self.path.name.removeprefix("version_"))
         elif loggers and _kind(loggers[0]) == "WandbLogger":
             options = loggers[0].init_args
             root, name = Path(options.get("save_dir") or default_root), options.get("project") or _DEFAULT_NAME
-            self.path = self._new(root / name)
+            self.path = self._new(root / name, option)
         else:
-            self.path = self._new(root / name)
+            self.path = self._new(root / name, option)
         for spec in loggers:
             if _kind(spec) == "WandbLogger":
                 spec.init_args.save_dir = str(self.path)
         if loggers:
             self._config.logger = loggers if isinstance(logger, list) else loggers[0]
 
-    def _new(self, parent: Path) -> Path:
+    def _make(self, folder: Path, option: str) -> None:
+        """Make a folder, and those above it, on the first rank.
+
+        Args:
+            folder: The folder.
+            option: The option that names it or one above it, with its value, for messages.
+
+        Raises:
+            ValueError: If it can't be made.
+        """
+        for one in reversed([folder, *folder.parents]) if self._is_first else ():
+            try:
+                if not one.exists():
+                    one.mkdir(exist_ok=True)
+                    self._made.append(one)
+                elif not one.is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, "it is a file")
+            except OSError as error:
+                raise _unusable(option, one, error) from error
+
+    def _new(self, parent: Path, option: str) -> Path:
         """Make the next `version_N`, and the folders above it; on other ranks than the first only name it."""
         numbers = [int(found[1]) for path in _children(parent) if (found := re.fullmatch(r"version_(\d+)", path.name))]
         number = max(numbers, default=-1) + 1
+<<<<<<< HEAD
         if not self._is_first:
             return parent / f"version_{number}"
         while not self._makes(parent / f"version_{number}"):
@@ -166,6 +200,21 @@ class RunFolder:
         parent, version = Path(save_dir) / str(_told(logger, "name") or ""), _told(logger, "version")
         own = None if version is None else parent / _version_folder(version)
         self.path = own if own is not None and (not self._is_first or self._makes(own)) else self._new(parent)
+=======
+        self._make(parent, option)
+        while self._is_first:
+            folder = parent / f"version_{number}"
+            try:
+                folder.mkdir()
+            except FileExistsError:  # another run's, from this moment
+                number += 1
+            except OSError as error:
+                raise _unusable(option, folder, error) from error
+            else:
+                self._made.append(folder)
+                return folder
+        return parent / f"version_{number}"
+>>>>>>> e41750e6d28c2a96352d6f4d46081ee7f1fc6d4c
 
     def follow(self, trainer: Trainer) -> None:
         """Put the run's configuration and checkpoints into the folder, and watch whether the run begins.
@@ -204,7 +253,7 @@ class RunFolder:
             return
         if self._made:
             _end_wandb()
-            if self._is_ours(self._made[-1]):
+            if self.path == self._made[-1] and self._is_ours(self._made[-1]):  # one above it is of other runs, too
                 shutil.rmtree(self._made[-1], ignore_errors=True)
             for folder in reversed(self._made):
                 with contextlib.suppress(OSError):
@@ -238,6 +287,14 @@ class RunFolder:
             return False
         files = [path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()]
         return all(path.name.startswith(_OF_A_START) or path.parts[0] == "wandb" for path in files)
+
+
+def _default_root(path: Path) -> str:
+    return f"`trainer.default_root_dir={str(path)!r}`"
+
+
+def _unusable(option: str, folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"{option}: the folder {str(folder)!r} can't be made: {error.strerror}. Name another.")
 
 
 def _goes_to_address(config: Namespace) -> bool:

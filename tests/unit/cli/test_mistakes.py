@@ -89,6 +89,24 @@ HEADS = {"model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "
             {"trainer": {"callbacks": [callback(BATCHING, micro_batch_size=99, global_batch_size=8)]}},
             "`micro_batch_size=99` is more than `global_batch_size=8`",
         ),
+        # Once ended in the words of what lies below:
+        ({"trainer": {"devices": -2}}, "`trainer.devices=-2` must be a number of devices, a list of"),
+        ({"trainer": {"devices": "-3"}}, "`trainer.devices=-3` must be a number of devices"),
+        ({"seed_everything": -1}, "`seed_everything=-1` must lie between 0 and 4294967295"),
+        ({"seed_everything": 1 << 32}, "`seed_everything=4294967296` must lie between 0 and 4294967295"),
+        ({"text": yaml.safe_dump({**RECIPE, "trainer": None})}, "`trainer: null` is no section with arguments"),
+        *(
+            (
+                {"trainer": {"default_root_dir": root, "logger": logger}},
+                f"`trainer.default_root_dir='{root}'`: the folder '{root}",
+            )
+            for root in ("/proc/x", "recipe.yaml")
+            for logger in (None, False, {"class_path": "CSVLogger", "init_args": {"save_dir": None}})
+        ),
+        (
+            {"trainer": {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "recipe.yaml"}}}},
+            "`save_dir='recipe.yaml'` of CSVLogger: the folder 'recipe.yaml' can't be made: it is a file.",
+        ),
         # What can't be read:
         ({"text": b"\xff\xfe\x00m"}, "is no text in UTF-8 (byte 0). Save it as UTF-8."),
         ({"text": "[1, 2]"}, "is no recipe: it must have sections such as"),
