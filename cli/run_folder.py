@@ -105,27 +105,19 @@ class RunFolder:
         loggers = [Namespace(vars(spec)) for spec in (logger if isinstance(logger, list) else [logger]) if spec]
         for spec in loggers:
             spec.init_args = Namespace(vars(spec.get("init_args") or Namespace()))
-<<<<<<< HEAD
-        root, name = default_root, _DEFAULT_NAME
+        root, name, option = default_root, _DEFAULT_NAME, _default_root(default_root)
         if loggers and not _is_lightnings(loggers[0]):
             self._asks_logger = True
             return
-=======
-        root, name, option = default_root, _DEFAULT_NAME, _default_root(default_root)
         if loggers and loggers[0].init_args.get("save_dir"):
             option = f"`save_dir={loggers[0].init_args.save_dir!r}` of {_kind(loggers[0])}"
->>>>>>> e41750e6d28c2a96352d6f4d46081ee7f1fc6d4c
         if loggers and _kind(loggers[0]) in _VERSIONED:
             options = loggers[0].init_args
             root, name = Path(options.get("save_dir") or default_root), options.get("name", _DEFAULT_NAME) or ""
             if options.get("version") is not None:
                 version, self._is_users_choice = options.version, True
-<<<<<<< HEAD
-                self.path = root / name / _version_folder(version)
-=======
                 self._make(root / name, option)
-                self.path = root / name / (version if isinstance(version, str) else f"version_{version}")
->>>>>>> e41750e6d28c2a96352d6f4d46081ee7f1fc6d4c
+                self.path = root / name / _version_folder(version)
             else:
                 self.path = self._new(root / name, option)
                 options.version = int(self.path.name.removeprefix("version_"))
@@ -165,56 +157,42 @@ class RunFolder:
         """Make the next `version_N`, and the folders above it; on other ranks than the first only name it."""
         numbers = [int(found[1]) for path in _children(parent) if (found := re.fullmatch(r"version_(\d+)", path.name))]
         number = max(numbers, default=-1) + 1
-<<<<<<< HEAD
         if not self._is_first:
             return parent / f"version_{number}"
-        while not self._makes(parent / f"version_{number}"):
+        while not self._makes(parent / f"version_{number}", option):
             number += 1
         return self._made[-1]
 
-    def _makes(self, folder: Path) -> bool:
+    def _makes(self, folder: Path, option: str) -> bool:
         """Make a folder, and those above it; False if it is another run's, from this moment."""
-        for above in reversed(folder.parents):
-            if not above.exists():
-                above.mkdir(exist_ok=True)
-                self._made.append(above)
-        with contextlib.suppress(FileExistsError):
+        self._make(folder.parent, option)
+        try:
             folder.mkdir()
-            self._made.append(folder)
-            return True
-        return False
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise _unusable(option, folder, error) from error
+        self._made.append(folder)
+        return True
 
     def _ask(self, logger: Any) -> None:
         """Take the folder of a logger of the user's own class, whose arguments don't say where it writes."""
         folder = _told(logger, "log_dir")
         save_dir = _told(logger, "save_dir")
+        option = f"`{'save_dir' if folder is None else 'log_dir'}` of {type(logger).__name__}"
         if "://" in str(folder or save_dir):
             return
         if folder is not None:
             self.path = Path(folder)
-            self._is_users_choice = self._is_first and not self._makes(self.path)
+            self._is_users_choice = self._is_first and not self._makes(self.path, option)
             return
         if save_dir is None:
-            self.path = self._new(self._default_root / _DEFAULT_NAME)
+            self.path = self._new(self._default_root / _DEFAULT_NAME, _default_root(self._default_root))
             return
         parent, version = Path(save_dir) / str(_told(logger, "name") or ""), _told(logger, "version")
         own = None if version is None else parent / _version_folder(version)
-        self.path = own if own is not None and (not self._is_first or self._makes(own)) else self._new(parent)
-=======
-        self._make(parent, option)
-        while self._is_first:
-            folder = parent / f"version_{number}"
-            try:
-                folder.mkdir()
-            except FileExistsError:  # another run's, from this moment
-                number += 1
-            except OSError as error:
-                raise _unusable(option, folder, error) from error
-            else:
-                self._made.append(folder)
-                return folder
-        return parent / f"version_{number}"
->>>>>>> e41750e6d28c2a96352d6f4d46081ee7f1fc6d4c
+        takes_own = own is not None and (not self._is_first or self._makes(own, option))
+        self.path = own if takes_own else self._new(parent, option)
 
     def follow(self, trainer: Trainer) -> None:
         """Put the run's configuration and checkpoints into the folder, and watch whether the run begins.
