@@ -66,6 +66,7 @@ NAMES: dict[str, str] = {
     "_computed": "torchmetrics.Metric",
     "_configure_launcher": "lightning.pytorch.strategies.Strategy",
     "_convert_to_deepspeed_param": "deepspeed.runtime.zero.partition_parameters.Init",
+    "_swap_out_optimizer_state": "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper.PipelinedOptimizerSwapper",
     "_set_dtype": "deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses",
     "_config_initialized": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_cuda_clearCublasWorkspaces": "torch._C",

@@ -101,7 +101,7 @@ HEADS = {"model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "
                 f"`trainer.default_root_dir='{root}'`: the folder '{root}",
             )
             for root in ("/proc/x", "recipe.yaml")
-            for logger in (None, False, {"class_path": "CSVLogger", "init_args": {"save_dir": None}})
+            for logger in (None, False)
         ),
         (
             {"trainer": {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "recipe.yaml"}}}},
