@@ -6,7 +6,7 @@ A rate changes with no fixed step, so that the turn at which a comparison change
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -106,14 +106,13 @@ class ScheduledRates:
             groups = self._groups()
             rates = _plain_rates(groups)
             try:
-                with warnings.catch_warnings():
+                # Some raise past their last step, or need more than a step gives them.
+                with suppress(Exception), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     for _ in range(last - getattr(config.scheduler, "last_epoch", 0)):
                         if not _step(config.scheduler):
                             break
                         yield _plain_rates(groups)
-            except Exception:  # as some raise past their last step, or need more than a step gives them
-                continue
             finally:
                 for state, before in kept:
                     state.clear()
