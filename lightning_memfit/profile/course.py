@@ -640,12 +640,16 @@ class Course:
         return [int(live[a.num_events : b.num_events].max(initial=0)) for a, b in pairwise(self._marks)]
 
     def essential(self, events: EventList) -> EventList:
-        """The events without windows that say nothing more: what is left has the peak and the last two windows."""
+        """The events without windows that say nothing more.
+
+        What is left has the first window, in which states are made and an allocator's segments with them, the one with
+        the peak, and the last two.
+        """
         starts = [mark.num_events for mark in self._marks]
         if len(starts) <= _KEPT_WINDOWS + 1:
             return events
         peaks, last = self._peaks(events), len(self._windows)
-        kept = {peaks.index(max(peaks)), last - 2, last - 1}
+        kept = {0, peaks.index(max(peaks)), last - 2, last - 1}
         return leave_out(events, [span for place, span in enumerate(pairwise(starts)) if place not in kept])
 
 

@@ -723,7 +723,7 @@ _OF_LIGHTNING = frozenset(("_trainer", "_fabric", "_current_fx_name", "_log_hype
 
 _NAMED_KEYS = (str, int, bool, float, tuple, type(None))
 
-_WITHOUT_COUNTERS = ("torch.", "lightning_memfit.")
+_WITHOUT_COUNTERS = ("torch.", "lightning_memfit.", "bitsandbytes.", "transformers.")
 """Packages whose optimizers do the same in every step, but for the first."""
 
 _OF_OPTIMIZERS = frozenset((*vars(torch.optim.SGD([torch.zeros(0)], lr=0.1)), "_opt_called", "_step_count")) - {

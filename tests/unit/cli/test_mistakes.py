@@ -104,7 +104,14 @@ HEADS = {"model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "
             for logger in (None, False)
         ),
         (
-            {"trainer": {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "recipe.yaml"}}}},
+            {
+                "trainer": {
+                    "logger": {
+                        "class_path": "lightning.pytorch.loggers.CSVLogger",
+                        "init_args": {"save_dir": "recipe.yaml"},
+                    }
+                }
+            },
             "`save_dir='recipe.yaml'` of CSVLogger: the folder 'recipe.yaml' can't be made: it is a file.",
         ),
         # What can't be read:

@@ -58,13 +58,16 @@ def test_a_run_tells_its_progress_on_stdout_and_warns_on_stderr(monkeypatch, cap
     logger = logging.getLogger("lightning.pytorch")
     monkeypatch.setattr(logger, "disabled", False)
     monkeypatch.setattr(logger, "level", logging.INFO)
+    inner = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    for name, value in {"disabled": False, "level": logging.NOTSET, "propagate": True, "handlers": []}.items():
+        monkeypatch.setattr(inner, name, value)
     logging.Logger.manager._clear_cache()  # of which levels are on
     plain = logging.StreamHandler(sys.stderr)
     monkeypatch.setattr(logger, "handlers", [plain])
     monkeypatch.setattr(logger, "propagate", False)
     with progress_on_stdout():
         logger.info("Seed set to 42")
-        logging.getLogger("lightning.pytorch.utilities.rank_zero").warning("careful")
+        inner.warning("careful")
     logger.info("afterwards")
     assert capfd.readouterr() == ("Seed set to 42\n", "careful\nafterwards\n")
     assert logger.handlers == [plain]
