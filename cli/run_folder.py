@@ -231,13 +231,14 @@ class RunFolder:
             return
         if self._made:
             _end_wandb()
+        if self._trainer is not None:
+            self._remove_of_loggers(self._trainer)  # which lie in folders that this class has made
+        if self._made:
             if self.path == self._made[-1] and self._is_ours(self._made[-1]):  # one above it is of other runs, too
                 shutil.rmtree(self._made[-1], ignore_errors=True)
             for folder in reversed(self._made):
                 with contextlib.suppress(OSError):
                     folder.rmdir()
-        if self._trainer is not None:
-            self._remove_of_loggers(self._trainer)
 
     def _remove_of_loggers(self, trainer: Trainer) -> None:
         """Remove what loggers made that this class has not placed."""

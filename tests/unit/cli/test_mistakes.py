@@ -69,6 +69,10 @@ HEADS = {"model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "
             {"init_args": HEADS},
             "transformers can't build this 'gpt2' model: `embed_dim` must be divisible by num_heads",
         ),
+        (
+            {"init_args": HEADS, "trainer": {"logger": None}},
+            "transformers can't build this 'gpt2' model: `embed_dim` must be divisible by num_heads",
+        ),
         ({"trainer": {"callbacks": [callback(LIMIT, limit="1e400GiB")]}}, "`limit='1e400GiB'` must be a positive size"),
         ({"trainer": {"callbacks": [callback(LIMIT, limit=f"1e{10**20}GiB")]}}, "must be a positive size"),
         # Once accepted in silence:
