@@ -32,9 +32,11 @@ def before_validation(trainer: Trainer) -> Iterator[None]:
     before = [dict(vars(part)) for part in parts]
     for part in parts:  # which `_EvaluationLoop.update_restart_stage` takes for a validation that was broken off
         part.ready, part.started, part.processed, part.completed = 1, 1, 0, 0
-    yield
-    for part, values in zip(parts, before, strict=True):
-        vars(part).update(values)
+    try:
+        yield
+    finally:
+        for part, values in zip(parts, before, strict=True):
+            vars(part).update(values)
 
 
 def repeats_validation(trainer: Trainer) -> bool:
