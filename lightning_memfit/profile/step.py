@@ -440,28 +440,30 @@ class _Repeated:
 _NUMBERED_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 
+def _with_number(course: Course, inner: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Pass on the number of the batch, the first positional argument that is an integer, as the course says."""
+    places = [place for place, value in enumerate(arguments) if type(value) is int]
+    if not places:
+        return inner(*arguments, **keywords)
+    changed = list(arguments)
+    changed[places[0]] = course.number("batch", changed[places[0]])
+    return inner(*changed, **keywords)
+
+
+def _count_step(course: Course, inner: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Count a step that a gradient scaler left out, too."""
+    before = course.steps_of(optimizer)
+    result = inner(optimizer, *arguments, **keywords)
+    if course.steps_of(optimizer) == before:
+        course.stepped(optimizer)
+    return result
+
+
 def _phase_callback(course: Course, others: tuple[Any, ...]) -> Any:
     import lightning.pytorch as pl
     from lightning.pytorch.core.optimizer import _MockOptimizer
 
     recorder = course.recorder
-
-    def with_number(inner: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Pass on the number of the batch, the first positional argument that is an integer, as the course says."""
-        places = [place for place, value in enumerate(arguments) if type(value) is int]
-        if not places:
-            return inner(*arguments, **keywords)
-        changed = list(arguments)
-        changed[places[0]] = course.number("batch", changed[places[0]])
-        return inner(*changed, **keywords)
-
-    def count_step(inner: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Count a step that a gradient scaler left out, too."""
-        before = course.steps_of(optimizer)
-        result = inner(optimizer, *arguments, **keywords)
-        if course.steps_of(optimizer) == before:
-            course.stepped(optimizer)
-        return result
 
     class Phases(pl.Callback):
         """Tell the recorder where Lightning is."""
@@ -476,8 +478,9 @@ def _phase_callback(course: Course, others: tuple[Any, ...]) -> Any:
             epoch_hooks = begins_epochs(pl_module) or any(map(runs_at_epoch_start, others))
             manual, schedulers = not pl_module.automatic_optimization, trainer.lr_scheduler_configs
             course.follow(optimizers, manual, epoch_hooks, schedulers)
+            with_number = partial(_with_number, course)
             wrap_method(trainer.strategy, "training_step", with_number, innermost=True)
-            wrap_method(trainer.strategy, "optimizer_step", count_step)
+            wrap_method(trainer.strategy, "optimizer_step", partial(_count_step, course))
             for name in _NUMBERED_HOOKS:
                 if getattr(type(pl_module), name, None) is not getattr(pl.LightningModule, name):
                     wrap_method(pl_module, name, with_number, innermost=True)
