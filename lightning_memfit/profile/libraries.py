@@ -114,7 +114,7 @@ def _take_out(value: Any) -> None:
     elif isinstance(value, set):
         value -= {one for one in value if _holds_fake(one)}
     elif any(_holds_fake(one) for entry in gc.get_referents(value) for one in (entry, *gc.get_referents(entry))):
-        value.cache_clear()  # of a cache with a limit, no single result can be taken out
+        value.cache_clear()  # what it loses beside them is made again
 
 
 def _holds_fake(value: Any, depth: int = 0) -> bool:
