@@ -424,9 +424,31 @@ class _Notes:
         names = value.__dict__
         if type(names) is dict and _is_users_file(names.get("__file__"), value.__name__):
             self._keep_dict(names, 0, (value.__name__,), ordered=False)
+        elif type(names) is dict:
+            self._keep_names(value, (value.__name__,))
+
+    def _keep_names(self, value: Any, name: _Name) -> None:
+        """Note what a library's module or class names, of which only what the step's code may have set is put back.
+
+        Libraries set names of their own when they are first used, and go by these later.
+        """
+        before = dict(vars(value))
+
+        def changed() -> list[str]:
+            new = [(key, one) for key, one in list(vars(value).items()) if before.get(key, _MISSING) is not one]
+            return [key for key, one in new if _may_be_users(one) and self._threads.step_may_change((key,))]
+
+        def put_back(keys: Sequence[str]) -> bool:
+            for key in keys:
+                setattr(value, key, before[key]) if key in before else delattr(value, key)
+            return True
+
+        self._kept.append(_Note(vars(value), name, changed, put_back, has_keys=True))
 
     def _keep_class(self, value: type, depth: int, name: _Name) -> None:
         if not self._is_users_module(value.__module__):
+            if value.__flags__ & _OF_PYTHON:
+                self._keep_names(value, name)
             return
         self._wait_module(value.__module__)
         before = dict(vars(value))
@@ -683,6 +705,9 @@ _MISSING = object()
 _OF_THE_COPY = {"_parameters", "_buffers", "_modules", "_trainer", "_fabric"}
 """Attributes of modules that a copy has of its own, or not at all."""
 
+_OF_PYTHON = 1 << 9
+"""Flag of classes that a `class` statement made (`Py_TPFLAGS_HEAPTYPE`): others can't be changed."""
+
 _COUNTING = (int, float, *COPIED_ITERATORS)
 
 _CONTAINERS = (dict, list, set, tuple, OrderedDict)
@@ -731,6 +756,13 @@ def _modules_named_in(code: types.CodeType, package: str) -> Iterator[str]:
 
 def _is_users_file(file: Any, module: str) -> bool:
     return owner_of(file) == "user" if type(file) is str else module == "__main__"
+
+
+def _may_be_users(value: Any) -> bool:
+    """Whether it is a plain value or a function of the user's."""
+    if isinstance(value, types.FunctionType):
+        return owner_of(value.__code__.co_filename) == "user"
+    return type(value) in ATOMS
 
 
 def _is_of_threads(kind: type) -> bool:

@@ -345,6 +345,29 @@ def test_globals_are_put_back(profile: Callable[..., Any], act: Callable[..., An
     assert not any(isinstance(function(size), FakeTensor) for function in (mask, small_mask) for size in (2, 3))
 
 
+def change_libraries(module: Any, loss: Any) -> None:
+    def relu(x: Any, inplace: bool = False) -> Any:
+        return torch.clamp(x, min=0)
+
+    torch.nn.functional.relu = relu
+    torch.nn.Linear.steps_of_this_test = getattr(torch.nn.Linear, "steps_of_this_test", 0) + 1
+    torch.nn.Linear.extra_repr = lambda self: "changed"  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("profile", [profile_module, measure_step])
+def test_names_in_libraries_are_put_back(profile: Callable[..., Any]) -> None:
+    names = ((torch.nn.functional, "relu"), (torch.nn.Linear, "steps_of_this_test"), (torch.nn.Linear, "extra_repr"))
+    before = [vars(owner).get(name) for owner, name in names]
+    profile(Doing(change_libraries), batch())
+    after = [vars(owner).get(name) for owner, name in names]
+    for (owner, name), one in zip(names, before, strict=True):  # the tests that follow need them, whatever comes out
+        if one is not None:
+            setattr(owner, name, one)
+        elif name in vars(owner):
+            delattr(owner, name)
+    assert after == before
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("profile", [profile_module, measure_step])
 def test_closures_of_what_a_module_holds_are_put_back(profile: Callable[..., Any]) -> None:
