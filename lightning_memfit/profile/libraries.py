@@ -9,6 +9,7 @@ refused when a real step uses it: the fakes of a trace that has ended compute no
 
 import functools
 import gc
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from lightning_memfit.profile.culprit import owner_of
 
 _CACHED = type(functools.lru_cache(len))
 _MISSING: Any = object()
@@ -27,6 +30,8 @@ _MOST_ENTRIES = 1000
 
 _KNOWN = {"torch", "lightning", "transformers", "numpy", "scipy", "sympy", "pandas", "torchmetrics", "pyarrow"}
 """Packages of thousands of modules and classes, none of which keeps tensors of a step by itself."""
+
+_NOT_LOOKED_AT = _KNOWN | (sys.stdlib_module_names - {"__main__"})
 
 
 class KeptFakeError(RuntimeError):
@@ -40,42 +45,79 @@ def kept_libraries(fake_mode: FakeTensorMode) -> Iterator[None]:
     Raises:
         KeptFakeError: Later, where something computes with one of them that was left somewhere else.
     """
-    named = [(name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _KNOWN]
-    modules = [module for _, module in named if type(module) is types.ModuleType]
-    before = [dict(vars(module)) for module in modules]
-    owners: list[tuple[Any, dict[str, Any]]] = list(zip(modules, before, strict=True))
-    owners += [(kind, dict(vars(kind))) for kind in _classes(owners)]
-    marks = [(value, _mark(value)) for _, names in owners for value in _kept_by(names.values())]
+    owners = list(_owners())
+    marks = [(value, _mark(value)) for owner in owners for value in owner.kept]
     try:
         yield
     finally:
         fake_mode.dispatch = _refuse  # type: ignore[method-assign]
-        for owner, names in owners:
-            _put_back(owner, names)
+        for owner in owners:
+            _put_back(owner)
         for value, mark in marks:
             if _mark(value) != mark:
                 _take_out(value)
 
 
-def _classes(owners: list[tuple[Any, dict[str, Any]]]) -> list[type]:
-    """Classes that modules define."""
-    found: dict[int, type] = {}
-    for module, names in owners:
-        for value in names.values():
-            if isinstance(value, type) and getattr(value, "__module__", None) == module.__name__:
-                found[id(value)] = value
-    return list(found.values())
+class _Owner:
+    """What a module or a class names, and which of that may keep something more.
+
+    Args:
+        value: The module or class.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.names = dict(vars(value))
+        self.kept = list(_kept_by(self.names.values()))
+        self.classes: list[_Owner] = []
+        if isinstance(value, types.ModuleType):
+            own = {id(one): one for one in self.names.values() if isinstance(one, type) and _is_from(one, value)}
+            self.classes = [_Owner(one) for one in own.values()]
+
+    def is_unchanged(self) -> bool:
+        now = list(vars(self.value).values())  # at once, as other threads may add to it
+        return len(now) == len(self.names) and all(map(operator.is_, now, self.names.values()))
+
+
+_looked_at: dict[str, _Owner] = {}
+"""Modules of installed packages, as the last trace found them: few of them change."""
+
+
+def _owners() -> Iterator[_Owner]:
+    """Modules that may keep what a step makes, and their classes, as they are now.
+
+    What is of Python's own library makes no tensors and knows of none.
+    """
+    for name, module in list(sys.modules.items()):
+        if type(module) is not types.ModuleType or name.partition(".")[0] in _NOT_LOOKED_AT:
+            continue
+        owner = _looked_at.get(name)
+        if owner is None or owner.value is not module or not owner.is_unchanged():
+            owner = _Owner(module)
+        if owner_of(getattr(module, "__file__", None) or "") == "library":  # what others name may be large
+            _looked_at[name] = owner
+        yield owner
+        for position, one in enumerate(owner.classes):
+            if not one.is_unchanged():
+                owner.classes[position] = _Owner(one.value)
+        yield from owner.classes
+
+
+def _is_from(kind: type, module: types.ModuleType) -> bool:
+    return getattr(kind, "__module__", None) == module.__name__
 
 
 def _kept_by(values: Iterable[Any]) -> Iterator[Any]:
     """Containers and caches among the values of names, and those that functions have as defaults and attributes."""
     for value in values:
-        if type(value) in _MARKS:
+        kind = type(value)
+        if kind in _MARKS:
             yield value
-        elif type(value) is types.FunctionType:
+        elif kind is types.FunctionType:
             if value.__dict__:
                 yield value.__dict__
-            yield from (one for one in value.__defaults__ or () if type(one) in _MARKS)
+            if value.__defaults__:
+                yield from (one for one in value.__defaults__ if type(one) in _MARKS)
 
 
 _MARKS: dict[type, Callable[[Any], int]] = {
@@ -91,17 +133,16 @@ def _mark(value: Any) -> Any:
     return _MARKS[type(value)](value)
 
 
-def _put_back(owner: Any, before: dict[str, Any]) -> None:
+def _put_back(owner: _Owner) -> None:
     """Set attributes back that a fake was put into."""
-    now = vars(owner)
-    if len(now) == len(before) and all(now.get(name, _MISSING) is value for name, value in before.items()):
+    if owner.is_unchanged():
         return
-    for name, value in dict(now).items():
-        if before.get(name, _MISSING) is not value and _holds_fake(value):
-            if name in before:
-                setattr(owner, name, before[name])
+    for name, value in dict(vars(owner.value)).items():
+        if owner.names.get(name, _MISSING) is not value and _holds_fake(value):
+            if name in owner.names:
+                setattr(owner.value, name, owner.names[name])
             else:
-                delattr(owner, name)
+                delattr(owner.value, name)
 
 
 def _take_out(value: Any) -> None:
