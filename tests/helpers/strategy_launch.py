@@ -119,6 +119,8 @@ def _run(folder: Path, environment: dict[str, str]) -> None:
     log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    # As a user's process has it: workers that a server of this process starts would import everything anew.
+    multiprocessing.set_start_method("fork", force=True)
     from tests.helpers.strategy_runs import main
 
     main(str(folder / "cases.json"), str(folder / "results.json"))
