@@ -42,10 +42,12 @@ from lightning_memfit.strategies.upstream.deepspeed import (
     disable_shared_memory_collectives,
     failing_together,
     keep_adagrad,
+    step_by_gradients_of_the_window,
     take_run,
 )
 from lightning_memfit.strategies.upstream.huggingface import partitioned_builds
 from lightning_memfit.strategies.zero_config import Config, ZeroOptions, with_raw_options
+from lightning_memfit.strategies.zero_hooks import HooksUnderZero, Passes
 
 
 def prefer_fused(optimizer: Optimizer) -> bool:
@@ -132,6 +134,8 @@ class ZeroStrategy(DeepSpeedStrategy):
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
         self._train_engine: Any = None
+        self._hooks: HooksUnderZero | None = None
+        self._passes: Passes | None = None
         self._accumulates = False
         self._group_names: list[list[list[str]]] | None = None
 
@@ -151,6 +155,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Start the processes' communication; Lightning's own strategy refuses the CPU here."""
         broadcast_scalars()
         keep_adagrad()
+        step_by_gradients_of_the_window()
         outlive_killed_builds()
         if self._on_cpu or {"offload_optimizer", "offload_param"} & set(self.config["zero_optimization"]):
             return_freed_memory()
@@ -257,6 +262,11 @@ class ZeroStrategy(DeepSpeedStrategy):
             self._train_engine.destroy()  # an earlier `fit` made it: its hooks would run as well as the new engine's
         super()._initialize_deepspeed_train(model)
         self._train_engine = self.model
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._hooks = HooksUnderZero(trainer, self.zero_stage_3)
+        if self.config["zero_optimization"]["stage"] == 1 and trainer.accumulate_grad_batches > 1:
+            self._passes = Passes(self.lightning_module)
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
@@ -267,6 +277,17 @@ class ZeroStrategy(DeepSpeedStrategy):
             return
         self._fill_sizes(model)
         super()._initialize_deepspeed_inference(model)
+
+    @override
+    def teardown(self) -> None:
+        """Give the hooks back, and end as Lightning does."""
+        if self._hooks is not None:
+            self._hooks.detach()
+            self._hooks = None
+        if self._passes is not None:
+            self._passes.detach()
+            self._passes = None
+        super().teardown()
 
     @property
     @override
@@ -297,7 +318,10 @@ class ZeroStrategy(DeepSpeedStrategy):
         assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization:
             self.deepspeed_engine.set_gradient_accumulation_boundary(not self._accumulates)
-        return super().backward(closure_loss, optimizer, *args, **{"scale_wrt_gas": False, **kwargs})
+        loss = super().backward(closure_loss, optimizer, *args, **{"scale_wrt_gas": False, **kwargs})
+        if self._passes is not None:
+            self._passes.end(is_last=not self._accumulates)
+        return loss
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -124,3 +124,77 @@ def save_and_resume(case: dict[str, Any]) -> dict[str, Any]:
     _, resumed = train(4, path)
     losses = [float(trainer.strategy.reduce(loss, reduce_op="mean")) for loss in (*whole.losses, *resumed.losses)]
     return {"losses": losses, "val_loss": validated[0]["val_loss"]}
+
+
+class Sometimes(Plain):
+    """One of its layers takes part in the first of every three batches."""
+
+    def __init__(self) -> None:
+        super().__init__("itself")
+        self.other = nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        predicted = self(batch[0])
+        if batch_idx % 3 == 0:
+            predicted = self.other(predicted)
+        loss = nn.functional.mse_loss(predicted, batch[1])
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+class Clamped(Plain):
+    """Its weights are clamped after every step."""
+
+    def __init__(self) -> None:
+        super().__init__("itself")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.net[0].weight.clamp_(-0.1, 0.1)
+            self.net[2][0].weight.data.clamp_(-0.1, 0.1)
+            self.scale.data = self.scale.data.clamp(0.5, 1.0)
+
+
+class Gathered(Clamped):
+    """Its weights are clamped as DeepSpeed's guide has it."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([self.net[0].weight, self.net[2][0].weight, self.scale], 0):
+            if self.global_rank == 0 or not hasattr(self.scale, "ds_id"):
+                super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+class Halved(Plain):
+    """A hook halves its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__("itself")
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 0.5
+
+
+class Penalized(Plain):
+    """Its loss has a term of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__("itself")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + 1e-3 * sum(p.square().sum() for p in self.net.parameters())
+
+
+def train_only(case: dict[str, Any]) -> dict[str, Any]:
+    """Train for some steps; what became of the weights is in the losses."""
+    torch.manual_seed(0)
+    trainer, module = build_trainer(case), globals()[case["module"]]()
+    trainer.fit(module, Numbers())
+    losses = [float(trainer.strategy.reduce(loss, reduce_op="mean")) for loss in module.losses]
+    return {"losses": losses, "left": sorted(name for name in vars(module) if name.startswith("on_"))}

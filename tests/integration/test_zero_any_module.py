@@ -19,6 +19,22 @@ STRATEGIES = {
     },
 }
 MODULES = ["Scaled", "TwoGroups"]
+UNUSED = {
+    "class_path": "lightning.pytorch.strategies.DDPStrategy",
+    "init_args": {"process_group_backend": "gloo", "find_unused_parameters": True},
+}
+TRAINED = {"Sometimes": 4, "Clamped": 4, "Gathered": 4, "Halved": 2, "Penalized": 2}
+"""Modules, and for how many steps they are trained."""
+
+IN_PARTS = ("stage_3", "small_pieces")
+PLAINLY = {"Gathered": "Clamped"}
+WORDS = {
+    "Sometimes": "takes part in an earlier batch",
+    "Clamped": "which ZeRO-3 has put away",
+    "Penalized": "which ZeRO-3 has put away",
+    "Halved": "reads the gradient of `scale`",
+}
+MAY_REFUSE = {"Clamped": IN_PARTS, "Penalized": IN_PARTS, "Halved": tuple(STRATEGIES), "Sometimes": ("stage_1",)}
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +46,15 @@ def results(tmp_path_factory):
             inside.mkdir(parents=True)
             case = {"strategy": strategy, "devices": 2, "module": module, "folder": str(inside)}
             cases[f"{module}/{name}"] = case | {"scenario": "tests.helpers.strategy_modules.save_and_resume"}
+    for module, steps in TRAINED.items():
+        for name, strategy in STRATEGIES.items():
+            for accumulate in (1, 2):
+                case = {"devices": 2, "module": module, "steps": steps, "accumulate": accumulate}
+                if name == "ddp" and module in PLAINLY:
+                    continue
+                chosen = UNUSED if name == "ddp" else strategy
+                case |= {"strategy": chosen, "scenario": "tests.helpers.strategy_modules.train_only"}
+                cases[f"{module}/{name}/{accumulate}"] = case | {"expect_error": name in MAY_REFUSE.get(module, ())}
     return launch(folder, cases)
 
 
@@ -40,3 +65,18 @@ def test_it_trains_and_resumes_as_under_ddp(results, module, name):
     assert found["losses"] == pytest.approx(expected["losses"], abs=2e-6, rel=0)
     assert found["val_loss"] == pytest.approx(expected["val_loss"], abs=2e-6, rel=0)
     assert expected["losses"][-1] < expected["losses"][0]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "ddp"])
+@pytest.mark.parametrize("module", TRAINED)
+def test_what_a_step_or_hook_does_beside_takes_effect_or_is_refused(results, module, name, accumulate):
+    found = results[f"{module}/{name}/{accumulate}"]
+    expected = results[f"{PLAINLY.get(module, module)}/ddp/{accumulate}"]
+    if "error" in found:
+        assert WORDS[module] in found["error"]
+        assert name in MAY_REFUSE.get(module, ())
+        return
+    assert module != "Halved"
+    assert found["losses"] == pytest.approx(expected["losses"], abs=2e-6, rel=0)
+    assert found["left"] == []

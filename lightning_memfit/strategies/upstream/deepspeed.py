@@ -6,6 +6,7 @@ Written for DeepSpeed 0.19.8; `test_upstream_names.py` and `test_zero_infinity.p
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,82 @@ def _keeping_optimizer(plain: Callable[[Any], None]) -> Callable[[Any], None]:
 
     initialize.keeps_adagrad = True  # type: ignore[attr-defined]
     return initialize
+
+
+def step_by_gradients_of_the_window() -> None:
+    """Let each parameter be stepped by what the passes since the last step have brought, and by nothing else.
+
+    Stage 3 copies gradients into buffers that it never clears: a parameter that takes no part in a step is stepped once
+    more by an earlier one's gradient. With states on the host or on disk, all stages bring a gradient there in the last
+    pass of an accumulation only, and only if the parameter takes part in that pass.
+    """
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if hasattr(DeepSpeedZeroOptimizer.step, "plain"):
+        return
+    DeepSpeedZeroOptimizer_Stage3.step = _after(_offload_rest_in_parts, DeepSpeedZeroOptimizer_Stage3.step)
+    DeepSpeedZeroOptimizer.step = _after(_offload_rest, DeepSpeedZeroOptimizer.step)
+    DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu = _accumulating_anew(
+        DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu
+    )
+
+
+def _after(prepare: Callable[[Any], None], plain: Callable[..., None]) -> Callable[..., None]:
+    def step(self: Any, closure: Any = None) -> None:
+        prepare(self)
+        plain(self, closure)
+        if hasattr(self, "grad_partitions_flat_buffer"):
+            self.grad_partitions_flat_buffer.zero_()
+
+    step.plain = plain  # type: ignore[attr-defined]
+    return step
+
+
+def _offload_rest_in_parts(zero: Any) -> None:
+    """Bring gradients to the host that the last pass has not, in stage 3."""
+    if not zero.offload_optimizer:
+        return
+    gradients: dict[int, list[Tensor]] = {}
+    offsets: dict[int, list[int]] = {}
+    of_parameters = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    for parameter in chain.from_iterable(zero.fp16_groups):
+        if parameter.requires_grad and zero.get_param_id(parameter) not in zero.norm_for_param_grads:
+            zero._offload_grad_partition_at_boundary(parameter, of_parameters[parameter.ds_id], gradients, offsets)
+    zero._swap_out_offload_fp32_gradients(gradients, offsets)
+
+
+def _offload_rest(zero: Any) -> None:
+    """Bring gradients to the host that the last pass has not, in stages 1 and 2."""
+    if not zero.cpu_offload:
+        return
+    for position, parameters in enumerate(zero.params_in_partition):
+        for parameter in parameters:
+            number = zero.get_param_id(parameter)
+            if not parameter.requires_grad or number in zero.norm_for_param_grads:
+                continue
+            if number in zero._offload_accumulated_param_ids:
+                zero._restore_cpu_offload_grad_to_gpu(parameter)
+                zero.set_norm_for_param_grad_in_gpu(parameter)
+                zero.update_offload_overflow_tracker_for_param_grad(parameter)
+                zero.async_inplace_copy_grad_to_fp32_buffer_from_gpu(parameter)
+                continue
+            gradients = zero.single_partition_of_fp32_groups[position].grad
+            if gradients is not None:
+                _, _, begin, numel = zero.grad_position[number]
+                gradients.view(-1).narrow(0, begin, numel).zero_()
+
+
+def _accumulating_anew(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Begin with zero where a parameter took no part in the first pass of an accumulation."""
+
+    def accumulate(self: Any, param: Any) -> None:
+        number = self.get_param_id(param)
+        if number in self.accumulated_grads_in_cpu and number not in self._offload_accumulated_param_ids:
+            self.accumulated_grads_in_cpu[number].zero_()
+        plain(self, param)
+
+    return accumulate
 
 
 # --- states on disk -------------------------------------------------------------------------------------------------
