@@ -42,7 +42,9 @@ from lightning_memfit.strategies.upstream.deepspeed import (
     disable_shared_memory_collectives,
     failing_together,
     keep_adagrad,
+    save_what_is_not_stepped,
     step_by_gradients_of_the_window,
+    stepped_by,
     take_run,
 )
 from lightning_memfit.strategies.upstream.huggingface import partitioned_builds
@@ -263,8 +265,9 @@ class ZeroStrategy(DeepSpeedStrategy):
         super()._initialize_deepspeed_train(model)
         self._train_engine = self.model
         assert self.lightning_module is not None
+        save_what_is_not_stepped(self.model)
         trainer = self.lightning_module.trainer
-        self._hooks = HooksUnderZero(trainer, self.zero_stage_3)
+        self._hooks = HooksUnderZero(trainer, stepped_by(self.model), self.zero_stage_3)
         if self.config["zero_optimization"]["stage"] == 1 and trainer.accumulate_grad_batches > 1:
             self._passes = Passes(self.lightning_module)
 

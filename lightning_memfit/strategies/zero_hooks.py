@@ -6,7 +6,7 @@ weight that no layer is computing with has no elements, with which every operati
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -85,8 +85,8 @@ class Passes:
         if lost:
             raise MisconfigurationException(
                 f"`{lost[0]}` takes part in an earlier batch of an accumulation, and not in its last one, in which "
-                "alone ZeRO-1 sums gradients over the ranks: its gradient would be lost. Use `strategy=memfit_zero_2`, or "
-                "`accumulate_grad_batches=1`."
+                "alone ZeRO-1 sums gradients over the ranks: its gradient would be lost. Use `strategy="
+                "memfit_zero_2`, or `accumulate_grad_batches=1`."
             )
 
     def detach(self) -> None:
@@ -100,17 +100,19 @@ class HooksUnderZero:
 
     Args:
         trainer: The trainer, whose module and callbacks have the hooks.
+        stepped: Weights that DeepSpeed steps.
         in_parts: Whether weights are put away while no layer uses them, as stage 3 does.
 
     Raises:
         MisconfigurationException: Later, in a hook that asks for a gradient or uses a weight that is put away.
     """
 
-    def __init__(self, trainer: Trainer, in_parts: bool) -> None:
+    def __init__(self, trainer: Trainer, stepped: Iterable[torch.nn.Parameter], in_parts: bool) -> None:
         module = trainer.lightning_module
         self._in_parts = in_parts
-        self._names = {id(one): name for name, one in module.named_parameters() if one.requires_grad or in_parts}
-        self._parameters = dict(module.named_parameters())  # keeps the numbers theirs
+        self._parameters = dict(module.named_parameters())
+        self._stepped = {id(one) for one in stepped}
+        self._names = {id(one): name for name, one in self._parameters.items() if in_parts or id(one) in self._stepped}
         self._undo: list[Callable[[], None]] = []
         for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
             for name in _HOOKS:
@@ -133,11 +135,12 @@ class HooksUnderZero:
         self, where: str, then: Callable[[], None] | None, hook: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Run a hook that goes by a name, and `then`; what it has written goes to the master weights."""
-        touches = _Touches(self._names, where, self._in_parts)
+        touches = _Touches(self._names, self._stepped, where, self._in_parts)
         with touches:
             result = hook(*args, **kwargs)
         for parameter in touches.written():
-            _write_master(parameter)
+            if id(parameter) in self._stepped:
+                _write_master(parameter)
         if then is not None:
             then()
         return result
@@ -154,13 +157,15 @@ class _Touches(TorchFunctionMode):
 
     Args:
         names: Names of the weights, by their identity.
+        stepped: Identities of those that DeepSpeed steps.
         where: The code that runs.
         in_parts: Whether weights are put away.
     """
 
-    def __init__(self, names: dict[int, str], where: str, in_parts: bool) -> None:
+    def __init__(self, names: dict[int, str], stepped: set[int], where: str, in_parts: bool) -> None:
         super().__init__()
         self._names = names
+        self._stepped = stepped
         self._where = where
         self._in_parts = in_parts
         self._versions: dict[int, tuple[Any, int]] = {}
@@ -188,7 +193,7 @@ class _Touches(TorchFunctionMode):
             weight.detach().copy_(args[1])
             return None
         result = func(*args, **kwargs)
-        if func == _GRAD and result is None and weight.requires_grad and _is_users_call():
+        if func == _GRAD and result is None and id(weight) in self._stepped and _is_users_call():
             raise MisconfigurationException(
                 f"`{self._where}` reads the gradient of `{name}`, which ZeRO keeps in parts of its own: it is None "
                 "here, and what is done to it would be lost. Read it by `deepspeed.utils.safe_get_full_grad`, or train "
@@ -242,5 +247,5 @@ def _write_master(parameter: Any) -> None:
         part.detach().copy_(safe_get_local_fp32_param(parameter).view_as(part))
     else:  # it was gathered for a while
         master = safe_get_local_fp32_param(parameter)
-        if master is not None and not torch.equal(part.detach(), master.view_as(part).to(part.dtype)):
+        if not torch.equal(part.detach(), master.view_as(part).to(part.dtype)):
             safe_set_local_fp32_param(parameter, part.detach().float())

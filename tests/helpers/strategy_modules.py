@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_memfit.strategies.checkpoints import read_run
 from tests.helpers.strategy_runs import build_trainer
 
 
@@ -107,6 +108,17 @@ class TwoGroups(Plain):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Partly(Plain):
+    """A layer is frozen, and its optimizer has only some of the others."""
+
+    def __init__(self) -> None:
+        super().__init__("itself")
+        self.net[1].requires_grad_(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([*self.net[2:].parameters(), self.scale], lr=1e-2)
+
+
 def save_and_resume(case: dict[str, Any]) -> dict[str, Any]:
     """Train in one go; train half of it and go on from a checkpoint; evaluate that as well."""
     path = str(Path(case["folder"]) / "half.ckpt")
@@ -123,7 +135,8 @@ def save_and_resume(case: dict[str, Any]) -> dict[str, Any]:
     validated = trainer.validate(half, Numbers(), verbose=False)
     _, resumed = train(4, path)
     losses = [float(trainer.strategy.reduce(loss, reduce_op="mean")) for loss in (*whole.losses, *resumed.losses)]
-    return {"losses": losses, "val_loss": validated[0]["val_loss"]}
+    missing = sorted(set(half.state_dict()) - set(read_run(path).state_dict()))
+    return {"losses": losses, "val_loss": validated[0]["val_loss"], "missing": missing}
 
 
 class Sometimes(Plain):

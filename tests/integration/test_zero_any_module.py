@@ -18,7 +18,7 @@ STRATEGIES = {
         "init_args": {"stage": 3, "sub_group_size": 500, "bucket_size": 500},
     },
 }
-MODULES = ["Scaled", "TwoGroups"]
+MODULES = ["Scaled", "TwoGroups", "Partly"]
 UNUSED = {
     "class_path": "lightning.pytorch.strategies.DDPStrategy",
     "init_args": {"process_group_backend": "gloo", "find_unused_parameters": True},
@@ -65,6 +65,7 @@ def test_it_trains_and_resumes_as_under_ddp(results, module, name):
     assert found["losses"] == pytest.approx(expected["losses"], abs=2e-6, rel=0)
     assert found["val_loss"] == pytest.approx(expected["val_loss"], abs=2e-6, rel=0)
     assert expected["losses"][-1] < expected["losses"][0]
+    assert found["missing"] == []
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

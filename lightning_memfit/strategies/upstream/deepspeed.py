@@ -369,6 +369,34 @@ class ZeroLayout:
     """Counters of the engine and the state of the loss scale."""
 
 
+def save_what_is_not_stepped(engine: Any) -> None:
+    """Let a checkpoint hold parameters that no optimizer group has: DeepSpeed saves those besides that are frozen."""
+    plain = engine._get_zero_frozen_param_attributes
+
+    def attributes(of_parameter: Callable[[Any], Any]) -> Any:
+        found = plain(of_parameter)
+        for parameter, name in _not_stepped(engine):
+            if parameter.requires_grad and name not in found:
+                found[name] = of_parameter(parameter)
+        return found
+
+    engine._get_zero_frozen_param_attributes = attributes
+
+
+def stepped_by(engine: Any) -> list[Any]:
+    """Parameters that optimizer groups have."""
+    zero = engine.optimizer
+    groups = zero.fp16_groups if engine.zero_optimization_partition_weights() else zero.bit16_groups
+    return list(chain.from_iterable(groups))
+
+
+def _not_stepped(engine: Any) -> list[tuple[Any, str]]:
+    """Parameters that no optimizer group has, and their names."""
+    stepped = {id(parameter) for parameter in stepped_by(engine)}
+    named = [(parameter, engine.param_names[parameter]) for parameter in engine.module.parameters()]
+    return [(parameter, name) for parameter, name in named if id(parameter) not in stepped]
+
+
 def checkpoint_bytes(engine: Any) -> int:
     """Bytes that this rank is going to write for an engine, without what Lightning adds."""
     zero = engine.optimizer
@@ -381,7 +409,7 @@ def checkpoint_bytes(engine: Any) -> int:
     if swapper is not None:
         flat += sum(path.stat().st_size for path in Path(swapper.swap_folder).glob(f"*{_ENDING}"))
     if engine.zero_optimization_partition_weights():
-        own = [parameter.ds_tensor for parameter in engine.module.parameters() if not parameter.requires_grad]
+        own = [parameter.ds_tensor for parameter, _ in _not_stepped(engine)]
     else:
         own = list(engine.module.parameters()) if torch.distributed.get_rank() == 0 else []
     return flat + stored_bytes([tensor.data for tensor in own])
@@ -409,7 +437,7 @@ def read_zero(folder: Path, weights_only: bool | None = None) -> SavedRun:
     sub_groups = _whole_groups(saved, shapes) if stage < 3 else _partitioned_groups(saved, shapes)
     if stage == 3:
         _add_swapped(inside, sub_groups, models)
-    weights = _weights(models, sub_groups, {name: shape for group in shapes for name, shape in group.items()})
+    weights = _weights(stage, models, sub_groups, {name: shape for group in shapes for name, shape in group.items()})
     groups = saved[0]["base_optimizer_state" if stage < 3 else "optimizer_state_dict"]["param_groups"]
     optimizer = {
         "state": _states(sub_groups, shapes, folder),
@@ -530,7 +558,7 @@ def _pieces(
 
 
 def _weights(
-    models: Sequence[dict[str, Any]], sub_groups: Sequence[_SubGroup], shapes: Mapping[str, torch.Size]
+    stage: int, models: Sequence[dict[str, Any]], sub_groups: Sequence[_SubGroup], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Pieces]:
     model = models[0]
     weights = _pieces(sub_groups, shapes, lambda sub_group, rank: sub_group.masters[rank])
@@ -552,6 +580,10 @@ def _weights(
     for name, stored in model["shared_params"].items():
         if stored in weights:
             weights[name] = weights[stored]
+    if stage < 3:  # whole: also what no optimizer group had
+        for name, value in model["module"].items():
+            if name not in weights and torch.is_tensor(value):
+                weights[name] = pieces_of(value.float() if value.is_floating_point() else value)
     return weights
 
 
@@ -616,6 +648,7 @@ def take_run(engine: Any, saved: SavedRun, optimizers: Sequence[SavedOptimizer])
     if is_partitioned:
         zero.checkpoint_event_prologue()
     live = _live_partitioned(zero, names) if is_partitioned else _live_whole(zero, names)
+    stepped = {name for one in live for name, _ in one.all}
     for name, buffer in engine.module.named_buffers():
         if name in saved.weights:
             buffer.copy_(whole(saved.weights[name]))
@@ -628,7 +661,7 @@ def take_run(engine: Any, saved: SavedRun, optimizers: Sequence[SavedOptimizer])
             continue
         if not is_partitioned:
             parameter.copy_(saved.weights[name].whole())
-        elif not parameter.requires_grad:
+        elif name not in stepped:
             parameter.ds_tensor.copy_(_padded(saved.weights[name], parameter))
     by_name = optimizers[0] if optimizers else None
     same = by_name is not None and _is_same_layout(saved.layout, live, 3 if is_partitioned else 2)
@@ -726,7 +759,7 @@ def _is_same_layout(layout: Any, live: Sequence[_Live], stage: int) -> bool:
 
 
 def _padded(pieces: Pieces, parameter: Any) -> Tensor:
-    """This rank's part of a frozen parameter under stage 3."""
+    """This rank's part of a parameter that is not stepped, under stage 3."""
     part = torch.zeros(parameter.ds_tensor.shape)
     rank = torch.distributed.get_rank(parameter.ds_process_group)
     found = pieces.between(rank * part.numel(), (rank + 1) * part.numel())
