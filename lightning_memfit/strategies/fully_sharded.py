@@ -1,6 +1,6 @@
 """`FullyShardedStrategy`: FSDP2 for any module and tensor parallelism, after everything that changes the blocks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -26,13 +27,25 @@ from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import FSDP2_MARK, read_run, rewritten
 from lightning_memfit.strategies.integrity import check_peers, stored_bytes, told_by, verify
-from lightning_memfit.strategies.launched import check_num_nodes
+from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages
 from lightning_memfit.strategies.saved_run import PARAMETERS, group_names, numbered_optimizer, parameter_names
 from lightning_memfit.strategies.shards import load_divided
 from lightning_memfit.strategies.tensor_parallel import check_same_batch, divide_blocks, share_random_state
-from lightning_memfit.strategies.upstream.torch import save_states_plainly
+from lightning_memfit.strategies.upstream.torch import announce_backward, save_states_plainly
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def _refuse_gradient_hooks(module: nn.Module) -> None:
+    """Refuse hooks of parameters, which FSDP2 replaces by others without them."""
+    for name, parameter in module.named_parameters():
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if hooks and not isinstance(parameter, DTensor):
+            raise MisconfigurationException(
+                f"`{name}` has a hook of its gradient (`register_hook` or `register_post_accumulate_grad_hook`), which "
+                "FSDP2 would drop: it shards new parameters. Change gradients in `on_before_optimizer_step`, where "
+                "each rank has its parts, or train with `strategy=memfit_zero_2` or `memfit_ddp`."
+            )
 
 
 @contextmanager
@@ -130,6 +143,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Divide and shard the module, then set up as Lightning does."""
         module = self.lightning_module
         assert module is not None
+        refuse_averages(trainer, self.strategy_name)
+        _refuse_gradient_hooks(module)
         self._compared.clear()
         if not any(isinstance(child, FSDPModule) for child in module.modules()):
             self._start_alike(module)
@@ -149,10 +164,65 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self._gathering.clear()
         super().teardown()
 
+    # --- manual optimization ------------------------------------------------------------------------------------------
+
+    @property
+    def _root_by_hand(self) -> Any:
+        """The module, if it runs backward passes and optimizers within its steps and FSDP2 gathers it for these."""
+        module = self.lightning_module
+        by_hand = module is not None and not module.automatic_optimization and isinstance(module, FSDPModule)
+        return module if by_hand else None
+
+    @override
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Announce a backward pass within a step: FSDP2 learns of others by what the step returns."""
+        super().pre_backward(closure_loss)
+        if self._root_by_hand is not None:
+            announce_backward(self._root_by_hand, closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Gather again what the pass has put away, as the step goes on."""
+        super().post_backward(closure_loss)
+        if self._root_by_hand is not None:
+            self._root_by_hand.unshard()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step; the rest of a step by hand, and closures that are called again, see the new weights."""
+        root = self._root_by_hand
+        if root is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def gather() -> None:
+            root.reshard()
+            root.unshard()
+
+        def closure_on_new_weights() -> Any:
+            gather()
+            return closure()
+
+        result = super().optimizer_step(optimizer, closure_on_new_weights, model, **kwargs)
+        gather()
+        return result
+
+    # --- optimizers and batches ---------------------------------------------------------------------------------------
+
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Set up as Lightning does; checkpoints of the states then don't depend on how layers were divided."""
         super().setup_optimizers(trainer)
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+            raise MisconfigurationException(
+                f"`LBFGS` needs whole parameters, of which a rank has parts under `strategy={self.strategy_name}`. "
+                "Train with `strategy=memfit_ddp`, or choose another optimizer."
+            )
         if self.tensor_parallel_size > 1:
             for optimizer in self.optimizers:
                 save_states_plainly(optimizer)

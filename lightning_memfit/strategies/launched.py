@@ -1,9 +1,11 @@
-"""Check a Trainer's `devices` and `num_nodes` against the processes that a launcher has started."""
+"""Check a Trainer against what a strategy needs: the processes that a launcher has started, and its callbacks."""
 
 import os
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
 
 def check_num_nodes(environment: ClusterEnvironment | None, devices: int, num_nodes: int) -> None:
@@ -28,3 +30,24 @@ def check_num_nodes(environment: ClusterEnvironment | None, devices: int, num_no
         f"`trainer.devices={devices}` on `trainer.num_nodes={num_nodes}` makes {devices * num_nodes} processes, but "
         f"the launcher has started {started}. Set {fix}, or start as many processes as the Trainer has."
     )
+
+
+def refuse_averages(trainer: Trainer, strategy: str) -> None:
+    """Refuse callbacks that average weights where a rank has a part of them, or where others are stepped.
+
+    They copy the module's parameters one by one. Under FSDP2 these are parts, and Lightning's checkpoint is written in
+    parts by torch; DeepSpeed saves and steps master weights of its own.
+
+    Args:
+        trainer: The trainer.
+        strategy: Name of the strategy.
+
+    Raises:
+        MisconfigurationException: If it has one.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise MisconfigurationException(
+                f"`{type(callback).__name__}` can't average weights under `strategy={strategy}`: checkpoints would "
+                "hold others than the averages. Train with `strategy=memfit_ddp`, or without it."
+            )

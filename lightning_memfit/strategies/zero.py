@@ -27,7 +27,7 @@ from lightning_memfit.nvme.extensions import outlive_killed_builds
 from lightning_memfit.strategies.checkpoints import ZERO_MARK, read_run, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.integrity import stored_bytes, verify
-from lightning_memfit.strategies.launched import check_num_nodes
+from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages
 from lightning_memfit.strategies.saved_run import (
     PARAMETERS,
     check_names,
@@ -240,6 +240,8 @@ class ZeroStrategy(DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
+        assert self.lightning_module is not None
+        refuse_averages(self.lightning_module.trainer, self.strategy_name)
         self._fill_sizes(model)
         if optimizer is not None:  # before DeepSpeed puts its own tensors into the groups
             self._group_names = group_names([optimizer], parameter_names(model, [optimizer]))

@@ -40,9 +40,8 @@ _ABOUT = {
 } | {torch.Tensor.dim, torch.Tensor.requires_grad_, torch.Tensor.is_floating_point, torch.Tensor.__hash__}
 """What can be asked of a weight whose elements are put away."""
 
-_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_attributes: Any = torch.Tensor
+_GRAD, _DATA, _SET_DATA = _attributes.grad.__get__, _attributes.data.__get__, _attributes.data.__set__
 
 _OF_THE_RUN = (
     "deepspeed.",

@@ -67,10 +67,74 @@ class Plain(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class ByHand(pl.LightningModule):
+    """No layer of its network is repeated, and its step runs backward and optimizers in some way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.automatic_optimization, self.way = False, way
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+        self.critic = nn.Linear(4, 1)
+        self.losses: list[torch.Tensor] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        predicted = self.net(batch[0])
+        loss = nn.functional.mse_loss(predicted, batch[1]) + 0.1 * self.critic(predicted).square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.way == "two optimizers":
+            of_net, of_critic = self.optimizers()
+            of_net.zero_grad()
+            self.manual_backward(self.loss(batch))
+            of_net.step()
+            loss = (self.critic(self.net(batch[0]).detach()) - 1).square().mean()
+            self.losses.append(loss.detach())
+            of_critic.zero_grad()
+            self.manual_backward(loss)
+            of_critic.step()
+            return
+        optimizer = self.optimizers()
+        if self.way == "closures":
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = self.loss(batch)
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure)
+            return
+        for _ in range(2 if self.way == "two steps" else 1):
+            optimizer.zero_grad()
+            for scale in (1, 2) if self.way == "two passes" else (1,):
+                self.manual_backward(self.loss(batch) * scale)
+            optimizer.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        if self.way == "two optimizers":
+            return torch.optim.Adam(self.net.parameters(), 1e-2), torch.optim.SGD(self.critic.parameters(), 0.1)
+        if self.way == "flat":
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Hooked(Plain):
+    """A parameter has a hook of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__("itself")
+        self.scale.register_hook(lambda gradient: gradient * 0.5)
+
+
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """Train, validate and train on a module whose first weights differ from rank to rank."""
     torch.manual_seed(int(os.environ.get("LOCAL_RANK", 0)))
-    module = Plain(case["calls"])
+    module = {"Plain": Plain, "ByHand": ByHand}[case.get("module", "Plain")](case["calls"])
     trainer = build_trainer(case, max_steps=4, limit_val_batches=2)
     trainer.fit(module, Numbers())
     validated = trainer.validate(module, Numbers(), verbose=False)

@@ -51,6 +51,26 @@ PLAIN = {
     for name in ("ddp", "fsdp2")
     for calls in ("itself", "network", "layers", "by hand")
 }
+WAYS = ["one step", "two steps", "two passes", "two optimizers", "closures"]
+UNUSED = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {"find_unused_parameters": True}}
+BY_HAND = {
+    f"{name}/by_hand/{way}": {
+        "strategy": UNUSED if name == "ddp" else STRATEGIES[name],
+        "devices": 2,
+        "module": "ByHand",
+        "calls": way,
+        "scenario": "tests.helpers.strategy_modules.train",
+    }
+    for name in ("ddp", "fsdp2")
+    for way in WAYS
+}
+MODULES = "tests.helpers.strategy_modules"
+EMA = {"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging"}
+REFUSED = {
+    "hook": {"module": "Hooked", "scenario": f"{MODULES}.train_only"},
+    "flat": {"module": "ByHand", "calls": "flat", "scenario": f"{MODULES}.train"},
+    "ema": {"callbacks": [EMA], "calls": "itself", "scenario": f"{MODULES}.train"},
+}
 WRONG = {"strategy": fsdp2(sharding_size=3), "devices": 2, "expect_error": True}
 
 
@@ -61,7 +81,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(folder):
-    cases = TRAINED | WITH_TECHNIQUE | HALF | PLAIN | {"wrong": WRONG}
+    cases = TRAINED | WITH_TECHNIQUE | HALF | PLAIN | BY_HAND | {"wrong": WRONG}
+    for name, case in REFUSED.items():
+        cases[name] = {"strategy": "memfit_fsdp2", "devices": 2, "expect_error": True} | case
     for name in ("ddp", "fsdp2"):
         (folder / name).mkdir()
         for scenario in ("save", "resume", "validate", "fit_twice"):
@@ -94,6 +116,26 @@ def test_any_module_is_sharded_whatever_its_step_calls(results, calls):
     assert found["losses"] == close(expected["losses"])
     assert found["val_loss"] == close(expected["val_loss"])
     assert found["left"] == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_by_hand_are_those_of_ddp(results, way):
+    expected, found = results[f"ddp/by_hand/{way}"], results[f"fsdp2/by_hand/{way}"]
+    assert found["losses"] == close(expected["losses"])
+    assert found["val_loss"] == close(expected["val_loss"])
+    assert len(set(found["losses"])) >= 6
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("hook", "`scale` has a hook of its"),
+        ("ema", "can't average weights"),
+        ("flat", "`LBFGS` needs whole parameters"),
+    ],
+)
+def test_what_would_be_lost_is_refused(results, name, words):
+    assert words in results[name]["error"]
 
 
 @pytest.mark.parametrize("name", HALF)

@@ -180,10 +180,13 @@ def _offload_rest_in_parts(zero: Any) -> None:
         return
     gradients: dict[int, list[Tensor]] = {}
     offsets: dict[int, list[int]] = {}
-    of_parameters = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    begin = 0
     for parameter in chain.from_iterable(zero.fp16_groups):
+        numel = parameter.partition_numel()
         if parameter.requires_grad and zero.get_param_id(parameter) not in zero.norm_for_param_grads:
-            zero._offload_grad_partition_at_boundary(parameter, of_parameters[parameter.ds_id], gradients, offsets)
+            gradient = zero.grad_partitions_flat_buffer.narrow(0, begin, numel)
+            zero._offload_grad_partition_at_boundary(parameter, gradient, gradients, offsets)
+        begin += numel
     zero._swap_out_offload_fp32_gradients(gradients, offsets)
 
 

@@ -59,6 +59,19 @@ def is_packed(tensor: Any) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor) and isinstance(tensor.placements[-1], _StridedShard)
 
 
+def announce_backward(root: Any, loss: Tensor) -> None:
+    """Let FSDP2 end a backward pass that begins before its forward pass is over, as in manual optimization.
+
+    It reduces gradients at the end of a pass that has come through what a module's forward returned, and through that
+    of the whole `training_step` none does: without repeated blocks, gradients would reach no optimizer.
+
+    Args:
+        root: The module that is sharded as a whole.
+        loss: Where the pass begins.
+    """
+    root._get_fsdp_state()._register_pre_backward_hook(loss)
+
+
 def save_plainly(module: nn.Module) -> list[RemovableHandle]:
     """Make a module's own packed parameters plain in its state dict, and packed again when one is loaded."""
 
