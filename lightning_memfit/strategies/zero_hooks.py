@@ -137,11 +137,12 @@ class HooksUnderZero:
         touches = _Touches(self._names, self._stepped, where, self._in_parts)
         with touches:
             result = hook(*args, **kwargs)
-        for parameter in touches.written():
-            if id(parameter) in self._stepped:
-                _write_master(parameter)
-        if then is not None:
+        if then is not None:  # a step, which reads weights alone
             then()
+            return result
+        for parameter, is_certain in touches.written():
+            if id(parameter) in self._stepped:
+                _write_master(parameter, is_certain, f"`{where}` writes `{self._names[id(parameter)]}`")
         return result
 
 
@@ -202,15 +203,11 @@ class _Touches(TorchFunctionMode):
             self._aliases.append((weight, result))
         return result
 
-    def written(self) -> list[Any]:
-        """Weights that may have been written: a weight that was gathered for a while, by another rank."""
-        found = {
-            key: weight
-            for key, (weight, version) in self._versions.items()
-            if weight._version != version or not weight.numel()
-        }
-        found |= {id(weight): weight for weight, alias in self._aliases if alias._version}
-        return list(found.values())
+    def written(self) -> list[tuple[Any, bool]]:
+        """Weights that were written, and for certain; or that were gathered for a while, perhaps to be written."""
+        seen = {key: (weight, weight._version != version) for key, (weight, version) in self._versions.items()}
+        seen |= {id(weight): (weight, True) for weight, alias in self._aliases if alias._version}
+        return [(weight, is_certain) for weight, is_certain in seen.values() if is_certain or not weight.numel()]
 
 
 def _flat(value: Any) -> Iterator[Any]:
@@ -234,17 +231,24 @@ def _is_users_call() -> bool:
     return True
 
 
-def _write_master(parameter: Any) -> None:
+def _write_master(parameter: Any, is_certain: bool, what: str) -> None:
     """Take what was written into a weight over into the master weights, and into what stage 3 gathers it from."""
     from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 
     part = getattr(parameter, "ds_tensor", None)
     if part is None:
         safe_set_full_fp32_param(parameter, parameter.detach().float())
-    elif parameter.numel():
+        return
+    if part.ds_numel != part.numel():  # on disk
+        if is_certain:
+            raise MisconfigurationException(
+                f"{what}, which is on disk, where it can't be changed in a hook. Train with `offload_parameters=False`."
+            )
+        return
+    if parameter.numel():
         safe_set_full_fp32_param(parameter, parameter.detach().float())
         part.detach().copy_(safe_get_local_fp32_param(parameter).view_as(part))
-    else:  # it was gathered for a while
-        master = safe_get_local_fp32_param(parameter)
-        if not torch.equal(part.detach(), master.view_as(part).to(part.dtype)):
-            safe_set_local_fp32_param(parameter, part.detach().float())
+        return
+    master = safe_get_local_fp32_param(parameter)  # the weight was gathered for a while
+    if not torch.equal(part.detach(), master.view_as(part).to(part.dtype)):
+        safe_set_local_fp32_param(parameter, part.detach().float())
