@@ -62,7 +62,8 @@ class ModelSizes:
 def zero_sizes(zero: dict[str, Any], model: ModelSizes, world_size: int) -> dict[str, Any]:
     """Return the `zero_optimization` section with sizes, in elements, added where it has none.
 
-    - Buckets hold the largest parameter, so that none needs a bucket of its own, up to Lightning's 2e8.
+    - Buckets hold the largest parameter, so that none needs a bucket of its own, up to Lightning's 2e8. Their
+      elements are even: DeepSpeed aligns what ranks gather.
     - A stage-3 rank updates its parameters in sixteen sub-groups. Each makes fp32 copies of its gradients: with
       Lightning's 1e12 (one group) these are as large as a second model.
     - Stage 3 keeps at most a quarter of the model gathered; DeepSpeed's 1e9 would keep all of most models.
@@ -72,7 +73,7 @@ def zero_sizes(zero: dict[str, Any], model: ModelSizes, world_size: int) -> dict
         model: Sizes of the model.
         world_size: Number of ranks the parameters are divided among.
     """
-    bucket = _within(_SMALLEST, model.largest, _LARGEST_BUCKET)
+    bucket = _within(_SMALLEST, model.largest + model.largest % 2, _LARGEST_BUCKET)
     sizes = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if zero["stage"] == 3:
         live = max(2 * model.largest, model.total // 4, _SMALLEST)

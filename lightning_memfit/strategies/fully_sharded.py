@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -28,6 +28,7 @@ from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import FSDP2_MARK, read_run, rewritten
 from lightning_memfit.strategies.integrity import check_peers, stored_bytes, told_by, verify
 from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages
+from lightning_memfit.strategies.optimizers import check_divided
 from lightning_memfit.strategies.saved_run import PARAMETERS, group_names, numbered_optimizer, parameter_names
 from lightning_memfit.strategies.shards import load_divided
 from lightning_memfit.strategies.tensor_parallel import check_same_batch, divide_blocks, share_random_state
@@ -218,14 +219,16 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Set up as Lightning does; checkpoints of the states then don't depend on how layers were divided."""
         super().setup_optimizers(trainer)
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
-            raise MisconfigurationException(
-                f"`LBFGS` needs whole parameters, of which a rank has parts under `strategy={self.strategy_name}`. "
-                "Train with `strategy=memfit_ddp`, or choose another optimizer."
-            )
+        for optimizer in self.optimizers:
+            check_divided(optimizer, self._divided, self.strategy_name)
         if self.tensor_parallel_size > 1:
             for optimizer in self.optimizers:
                 save_states_plainly(optimizer)
+
+    def _divided(self, weight: torch.Tensor) -> DTensor:
+        """A weight that all ranks have, as FSDP2 divides it."""
+        mesh = self.device_mesh["data_parallel"]
+        return distribute_tensor(weight.to(self.root_device), mesh, [Shard(0)], src_data_rank=None)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -28,6 +28,7 @@ from lightning_memfit.strategies.checkpoints import ZERO_MARK, read_run, rewritt
 from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.integrity import stored_bytes, verify
 from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages
+from lightning_memfit.strategies.optimizers import check_flat
 from lightning_memfit.strategies.saved_run import (
     PARAMETERS,
     check_names,
@@ -242,6 +243,8 @@ class ZeroStrategy(DeepSpeedStrategy):
     ) -> tuple[Any, Optimizer]:
         assert self.lightning_module is not None
         refuse_averages(self.lightning_module.trainer, self.strategy_name)
+        if optimizer is not None:
+            check_flat(optimizer, self.strategy_name)
         self._fill_sizes(model)
         if optimizer is not None:  # before DeepSpeed puts its own tensors into the groups
             self._group_names = group_names([optimizer], parameter_names(model, [optimizer]))

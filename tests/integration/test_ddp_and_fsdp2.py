@@ -131,7 +131,7 @@ def test_steps_by_hand_are_those_of_ddp(results, way):
     [
         ("hook", "`scale` has a hook of its"),
         ("ema", "can't average weights"),
-        ("flat", "`LBFGS` needs whole parameters"),
+        ("flat", "`LBFGS` can't step here"),
     ],
 )
 def test_what_would_be_lost_is_refused(results, name, words):

@@ -193,3 +193,8 @@ def test_sizes_stay_within_bounds():
 def test_what_was_named_stays():
     assert zero_sizes({"stage": 3, "sub_group_size": 5}, XL_SIZES, 1)["sub_group_size"] == 5
     assert "sub_group_size" not in zero_sizes({"stage": 2}, XL_SIZES, 1)
+
+
+def test_buckets_are_even_as_deepspeed_aligns_them() -> None:
+    sizes = zero_sizes({"stage": 1}, ModelSizes(total=4_000_000, largest=1_505_503), world_size=2)
+    assert sizes["allgather_bucket_size"] == sizes["reduce_bucket_size"] == 1_505_504
