@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_memfit.fitting.recovery.consensus import PeerFailed, RankConsensus
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
-from lightning_memfit.fitting.recovery.rollback import MetricStates, RandomState, TrainingSnapshot
+from lightning_memfit.fitting.recovery.rollback import MetricStates, OwnAttributes, RandomState, TrainingSnapshot
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge
 from lightning_memfit.fitting.step.split import BatchSplitter, sizes_of
@@ -72,6 +72,7 @@ class EvaluationSplitter:
         self.sizes = sizes
         self._metrics = StepMetrics(module)
         self._states = MetricStates(module)
+        self._attributes = OwnAttributes(module)
         self._undo: list[Callable[[], None]] = []
         self._allows_changes = allow_batch_statistics
 
@@ -88,6 +89,7 @@ class EvaluationSplitter:
         point = (
             RandomState(self._trainer.strategy.root_device),
             self._states.save(),
+            self._attributes.save(),
             self._module._current_fx_name,
         )
         ranks = self._ranks
@@ -95,9 +97,11 @@ class EvaluationSplitter:
         while True:
             is_cut = name in self.sizes  # then ranks may run different numbers of parts
             count = self._splitter.count(batch) if count is None and is_cut else count
-            run = partial(self._run_once, name, step, batch, args, kwargs, count if is_cut else None)
+            logs = StepLogs()
+            run = partial(self._run_once, name, step, batch, args, kwargs, count if is_cut else None, logs)
             output, failure = ranks.together(run, None if is_cut else (name,), is_risky=is_cut)
             if not _has_run_out(name, ranks, failure):
+                self._commit(name, logs)  # not before: what one rank has done counts if all have
                 return output
             count = self._splitter.count(batch) if count is None else count
             failed = min(self.sizes.get(name, count), count)
@@ -109,7 +113,9 @@ class EvaluationSplitter:
             if failure is not None:
                 release(failure)
             del failure, run
-            random, states, self._module._current_fx_name = point
+            random, states, put_back, hook_name = point
+            put_back()
+            self._module._current_fx_name = hook_name
             random.restore()
             self._states.load(states)
             if name not in self.sizes and not self._allows_changes:
@@ -122,31 +128,28 @@ class EvaluationSplitter:
         return self._find_ranks()
 
     def _run_once(
-        self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any, count: int | None
+        self,
+        name: str,
+        step: Callable[..., Any],
+        batch: Any,
+        args: Any,
+        kwargs: Any,
+        count: int | None,
+        logs: StepLogs,
     ) -> Any:
-        if count is None:
-            return self._run_whole(name, step, batch, args, kwargs)
-        return self._run_parts(name, step, batch, args, kwargs, count)
-
-    def _run_whole(self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any) -> Any:
+        """Run a batch, whole or as many samples at once as fit, and collect in `logs` what it logs."""
+        if count is not None and count > self.sizes[name]:
+            return self._run_split(name, step, batch, args, kwargs, count, self.sizes[name], logs)
         results = self._results(name)
         if results is None:
             return step(batch, *args, **kwargs)
-        logs = StepLogs()
         with logs.capture(results):
-            output = step(batch, *args, **kwargs)
-        logs.commit(results)
-        return output
+            return step(batch, *args, **kwargs)
 
-    def _run_parts(self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any, count: int) -> Any:
-        if count <= self.sizes[name]:
-            return self._run_whole(name, step, batch, args, kwargs)
-        logs = StepLogs()
-        output = self._run_split(name, step, batch, args, kwargs, count, self.sizes[name], logs)
+    def _commit(self, name: str, logs: StepLogs) -> None:
         results = self._results(name)
         if results is not None:
             logs.commit(results)
-        return output
 
     def _run_split(
         self,
