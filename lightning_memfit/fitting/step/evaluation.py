@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_memfit.fitting.recovery.consensus import PeerFailed, RankConsensus
+from lightning_memfit.fitting.recovery.consensus import At, PeerFailed, RankConsensus, require_as_many_batches
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import MetricStates, OwnAttributes, RandomState, TrainingSnapshot
@@ -24,7 +25,11 @@ from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge
 from lightning_memfit.fitting.step.split import BatchSplitter, sizes_of
 from lightning_memfit.memory.wrapping import wrap_method
 
-_STEPS = ("validation_step", "test_step", "predict_step")
+_LIMITS = {
+    "validation_step": "limit_val_batches",
+    "test_step": "limit_test_batches",
+    "predict_step": "limit_predict_batches",
+}
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # TF32 rounds to the latter
 _LOW_PRECISION = 3e-2
 _OK, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
@@ -78,7 +83,7 @@ class EvaluationSplitter:
 
     def install(self) -> None:
         """Guard the strategy's evaluation steps."""
-        self._undo = [wrap_method(self._trainer.strategy, name, partial(self._run, name)) for name in _STEPS]
+        self._undo = [wrap_method(self._trainer.strategy, name, partial(self._run, name)) for name in _LIMITS]
 
     def uninstall(self) -> None:
         """Guard them no more."""
@@ -100,7 +105,7 @@ class EvaluationSplitter:
             logs = StepLogs()
             run = partial(self._run_once, name, step, batch, args, kwargs, count if is_cut else None, logs)
             output, failure = ranks.together(run, None if is_cut else (name,), is_risky=is_cut)
-            if not _has_run_out(name, ranks, failure):
+            if not _has_run_out(name, ranks, failure, self._progress(name)):
                 self._commit(name, logs)  # not before: what one rank has done counts if all have
                 return output
             count = self._splitter.count(batch) if count is None else count
@@ -122,6 +127,16 @@ class EvaluationSplitter:
                 self._check(name, step, batch, args, kwargs, count, ranks)
             self.sizes[name] = max(1, failed // 2)
             rank_zero_warn(f"Memory ran out in `{name}` with {failed} samples; going on with {self.sizes[name]}.")
+
+    def _progress(self, name: str) -> Any:
+        """Lightning's counter of the batches that are evaluated now."""
+        trainer = self._trainer
+        if name == "predict_step":
+            return trainer.predict_loop.batch_progress
+        if name == "test_step":
+            return trainer.test_loop.batch_progress
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        return (trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop).batch_progress
 
     @cached_property
     def _ranks(self) -> RankConsensus:
@@ -208,7 +223,7 @@ class EvaluationSplitter:
         while size > 1:
             part = self._splitter.split(batch, [size, count - size])[0]
             found, failure = ranks.together(partial(self._differences, name, step, part, args, kwargs, size))
-            if not _has_run_out(name, ranks, failure):
+            if not _has_run_out(name, ranks, failure, self._progress(name)):
                 break
             if failure is not None:
                 release(failure)
@@ -269,10 +284,17 @@ class EvaluationSplitter:
         return values
 
 
-def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None) -> bool:
+def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None, progress: Any) -> bool:
     """Whether memory has run out in a step: on this rank, or on one that communicates with it in the step.
 
+    Args:
+        name: Name of the step.
+        ranks: What ranks agree by.
+        failure: What the step has ended in on this rank.
+        progress: Lightning's counter of the batches.
+
     Raises:
+        MisconfigurationException: If this batch is the last one on some of the ranks that share the module.
         Exception: If a rank failed for a reason other than memory; on that rank the same exception.
     """
     status = _OK if failure is None else _OUT_OF_MEMORY if is_out_of_memory(failure) else _FAILED
@@ -280,7 +302,8 @@ def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None) -> 
         if failure is not None and (status == _FAILED or ranks.meets_inside):
             raise failure
         return status == _OUT_OF_MEMORY
-    told = [int(theirs) for (theirs,) in ranks.exchange(status)]
+    sent = ranks.exchange(status, progress.is_last_batch, at=At.EVALUATED)
+    told = [int(theirs) for theirs, _ in sent]
     if _FAILED in told:
         rank = told.index(_FAILED)
         said = ranks.from_rank(rank, f"{type(failure).__name__}: {failure}")
@@ -290,6 +313,7 @@ def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None) -> 
     if _OUT_OF_MEMORY in told:
         ranks.start_anew()
         return True
+    require_as_many_batches([last for _, last in sent], progress.current.ready, _LIMITS[name])
     return False
 
 
