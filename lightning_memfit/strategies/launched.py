@@ -28,3 +28,19 @@ def check_num_nodes(environment: ClusterEnvironment | None, devices: int, num_no
         f"`trainer.devices={devices}` on `trainer.num_nodes={num_nodes}` makes {devices * num_nodes} processes, but "
         f"the launcher has started {started}. Set {fix}, or start as many processes as the Trainer has."
     )
+
+
+def require_number(argument: str, value: object, or_none: bool = False) -> None:
+    """Refuse an argument that is no whole number, such as the text of one.
+
+    Args:
+        argument: Its name.
+        value: Its value.
+        or_none: Whether it may be None.
+
+    Raises:
+        TypeError: With name, value and type.
+    """
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if not is_number and not (or_none and value is None):
+        raise TypeError(f"`{argument}={value!r}` is of type {type(value).__name__}; it must be a whole number.")

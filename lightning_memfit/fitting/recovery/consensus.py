@@ -18,14 +18,15 @@ _PATIENCE = timedelta(seconds=30)
 _MOST_NUMBERS = 4
 _ASTRAY = (
     "The ranks have come to different places of the run: {}. They would wait for each other without end. Let all of "
-    "them train and validate on equally many batches (`Trainer(limit_train_batches=...)` takes as many as the rank with the "
-    "fewest has), and end an epoch or the run together: `trainer.should_stop` and what `on_train_batch_start` returns "
-    "must be the same on all ranks."
+    "them train and validate on equally many batches (`Trainer(limit_train_batches=...)` takes as many as the rank "
+    "with the fewest has), and end an epoch or the run together: `trainer.should_stop` and what "
+    "`on_train_batch_start` returns must be the same on all ranks."
 )
 _UNEVEN = (
     "Rank {} has no more batches after batch {}, while rank {} has: the ranks would wait for each other without end. "
     "Let the loaders of all ranks deliver equally many batches: `Trainer({}={})` leaves out what only some of them "
-    "have; to use it, divide the samples evenly (rank r of an `IterableDataset` takes every `world_size`-th one from r on)."
+    "have; to use it, divide the samples evenly (rank r of an `IterableDataset` takes every `world_size`-th one from r "
+    "on)."
 )
 
 
