@@ -1,5 +1,6 @@
 """`DataParallelStrategy`: Lightning's DDP with settings that avoid wasting memory."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,16 @@ from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import read_run
 from lightning_memfit.strategies.integrity import verify
 from lightning_memfit.strategies.launched import check_num_nodes
-from lightning_memfit.strategies.saved_run import PARAMETERS, SavedRun, group_names, parameter_names
+from lightning_memfit.strategies.saved_run import PARAMETERS, SavedRun, group_names, listed, parameter_names
+
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+_UNUSED = (
+    "Parameters that are trained take no part in the loss of every step{}, so that their gradients are never complete. "
+    "If that is meant, let DDP look for them in every step: `DataParallelStrategy(find_unused_parameters=True)`; in a "
+    "recipe `strategy: {{class_path: lightning_memfit.strategies.DataParallelStrategy, init_args: "
+    "{{find_unused_parameters: true}}}}`. Else freeze them (`requires_grad_(False)`)."
+)
 
 
 class DataParallelStrategy(DDPStrategy):
@@ -52,6 +62,20 @@ class DataParallelStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         check_num_nodes(self.cluster_environment, self.num_processes, self.num_nodes)
         super()._configure_launcher()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Say which parameters take no part in the loss, and how this strategy allows it; Lightning names its own."""
+        if any(isinstance(one, str) and _UNFINISHED in one for one in exception.args):
+            exception.args = (_UNUSED.format(self._named(_INDICES.search(str(exception)))),)
+
+    def _named(self, found: re.Match[str] | None) -> str:
+        """Names of the parameters that DDP has counted among those in training, in parentheses."""
+        if found is None or self.lightning_module is None:
+            return ""
+        trained = [name for name, parameter in self.lightning_module.named_parameters() if parameter.requires_grad]
+        names = [trained[index] for index in map(int, found[1].split()) if index < len(trained)]
+        return f" ({listed(names)})" if names else ""
 
     @override
     def setup_environment(self) -> None:

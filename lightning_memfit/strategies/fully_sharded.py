@@ -27,7 +27,7 @@ from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import FSDP2_MARK, read_run, rewritten
 from lightning_memfit.strategies.integrity import check_peers, stored_bytes, told_by, verify
-from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages
+from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages, require_number
 from lightning_memfit.strategies.optimizers import check_divided
 from lightning_memfit.strategies.saved_run import PARAMETERS, group_names, numbered_optimizer, parameter_names
 from lightning_memfit.strategies.shards import load_divided
@@ -85,6 +85,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
         save_distributed_checkpoint: Save a checkpoint as a folder of shards; False gathers it into one file on rank 0.
         process_group_backend: Backend of `torch.distributed`; by default nccl on CUDA, gloo on the CPU.
         timeout: How long a collective waits.
+
+    Raises:
+        TypeError: If a number of ranks is none.
     """
 
     strategy_name = "memfit_fsdp2"
@@ -99,6 +102,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
+        require_number("sharding_size", sharding_size, or_none=True)
+        require_number("tensor_parallel_size", tensor_parallel_size)
         super().__init__(
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,

@@ -1,4 +1,4 @@
-"""Check a Trainer against what a strategy needs: the processes that a launcher has started, and its callbacks."""
+"""Check arguments, processes and callbacks before a strategy starts."""
 
 import os
 
@@ -51,3 +51,19 @@ def refuse_averages(trainer: Trainer, strategy: str) -> None:
                 f"`{type(callback).__name__}` can't average weights under `strategy={strategy}`: checkpoints would "
                 "hold others than the averages. Train with `strategy=memfit_ddp`, or without it."
             )
+
+
+def require_number(argument: str, value: object, or_none: bool = False) -> None:
+    """Refuse an argument that is no whole number, such as the text of one.
+
+    Args:
+        argument: Its name.
+        value: Its value.
+        or_none: Whether it may be None.
+
+    Raises:
+        TypeError: With name, value and type.
+    """
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if not is_number and not (or_none and value is None):
+        raise TypeError(f"`{argument}={value!r}` is of type {type(value).__name__}; it must be a whole number.")

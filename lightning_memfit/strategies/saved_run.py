@@ -387,7 +387,7 @@ def check_trained(
     new = [name for name in names if name not in saved and own[name].requires_grad]
     if new:
         raise ValueError(
-            f"`ckpt_path={str(path)!r}` has no optimizer states for {_listed(new)}, which this run trains. Freeze what "
+            f"`ckpt_path={str(path)!r}` has no optimizer states for {listed(new)}, which this run trains. Freeze what "
             "is new (`requires_grad_(False)`), or start a new optimizer from the weights alone: `load_full_weights: "
             "true` of `ZeroStrategy`, or the model's `pretrained` after `memfit export`."
         )
@@ -401,8 +401,8 @@ def check_names(path: str | Path, saved: Iterable[str], live: Iterable[str]) -> 
     """
     missing, unexpected = sorted({*live} - {*saved}), sorted({*saved} - {*live})
     if missing or unexpected:
-        found = [f"has no {_listed(missing)}"] if missing else []
-        found += [f"has {_listed(unexpected)}, which this run's module has not"] if unexpected else []
+        found = [f"has no {listed(missing)}"] if missing else []
+        found += [f"has {listed(unexpected)}, which this run's module has not"] if unexpected else []
         raise ValueError(
             f"`ckpt_path={str(path)!r}` {' and '.join(found)}. Build the module as the saved run did, or set its "
             "`strict_loading = False`."
@@ -424,5 +424,6 @@ def check_shapes(path: str | Path, saved: Mapping[str, Any], module: nn.Module) 
             )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are, for messages."""
     return ", ".join(repr(name) for name in names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)

@@ -43,13 +43,14 @@ from lightning_memfit.strategies.upstream.deepspeed import (
     disable_shared_memory_collectives,
     failing_together,
     keep_adagrad,
+    known_options,
     save_what_is_not_stepped,
     step_by_gradients_of_the_window,
     stepped_by,
     take_run,
 )
 from lightning_memfit.strategies.upstream.huggingface import partitioned_builds
-from lightning_memfit.strategies.zero_config import Config, ZeroOptions, with_raw_options
+from lightning_memfit.strategies.zero_config import Config, ZeroOptions, check_names_of_options, with_raw_options
 from lightning_memfit.strategies.zero_hooks import HooksUnderZero, Passes
 
 
@@ -96,7 +97,8 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     Raises:
         ModuleNotFoundError: If DeepSpeed is not installed.
-        ValueError: If the arguments contradict each other or `config`.
+        TypeError: If an argument that is a number is none.
+        ValueError: If the arguments contradict each other or `config`, or DeepSpeed has no option of that name.
     """
 
     strategy_name = "memfit_zero"
@@ -125,6 +127,8 @@ class ZeroStrategy(DeepSpeedStrategy):
             raise ValueError(f"`load_full_weights=True` needs `stage=3`, not `stage={stage}`.")
         options = ZeroOptions(stage, offload_optimizer, offload_parameters, pin_memory, bucket_size, sub_group_size)
         self._raw: Config = self._load_config(config) or {}
+        if self._raw:
+            check_names_of_options(self._raw, known_options())
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -1,9 +1,12 @@
 """DeepSpeed configurations from a few typed arguments, with every raw option still available."""
 
 import copy
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from lightning_memfit.strategies.launched import require_number
 
 Config = dict[str, Any]
 Typed = Mapping[str, tuple[str, Any]]
@@ -15,6 +18,7 @@ class ZeroOptions:
     """The typed arguments of a ZeRO strategy that end up in DeepSpeed's configuration; see `ZeroStrategy`.
 
     Raises:
+        TypeError: If a number is none.
         ValueError: If the stage does not exist or can't do what is asked of it.
     """
 
@@ -26,6 +30,9 @@ class ZeroOptions:
     sub_group_size: int | None = None
 
     def __post_init__(self) -> None:
+        require_number("stage", self.stage)
+        for argument in ("bucket_size", "sub_group_size"):
+            require_number(argument, getattr(self, argument), or_none=True)
         if self.stage not in (1, 2, 3):
             raise ValueError(
                 f"`stage={self.stage}` must be 1, 2 or 3. Without sharding use `memfit_ddp`: DeepSpeed's stage 0 "
@@ -96,6 +103,28 @@ def with_raw_options(config: Config, raw: Mapping[str, Any], typed: Typed) -> Co
             )
         _put(merged, path, value)
     return merged
+
+
+def check_names_of_options(raw: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse options that DeepSpeed would not read, and those that follow from the Trainer.
+
+    Args:
+        raw: Options as in DeepSpeed's JSON. Those within `zero_optimization` DeepSpeed checks by itself.
+        known: Names that DeepSpeed reads.
+
+    Raises:
+        ValueError: Naming the first such option, and the name that was probably meant.
+    """
+    if "train_batch_size" in raw:
+        raise ValueError(
+            f"`config.train_batch_size={raw['train_batch_size']!r}`: leave it out. It follows from the loader's batch "
+            "size, the Trainer's number of devices and its `accumulate_grad_batches`."
+        )
+    for name in raw:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            meant = f" Did you mean `{near[0]}`?" if near else " See deepspeed.ai/docs/config-json for what there is."
+            raise ValueError(f"`config.{name}`: DeepSpeed has no option of this name and would ignore it.{meant}")
 
 
 def _check_offload(zero: Config) -> None:

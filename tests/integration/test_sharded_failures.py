@@ -1,10 +1,13 @@
 """Under FSDP2, an error on one rank ends all of them soon, with the message there and the rank's number elsewhere."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.strategies import FullyShardedStrategy
@@ -13,6 +16,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded_steps import (
     SECONDS,
     Moments,
+    Tagger,
     TellOfLayers,
     be_killed,
     break_down,
@@ -20,6 +24,7 @@ from tests.helpers.sharded_steps import (
     fail,
     never,
     run_out_of_memory,
+    train,
     whole,
 )
 from tests.helpers.strategy_runs import TokenData, build_module
@@ -131,3 +136,84 @@ def test_tensor_parallelism_ends_all_ranks_later(action: Any, message: str, tmp_
         assert "Rank 1 failed" in ended[rank].error
         assert message in ended[rank].error
         assert ended[rank].seconds < 60
+
+
+# --- loaders that deliver different numbers of batches --------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    """The first rows of a data set."""
+
+    def __init__(self, rows: Any, count: int) -> None:
+        self.rows, self.count = rows, count
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.rows[index] for index in range(self.count))
+
+
+class Promised(Stream):
+    """Says that it has more rows than it has."""
+
+    def __len__(self) -> int:
+        return 32
+
+
+class Unevenly(Tagger):
+    """Trains and validates on as many batches of four as it is told for its rank."""
+
+    def __init__(self, kind: type[Stream], trained: tuple[int, int], validated: tuple[int, int]) -> None:
+        super().__init__(batch_size=4, num_samples=16)
+        self.kind, self.trained, self.validated = kind, trained, validated
+
+    def _stream(self, kind: type[Stream], counts: tuple[int, int]) -> DataLoader:
+        return DataLoader(kind(self.dataset, 4 * counts[self.global_rank]), 4)
+
+    def train_dataloader(self) -> DataLoader:
+        return self._stream(self.kind, self.trained)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._stream(Stream, self.validated)
+
+
+def run_unevenly(module: Unevenly, **options: Any) -> int:
+    options = {"max_epochs": 1, "limit_val_batches": 1.0, **options}
+    if options.pop("is_replicated", False):
+        sharded = {"strategy": "ddp", "devices": ranks.num_ranks, "use_distributed_sampler": False}
+        trainer = quiet_trainer(MicroBatching(), num_sanity_val_steps=0, **sharded, **options)
+        trainer.fit(module)
+    else:
+        train(module, MicroBatching(), **options)
+    return module.trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("kind", "trained", "validated", "is_replicated", "message"),
+    [
+        (Stream, (4, 2), (2, 2), False, "Rank 1 .* no more .* after batch 2, while rank 0 .*limit_train_batches=2"),
+        (Stream, (4, 2), (2, 2), True, "Rank 1 .* no more .* after batch 2, while rank 0 .*limit_train_batches=2"),
+        (Stream, (2, 2), (1, 3), False, "Rank 0 .* no more .* after batch 1, while rank 1 .*limit_val_batches=1"),
+        (Promised, (4, 2), (2, 2), False, "rank 0 begins a training batch, rank 1 has ended its training epoch"),
+        (Stream, (0, 2), (2, 2), False, "rank 0 has ended its training epoch, rank 1 begins a training batch"),
+    ],
+)
+def test_ranks_with_unequal_numbers_of_batches_end_in_words(
+    kind: type[Stream],
+    trained: tuple[int, int],
+    validated: tuple[int, int],
+    is_replicated: bool,
+    message: str,
+    tmp_path: Path,
+) -> None:
+    module = Unevenly(kind, trained, validated)
+    for process in run_ranks(lambda: run_unevenly(module, is_replicated=is_replicated), 2, tmp_path, seconds=60):
+        assert process.code == 1
+        assert re.search(message, process.error), process.error
+        assert process.seconds < 30
+
+
+def test_they_go_on_with_equal_numbers(tmp_path: Path) -> None:
+    module = Unevenly(Stream, (4, 2), (1, 3))
+    limits = {"limit_train_batches": 2, "limit_val_batches": 1}
+    for process in run_ranks(lambda: run_unevenly(module, max_epochs=2, **limits), 2, tmp_path, seconds=60):
+        assert process.code == 0, process.output[-5000:]
+        assert process.result == 4

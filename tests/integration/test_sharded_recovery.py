@@ -5,17 +5,20 @@ One set of processes trains many small runs, one after the other, each disturbed
 
 import os
 import random
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.recovery.lockstep import Lockstep
-from tests.helpers.fitting import is_checking
+from tests.helpers.fitting import VOCABULARY, is_checking
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded_steps import Moments, Tagger, close, run_out_of_memory, train
 
@@ -96,6 +99,51 @@ def test_so_it_does_in_validation(strategy: dict[str, Any], tmp_path: Path) -> N
     options = {**VALIDATED, "strategy": strategy}
     ended = run_ranks(lambda: disturbed(IN_VALIDATION, 1, options), 2, tmp_path)
     assert_nothing_changed(IN_VALIDATION, ended, 1)
+
+
+class Keeper(Tagger):
+    """Has no repeated blocks, so that ranks have no need of each other in validation, and keeps what it finds there."""
+
+    def __init__(self, moments: Moments | None = None) -> None:
+        super().__init__(moments)
+        self.net = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Tanh(), nn.Linear(8, VOCABULARY))
+        self.accuracy = MeanMetric()
+        self.kept: list[int] = []
+        self.by_name: dict[str, list[float]] = defaultdict(list)
+        self.total = torch.zeros(())
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        rows = len(batch["labels"])
+        loss = self._loss(batch)
+        self.log("val_loss", loss, sync_dist=True, on_step=True, on_epoch=True, batch_size=rows)
+        self.accuracy.update((self.net(batch["input_ids"]).argmax(-1) == batch["labels"]).float())
+        self.log("accuracy", self.accuracy)
+        self.kept.extend(batch["index"].tolist())
+        self.by_name["rows"].append(rows)
+        self.total += rows
+        self.tell("validated")
+
+
+def validate_with_failures() -> dict[str, Any]:
+    """What is logged and kept in one validation, undisturbed and with a failure on its second batch."""
+    found = {}
+    for number in (0, 2):
+        moments = Moments(1, "validated", (number,), run_out_of_memory)
+        module = Keeper(moments)
+        _, logged, _ = train(module, MicroBatching(micro_batch_size=8), max_epochs=1, limit_val_batches=1.0)
+        found[str(number)] = logged, module.kept, sum(module.by_name["rows"]), float(module.total), moments.failures
+    return found
+
+
+def test_a_discarded_validation_step_leaves_no_trace_on_any_rank(tmp_path: Path) -> None:
+    """Memory runs out on rank 1 when rank 0 has finished and logged the same batch."""
+    for rank, process in enumerate(run_ranks(validate_with_failures, 2, tmp_path)):
+        assert process.code == 0, process.output[-5000:]
+        whole = process.result.pop("0")
+        for found in process.result.values():
+            assert found[-1] == rank
+            assert found[1:-1] == whole[1:-1]
+            assert found[0] == pytest.approx(whole[0], abs=TOLERANCE)
 
 
 @pytest.mark.slow

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
@@ -13,10 +15,66 @@ from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 
 T = TypeVar("T")
 _PATIENCE = timedelta(seconds=30)
+_MOST_NUMBERS = 4
+_ASTRAY = (
+    "The ranks have come to different places of the run: {}. They would wait for each other without end. Let all of "
+    "them train and validate on equally many batches (`Trainer(limit_train_batches=...)` takes as many as the rank "
+    "with the fewest has), and end an epoch or the run together: `trainer.should_stop` and what "
+    "`on_train_batch_start` returns must be the same on all ranks."
+)
+_UNEVEN = (
+    "Rank {} has no more batches after batch {}, while rank {} has: the ranks would wait for each other without end. "
+    "Let the loaders of all ranks deliver equally many batches: `Trainer({}={})` leaves out what only some of them "
+    "have; to use it, divide the samples evenly (rank r of an `IterableDataset` takes every `world_size`-th one from r "
+    "on)."
+)
+
+
+class At(IntEnum):
+    """Places of a run at which ranks exchange numbers, so that ranks that have parted notice."""
+
+    ELSEWHERE = 0
+    BATCH = 1
+    INSIDE = 2
+    ATTEMPTED = 3
+    REDUCTION = 4
+    EVALUATED = 5
+    EPOCH_END = 6
+
+
+_IN_WORDS = {
+    At.ELSEWHERE: "is in a trial or a comparison before training goes on",
+    At.BATCH: "begins a training batch",
+    At.INSIDE: "is within a step",
+    At.ATTEMPTED: "has run forward and backward of a batch",
+    At.REDUCTION: "is about to reduce gradients",
+    At.EVALUATED: "has run an evaluation step",
+    At.EPOCH_END: "has ended its training epoch",
+}
 
 
 class PeerFailed(RuntimeError):
     """Another rank has failed, which is why this one stops."""
+
+
+class Astray(PeerFailed):
+    """The ranks are at different places of the run, and none of them can go on."""
+
+
+def require_as_many_batches(is_last: Sequence[float], number: int, option: str) -> None:
+    """Refuse a batch that is the last one on some ranks and not on others, before they part.
+
+    Args:
+        is_last: For each rank, whether this batch is its last one.
+        number: Number of this batch, counted from 1.
+        option: The Trainer's argument that limits the number of batches.
+
+    Raises:
+        MisconfigurationException: On all ranks alike.
+    """
+    if len(set(map(bool, is_last))) > 1:
+        ended = [bool(one) for one in is_last]
+        raise MisconfigurationException(_UNEVEN.format(ended.index(True), number, ended.index(False), option, number))
 
 
 def divide_weights(module: nn.Module) -> None:
@@ -78,20 +136,31 @@ class RankConsensus:
         except Exception as error:
             return None, error
 
-    def exchange(self, *numbers: float) -> list[Sequence[float]]:
+    def exchange(self, *numbers: float, at: At = At.ELSEWHERE) -> list[Sequence[float]]:
         """Send some numbers to all ranks and return those of every rank, in the order of ranks.
 
         Args:
-            numbers: Numbers of this rank, as many as on every other. Integers up to 2^53 stay exact.
+            numbers: Up to four numbers of this rank, as many as on every other. Integers up to 2^53 stay exact.
+            at: The place of the run that this rank has come to. Messages of all places have one size, so that ranks at
+                different ones get each other's.
+
+        Raises:
+            Astray: On all ranks, if they have come to different places.
         """
         if self._group is None:
             return [numbers]
-        mine = torch.tensor(numbers, dtype=torch.float64)
+        mine = torch.zeros(1 + _MOST_NUMBERS, dtype=torch.float64)
+        mine[: 1 + len(numbers)] = torch.tensor((at, *numbers), dtype=torch.float64)
         theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
         work = distributed.all_gather(theirs, mine, group=self._group, async_op=True)
         assert work is not None
         work.wait(self._patience)
-        return [one.tolist() for one in theirs]
+        told = [one.tolist() for one in theirs]
+        if any(place != at for place, *_ in told):
+            raise Astray(
+                _ASTRAY.format(", ".join(f"rank {r} {_IN_WORDS[At(int(p))]}" for r, (p, *_) in enumerate(told)))
+            )
+        return [one[1 : 1 + len(numbers)] for one in told]
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank."""

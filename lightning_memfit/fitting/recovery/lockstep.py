@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelPa
 from torch import Tensor, distributed, nn
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.consensus import Apart, PeerFailed, RankConsensus, divide_weights
+from lightning_memfit.fitting.recovery.consensus import Apart, Astray, At, PeerFailed, RankConsensus, divide_weights
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.upstream.deepspeed import shards_weights
@@ -184,6 +184,9 @@ class Lockstep(RankConsensus):
             key: A tuple, of which the first item is the name of what is done, that tells apart actions whose
                 communication differs; None if it is not known beforehand.
             is_risky: Whether the action may well fail, or any rank doesn't know its key; the same on all ranks.
+
+        Raises:
+            Astray: If another rank has come to a different place of the run.
         """
         key = self._begin(key, is_risky)
         result: T | None = None
@@ -197,7 +200,11 @@ class Lockstep(RankConsensus):
         if failure is None:
             self._learn(key)
             return result, None
-        is_told = any(isinstance(one, _Stopped) for one in error_chain(failure))
+        chain = list(error_chain(failure))
+        if any(isinstance(one, Astray) for one in chain):
+            self.is_watched = False
+            raise failure
+        is_told = any(isinstance(one, _Stopped) for one in chain)
         if is_told or is_out_of_memory(failure):
             release(failure)
         try:
@@ -276,12 +283,10 @@ class Lockstep(RankConsensus):
         self._agree(number + 1)
 
     def _agree(self, number: int, has_failed: bool = False) -> int:
-        told = torch.tensor((int(has_failed), number))
-        distributed.all_reduce(told, distributed.ReduceOp.MAX, group=self._group)
-        failed, highest = told.tolist()
-        if failed and not has_failed:
+        told = self.exchange(has_failed, number, at=At.INSIDE)
+        if any(failed for failed, _ in told) and not has_failed:
             raise _Stopped("Another rank has failed.")
-        return int(highest)
+        return int(max(number for _, number in told))
 
 
 # --- collectives ----------------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ import ctypes
 import random
 import struct
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy
@@ -23,6 +24,7 @@ from torchmetrics import Metric
 from lightning_memfit.checkpointing.state import restore_dict
 from lightning_memfit.fitting.recovery.host_states import HostCopy
 from lightning_memfit.fitting.recovery.step_state import (
+    MAX_ITEMS,
     MODULE_INTERNALS,
     Saved,
     StepState,
@@ -325,6 +327,72 @@ class MetricStates:
         for metric, state in zip(self._metrics, states, strict=True):
             for name, value in state.items():
                 object.__setattr__(metric, name, _copy(value))
+
+
+class OwnAttributes:
+    """What an evaluation step writes to attributes of the module itself, which may hold the outputs of an epoch.
+
+    Taken back are attributes that are set, items that are appended to lists (also to lists in dicts), changes of dicts
+    and sets, and of small tensors. To copy everything would take longer from batch to batch.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def save(self) -> Callable[[], None]:
+        """Return a function that puts back what is there now."""
+        owners = (vars(self._module), self._module._buffers)
+        saved = [({k: v for k, v in owner.items() if k not in MODULE_INTERNALS}, owner) for owner in owners]
+        undo = [back for values, _ in saved for value in values.values() if (back := _way_back(value)) is not None]
+
+        def restore() -> None:
+            for values, owner in saved:
+                restore_dict(owner, values, keep=MODULE_INTERNALS)
+            for back in undo:
+                back()
+
+        return restore
+
+
+def _way_back(value: Any, depth: int = 0) -> Callable[[], None] | None:
+    """Return a function that puts back what a value holds; None for one of a kind that stays as it is."""
+    if isinstance(value, list):
+        return partial(_shorten, value, len(value))
+    if isinstance(value, Tensor):
+        return partial(_write, value, value.detach().clone(), value._version) if _is_small(value) else None
+    if isinstance(value, set) and len(value) <= MAX_ITEMS:
+        return partial(_refill, value, set(value))
+    if type(value) in (dict, defaultdict) and len(value) <= MAX_ITEMS and not depth:
+        inner = [back for item in value.values() if (back := _way_back(item, depth + 1)) is not None]
+        return partial(_restore_all, value, dict(value), inner)
+    return None
+
+
+def _is_small(value: Tensor) -> bool:
+    return type(value) is Tensor and not value.is_inference() and value.numel() <= MAX_ITEMS
+
+
+def _shorten(value: list[Any], length: int) -> None:
+    del value[length:]
+
+
+def _write(value: Tensor, content: Tensor, version: int) -> None:
+    if value._version != version:
+        value.detach().copy_(content)
+
+
+def _refill(value: set[Any], content: set[Any]) -> None:
+    value.clear()
+    value.update(content)
+
+
+def _restore_all(value: dict[Any, Any], content: dict[Any, Any], inner: list[Callable[[], None]]) -> None:
+    restore_dict(value, content)
+    for back in inner:
+        back()
 
 
 _METRIC_INTERNALS = frozenset(vars(nn.Module())) | {

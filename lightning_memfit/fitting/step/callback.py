@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.consensus import RankConsensus
+from lightning_memfit.fitting.recovery.consensus import At, RankConsensus
 from lightning_memfit.fitting.recovery.ladder import LAST_RESORTS, LastResort
 from lightning_memfit.fitting.recovery.lockstep import consensus_for
 from lightning_memfit.fitting.recovery.rank_watch import RankWatch
@@ -211,6 +211,12 @@ class MicroBatching(Callback):
             self._note,
             self._agree_by(trainer),
         )
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notice if another rank goes on with the epoch: its loader has more batches than it said."""
+        if self._ranks is not None:
+            self._ranks.exchange(at=At.EPOCH_END)
 
     def _agree_by(self, trainer: Trainer, is_evaluation: bool = False) -> RankConsensus:
         if is_evaluation and isinstance(trainer.strategy, DeepSpeedStrategy):

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_memfit.fitting.recovery.consensus import PeerFailed, RankConsensus
+from lightning_memfit.fitting.recovery.consensus import At, PeerFailed, RankConsensus, require_as_many_batches
 from lightning_memfit.fitting.recovery.ladder import Ladder
 from lightning_memfit.fitting.recovery.lockstep import TRAINING
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
@@ -233,7 +233,7 @@ class EffectiveStep:
         num_samples = self._splitter.count(batch)
         size = self._size_for(request, num_samples)
         if self._engine is not None:
-            size = int(min(theirs for (theirs,) in self._consensus.exchange(size)))
+            size = int(min(theirs for (theirs,) in self._consensus.exchange(size, at=At.BATCH)))
         local_batch = self._weigh(request, num_samples, size)
         start = self._rollback.save()
         needs_check = num_samples > size and self._needs_check(local_batch, size)
@@ -370,14 +370,18 @@ class EffectiveStep:
         """
         total = local_batch.weight
         if not self._is_alone:
-            told = self._consensus.exchange(total, needs_check, -1 if self._is_risky else num_parts)
-            total, needs_check = sum(theirs for theirs, *_ in told), any(needs for _, needs, _ in told)
+            is_last = self._loop.is_last_of_epoch
+            told = self._consensus.exchange(
+                total, needs_check, -1 if self._is_risky else num_parts, is_last, at=At.BATCH
+            )
+            require_as_many_batches([last for *_, last in told], self._loop.num_batches, "limit_train_batches")
+            total, needs_check = sum(theirs for theirs, *_ in told), any(needs for _, needs, *_ in told)
             if num_parts and self._is_sharded:
-                self._is_risky = any(parts != num_parts for *_, parts in told)
+                self._is_risky = any(parts != num_parts for _, _, parts, _ in told)
             if self._is_risky and self._engine is not None:
-                counts = ", ".join(str(int(parts)) for *_, parts in told)
+                counts = ", ".join(str(int(parts)) for _, _, parts, _ in told)
                 raise MisconfigurationException(_UNEQUAL.format(counts))
-            self._checked_rank = next((rank for rank, (_, needs, _) in enumerate(told) if needs), 0)
+            self._checked_rank = next((rank for rank, (_, needs, *_) in enumerate(told) if needs), 0)
         if request.zero_grad is not None:
             self._reference = max(total, 1e-30) * self._loop.trainer.accumulate_grad_batches
         self._window_total += total - self._batch_total
@@ -569,7 +573,7 @@ class EffectiveStep:
         status = _OPEN if isinstance(error, _Open) else status
         if not self._recovers and status == _OUT_OF_MEMORY:
             status = _FAILED
-        told = self._consensus.exchange(status, size, self._sizes.current)
+        told = self._consensus.exchange(status, size, self._sizes.current, at=At.ATTEMPTED)
         failed = [rank for rank, (theirs, *_) in enumerate(told) if theirs == _FAILED]
         if failed:
             said = self._consensus.from_rank(failed[0], f"{type(error).__name__}: {error}")
@@ -598,7 +602,7 @@ class EffectiveStep:
 
     def _reduce(self, reducer: GradientReducer) -> None:
         present = reducer.present()
-        signatures = self._consensus.exchange(crc32(bytes(present)))
+        signatures = self._consensus.exchange(crc32(bytes(present)), at=At.REDUCTION)
         if any(other != signatures[0] for other in signatures):
             present = self._consensus.any_of(present)
         reducer.add_up(present)

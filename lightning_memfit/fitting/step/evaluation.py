@@ -10,21 +10,26 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_memfit.fitting.recovery.consensus import PeerFailed, RankConsensus
+from lightning_memfit.fitting.recovery.consensus import At, PeerFailed, RankConsensus, require_as_many_batches
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
-from lightning_memfit.fitting.recovery.rollback import MetricStates, RandomState, TrainingSnapshot
+from lightning_memfit.fitting.recovery.rollback import MetricStates, OwnAttributes, RandomState, TrainingSnapshot
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge
 from lightning_memfit.fitting.step.split import BatchSplitter, sizes_of
 from lightning_memfit.memory.wrapping import wrap_method
 
-_STEPS = ("validation_step", "test_step", "predict_step")
+_LIMITS = {
+    "validation_step": "limit_val_batches",
+    "test_step": "limit_test_batches",
+    "predict_step": "limit_predict_batches",
+}
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # TF32 rounds to the latter
 _LOW_PRECISION = 3e-2
 _OK, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
@@ -72,12 +77,13 @@ class EvaluationSplitter:
         self.sizes = sizes
         self._metrics = StepMetrics(module)
         self._states = MetricStates(module)
+        self._attributes = OwnAttributes(module)
         self._undo: list[Callable[[], None]] = []
         self._allows_changes = allow_batch_statistics
 
     def install(self) -> None:
         """Guard the strategy's evaluation steps."""
-        self._undo = [wrap_method(self._trainer.strategy, name, partial(self._run, name)) for name in _STEPS]
+        self._undo = [wrap_method(self._trainer.strategy, name, partial(self._run, name)) for name in _LIMITS]
 
     def uninstall(self) -> None:
         """Guard them no more."""
@@ -88,6 +94,7 @@ class EvaluationSplitter:
         point = (
             RandomState(self._trainer.strategy.root_device),
             self._states.save(),
+            self._attributes.save(),
             self._module._current_fx_name,
         )
         ranks = self._ranks
@@ -95,9 +102,11 @@ class EvaluationSplitter:
         while True:
             is_cut = name in self.sizes  # then ranks may run different numbers of parts
             count = self._splitter.count(batch) if count is None and is_cut else count
-            run = partial(self._run_once, name, step, batch, args, kwargs, count if is_cut else None)
+            logs = StepLogs()
+            run = partial(self._run_once, name, step, batch, args, kwargs, count if is_cut else None, logs)
             output, failure = ranks.together(run, None if is_cut else (name,), is_risky=is_cut)
-            if not _has_run_out(name, ranks, failure):
+            if not _has_run_out(name, ranks, failure, self._progress(name)):
+                self._commit(name, logs)  # not before: what one rank has done counts if all have
                 return output
             count = self._splitter.count(batch) if count is None else count
             failed = min(self.sizes.get(name, count), count)
@@ -109,7 +118,9 @@ class EvaluationSplitter:
             if failure is not None:
                 release(failure)
             del failure, run
-            random, states, self._module._current_fx_name = point
+            random, states, put_back, hook_name = point
+            put_back()
+            self._module._current_fx_name = hook_name
             random.restore()
             self._states.load(states)
             if name not in self.sizes and not self._allows_changes:
@@ -117,36 +128,43 @@ class EvaluationSplitter:
             self.sizes[name] = max(1, failed // 2)
             rank_zero_warn(f"Memory ran out in `{name}` with {failed} samples; going on with {self.sizes[name]}.")
 
+    def _progress(self, name: str) -> Any:
+        """Lightning's counter of the batches that are evaluated now."""
+        trainer = self._trainer
+        if name == "predict_step":
+            return trainer.predict_loop.batch_progress
+        if name == "test_step":
+            return trainer.test_loop.batch_progress
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        return (trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop).batch_progress
+
     @cached_property
     def _ranks(self) -> RankConsensus:
         return self._find_ranks()
 
     def _run_once(
-        self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any, count: int | None
+        self,
+        name: str,
+        step: Callable[..., Any],
+        batch: Any,
+        args: Any,
+        kwargs: Any,
+        count: int | None,
+        logs: StepLogs,
     ) -> Any:
-        if count is None:
-            return self._run_whole(name, step, batch, args, kwargs)
-        return self._run_parts(name, step, batch, args, kwargs, count)
-
-    def _run_whole(self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any) -> Any:
+        """Run a batch, whole or as many samples at once as fit, and collect in `logs` what it logs."""
+        if count is not None and count > self.sizes[name]:
+            return self._run_split(name, step, batch, args, kwargs, count, self.sizes[name], logs)
         results = self._results(name)
         if results is None:
             return step(batch, *args, **kwargs)
-        logs = StepLogs()
         with logs.capture(results):
-            output = step(batch, *args, **kwargs)
-        logs.commit(results)
-        return output
+            return step(batch, *args, **kwargs)
 
-    def _run_parts(self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any, count: int) -> Any:
-        if count <= self.sizes[name]:
-            return self._run_whole(name, step, batch, args, kwargs)
-        logs = StepLogs()
-        output = self._run_split(name, step, batch, args, kwargs, count, self.sizes[name], logs)
+    def _commit(self, name: str, logs: StepLogs) -> None:
         results = self._results(name)
         if results is not None:
             logs.commit(results)
-        return output
 
     def _run_split(
         self,
@@ -205,7 +223,7 @@ class EvaluationSplitter:
         while size > 1:
             part = self._splitter.split(batch, [size, count - size])[0]
             found, failure = ranks.together(partial(self._differences, name, step, part, args, kwargs, size))
-            if not _has_run_out(name, ranks, failure):
+            if not _has_run_out(name, ranks, failure, self._progress(name)):
                 break
             if failure is not None:
                 release(failure)
@@ -266,10 +284,17 @@ class EvaluationSplitter:
         return values
 
 
-def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None) -> bool:
+def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None, progress: Any) -> bool:
     """Whether memory has run out in a step: on this rank, or on one that communicates with it in the step.
 
+    Args:
+        name: Name of the step.
+        ranks: What ranks agree by.
+        failure: What the step has ended in on this rank.
+        progress: Lightning's counter of the batches.
+
     Raises:
+        MisconfigurationException: If this batch is the last one on some of the ranks that share the module.
         Exception: If a rank failed for a reason other than memory; on that rank the same exception.
     """
     status = _OK if failure is None else _OUT_OF_MEMORY if is_out_of_memory(failure) else _FAILED
@@ -277,7 +302,8 @@ def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None) -> 
         if failure is not None and (status == _FAILED or ranks.meets_inside):
             raise failure
         return status == _OUT_OF_MEMORY
-    told = [int(theirs) for (theirs,) in ranks.exchange(status)]
+    sent = ranks.exchange(status, progress.is_last_batch, at=At.EVALUATED)
+    told = [int(theirs) for theirs, _ in sent]
     if _FAILED in told:
         rank = told.index(_FAILED)
         said = ranks.from_rank(rank, f"{type(failure).__name__}: {failure}")
@@ -287,6 +313,7 @@ def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None) -> 
     if _OUT_OF_MEMORY in told:
         ranks.start_anew()
         return True
+    require_as_many_batches([last for _, last in sent], progress.current.ready, _LIMITS[name])
     return False
 
 

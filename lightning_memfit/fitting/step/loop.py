@@ -250,6 +250,16 @@ class MicroBatchLoop(_AutomaticOptimization):
         """The module in training."""
         return self.trainer.lightning_module
 
+    @property
+    def num_batches(self) -> int:
+        """Number of the loader batch in training within its epoch, counted from 1."""
+        return int(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    @property
+    def is_last_of_epoch(self) -> bool:
+        """Whether the epoch ends with the loader batch in training, as far as this rank's loader and limits tell."""
+        return self.trainer.is_last_batch or self.num_batches >= self.trainer.num_training_batches
+
     def forward(self, request: StepRequest, part: Any, divisor: float) -> ClosureResult:
         """Run `training_step` on a part of the batch and divide its loss."""
         arguments = request.arguments

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler
 
-from lightning_memfit.fitting.recovery.consensus import RankConsensus
+from lightning_memfit.fitting.recovery.consensus import At, RankConsensus
 from lightning_memfit.fitting.recovery.guard import StepGuard
 from lightning_memfit.fitting.recovery.ladder import Ladder, LastResort, rungs_up_to
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
@@ -263,7 +263,7 @@ class FitSession:
         again = self._ladder.climb_to(self._kept.get("rungs", ())) if self._is_as_kept() else None
         size, reason = self._choose(request, local_batch_size)
         # All ranks use the smallest size; their batches may differ.
-        size = int(min(theirs for (theirs,) in self._consensus.exchange(size)))
+        size = int(min(theirs for (theirs,) in self._consensus.exchange(size, at=At.BATCH)))
         wanted = self._options.micro_batch_size
         is_unlimited = wanted == "auto" and self._options.limit_bytes is None and self._memory is None
         at_most = sys.maxsize if is_unlimited else None if wanted == "auto" else wanted

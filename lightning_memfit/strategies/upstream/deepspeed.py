@@ -3,15 +3,20 @@
 Written for DeepSpeed 0.19.8; `test_upstream_names.py` and `test_zero_infinity.py` fail if these names move.
 """
 
+import logging
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.strategies.integrity import all_succeed, stored_bytes
@@ -24,6 +29,7 @@ from lightning_memfit.strategies.saved_run import (
     SavedRun,
     Undivided,
     check_shapes,
+    listed,
     pieces_of,
     whole,
 )
@@ -38,6 +44,57 @@ def disable_shared_memory_collectives() -> None:
     from deepspeed.ops import __compatible_ops__
 
     __compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class _Asked(dict[str, Any]):
+    """A dict that notes which keys it is asked for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.names: set[str] = set()
+
+    def __copy__(self) -> "_Asked":
+        return self
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        self.names.add(str(key))
+        return super().__contains__(key)
+
+    @override
+    def __getitem__(self, key: str) -> Any:
+        self.names.add(key)
+        return super().__getitem__(key)
+
+    @override
+    def get(self, key: str, default: Any = None) -> Any:
+        self.names.add(key)
+        return super().get(key, default)
+
+
+@cache
+def known_options() -> frozenset[str]:
+    """Names that a DeepSpeed configuration may have at its top: DeepSpeed asks for them or has constants for them."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.utils import logger
+
+    asked = _Asked(train_micro_batch_size_per_gpu=1)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        DeepSpeedConfig(asked)
+    finally:
+        logger.setLevel(level)
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("deepspeed.")]
+    constants = (
+        value
+        for module in modules
+        if module.__name__.rpartition(".")[2] in ("config", "constants")
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, str) and value.isidentifier()
+    )
+    where_processes_are_known = {"data_parallel_size", "sequence_parallel_size"}
+    return frozenset(asked.names | set(constants) | where_processes_are_known)
 
 
 @contextmanager
@@ -805,6 +862,27 @@ def _are_scalars(values: Iterable[Any]) -> bool:
     return all(not isinstance(value, Pieces) and not value.dim() for value in values)
 
 
+def _not_in_one(path: str | Path, key: str, values: Mapping[str, Any]) -> str:
+    """Say why states of some parameters don't go into one tensor: those without any, else those unlike most others."""
+    lacking = [name for name, value in values.items() if value is None]
+    what = f"has no state {key!r} for {listed(lacking)}, which no step of the saved run has changed"
+    if not lacking:
+        shown = {name: _in_words(value) for name, value in values.items()}
+        usual = Counter(shown.values()).most_common(1)[0][0]
+        unlike = [name for name, text in shown.items() if text != usual]
+        what = f"has a state {key!r} for {listed(unlike or list(shown))} that is not like that of the others"
+    return (
+        f"`ckpt_path={str(path)!r}` {what}. ZeRO keeps the states of all parameters in one tensor, and can't resume "
+        "so. Resume with the strategy that wrote it, or load the weights alone (`load_full_weights: true`)."
+    )
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Pieces) or (torch.is_tensor(value) and value.dim()):
+        return "as large as the parameter"
+    return repr(value)
+
+
 def _divided(one: _Live, saved: SavedOptimizer) -> dict[str, Any]:
     """States of a flat tensor from those of its parameters."""
     names = [name for name, _ in one.all]
@@ -829,11 +907,6 @@ def _divided(one: _Live, saved: SavedOptimizer) -> dict[str, Any]:
             value if torch.is_tensor(value) else torch.tensor(value) for value in values.values() if value is not None
         ]
         if len(scalars) != len(values) or any(value.numel() != 1 or value != scalars[0] for value in scalars):
-            raise ValueError(
-                f"`ckpt_path={str(saved.path)!r}` has states {key!r} that ZeRO can't keep in one tensor for "
-                f"{', '.join(names[:3])}{' ...' * (len(names) > 3)}: they differ, or have other shapes than the "
-                "parameters. Resume with the strategy that wrote it, or load the weights alone "
-                "(`load_full_weights: true`)."
-            )
+            raise ValueError(_not_in_one(saved.path, key, values))
         made[key] = _alike(next(iter(values.values())), one)
     return made

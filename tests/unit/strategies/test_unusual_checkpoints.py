@@ -24,6 +24,7 @@ from lightning_memfit.strategies.safe_loading import _Index, load
 from lightning_memfit.strategies.saved_run import (
     PARAMETERS,
     Pieces,
+    SavedOptimizer,
     SavedRun,
     Undivided,
     check_shapes,
@@ -32,7 +33,7 @@ from lightning_memfit.strategies.saved_run import (
     pieces_of,
 )
 from lightning_memfit.strategies.shards import META, _Folder, load_divided
-from lightning_memfit.strategies.upstream.deepspeed import _fill, _Live
+from lightning_memfit.strategies.upstream.deepspeed import _divided, _fill, _Live
 
 
 @pytest.fixture(autouse=True)
@@ -401,3 +402,21 @@ def test_zero_counts_what_it_writes(tmp_path, monkeypatch):
     with pytest.raises(Stop):
         zero.ZeroStrategy.save_checkpoint(strategy, checkpoint, tmp_path / "a.ckpt")
     assert seen == [108]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"b.weight": {}, "b.bias": {}}, "has no state 'exp_avg' for 'b.weight', 'b.bias', which no step"),
+        ({"b.bias": {"exp_avg": torch.ones(4), "step": torch.tensor(2.0)}}, "has a state 'step' for 'b.bias' that is"),
+    ],
+)
+def test_the_parameters_whose_states_zero_cannot_keep_are_named(tmp_path, changes, message):
+    names = ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight"]
+    states = {name: {"exp_avg": torch.ones(4), "step": torch.tensor(1.0)} for name in names} | changes
+    live = _Live(
+        torch.zeros(20), [(name, 4 * i, 0, 4) for i, name in enumerate(names)], [(n, 4) for n in names], {}, 0, 1
+    )
+    with pytest.raises(ValueError, match=message) as refused:
+        _divided(live, SavedOptimizer([], states, tmp_path))
+    assert "a.weight" not in str(refused.value)

@@ -1,5 +1,8 @@
 import pytest
+from lightning.pytorch import LightningModule
+from torch import nn
 
+from lightning_memfit.strategies import DataParallelStrategy, FullyShardedStrategy, ZeroStrategy
 from lightning_memfit.strategies.zero_config import ZeroOptions
 
 
@@ -73,3 +76,55 @@ def test_impossible_arguments_are_refused(options, message):
 def test_a_section_that_offloads_nothing_is_refused():
     with pytest.raises(ValueError, match="set `offload_parameters`"):
         zero({"offload_param": {"buffer_count": 4}})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimisation": {}}, "`config.zero_optimisation`: .* Did you mean `zero_optimization`?"),
+        ({"gradient_cliping": 1.0}, "Did you mean `gradient_clipping`?"),
+        ({"nothing_like_it_at_all": 1}, "`config.nothing_like_it_at_all`: DeepSpeed has no option of this name"),
+        ({"train_batch_size": 3}, "`config.train_batch_size=3`: leave it out"),
+    ],
+)
+def test_names_that_deepspeed_would_ignore_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        ZeroStrategy(config=config)
+
+
+def test_names_that_deepspeed_reads_are_known():
+    names = ["activation_checkpointing", "aio", "comms_logger", "compression_training", "elasticity", "flops_profiler"]
+    names += ["communication_data_type", "data_types", "gradient_predivide_factor", "tensorboard", "steps_per_print"]
+    names += ["sequence_parallel_size", "wall_clock_breakdown", "train_micro_batch_size_per_gpu", "zero_optimization"]
+    ZeroStrategy(config={name: {} for name in names})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ZeroStrategy(stage="3"), "`stage='3'` is of type str; it must be a whole number"),
+        (lambda: ZeroStrategy(stage=3, bucket_size=1e6), "`bucket_size=1000000.0` is of type float"),
+        (lambda: FullyShardedStrategy(sharding_size="2"), "`sharding_size='2'` is of type str"),
+        (lambda: FullyShardedStrategy(tensor_parallel_size="2"), "`tensor_parallel_size='2'` is of type str"),
+        (lambda: FullyShardedStrategy(sharding_size=True), "`sharding_size=True` is of type bool"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_name(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_unused_parameters_are_named_with_this_packages_way_to_allow_them():
+    module = LightningModule()
+    module.frozen, module.used, module.unused = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    module.frozen.requires_grad_(False)
+    strategy = DataParallelStrategy()
+    strategy._lightning_module = module
+    error = RuntimeError(
+        "Expected to have finished reduction in the prior iteration before starting a new one. ... \n"
+        "Parameter indices which did not receive grad for rank 1: 2 3\n In addition, you can set ..."
+    )
+    strategy.on_exception(error)
+    assert "('unused.weight', 'unused.bias')" in str(error)
+    assert "DataParallelStrategy(find_unused_parameters=True)" in str(error)
+    assert "ddp_find" not in str(error)
