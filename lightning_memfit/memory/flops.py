@@ -1,9 +1,11 @@
 """FLOPs of operators, by torch's formulas also where torch's own registry refuses the shapes, and by ours beside them.
 
 Fused attention takes fewer heads of keys and values than of queries ("grouped-query attention": Llama, Mistral, Qwen).
-The formulas of torch 2.11 raise an `AssertionError` for that; those of 2.13 count what is counted here.
+The formulas of torch 2.11 raise an `AssertionError` for that; those of 2.13 count what is counted here. Kernels that
+run a whole recurrent layer (LSTM, GRU) have no formula there.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,8 +47,42 @@ def _with_heads(shape: Any, heads: int) -> Any:
 GROUPED_ATTENTION = {operator: _of_repeated_heads(operator, query) for operator, query in _ATTENTION.items()}
 """Formulas of shapes, as `FlopCounterMode(custom_mapping=...)` takes them."""
 
+
+def _of_recurrence(times: int) -> Callable[..., int]:
+    """The formula for kernels of whole recurrent layers, which torch lacks: every step multiplies by the weights.
+
+    Args:
+        times: Products for each of the forward pass: 1 there, 2 in backward.
+    """
+
+    def count(steps: Any, *weights: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        # oneDNN takes a layer's weights one by one, cuDNN and MIOpen those of all layers and directions in a list.
+        listed = weights[0] if _is_list_of_shapes(weights[0]) else weights[:2]
+        elements = sum(math.prod(shape) for shape in listed if len(shape) == 2)
+        return 2 * times * math.prod(steps[:-1]) * elements
+
+    return count
+
+
+def _is_list_of_shapes(value: Any) -> bool:
+    return bool(value) and not isinstance(value[0], int)
+
+
+RECURRENCE = {
+    aten.mkldnn_rnn_layer: _of_recurrence(1),
+    aten.mkldnn_rnn_layer_backward: _of_recurrence(2),
+    aten._cudnn_rnn: _of_recurrence(1),
+    aten._cudnn_rnn_backward: _of_recurrence(2),
+    aten.miopen_rnn: _of_recurrence(1),
+    aten.miopen_rnn_backward: _of_recurrence(2),
+}
+"""Formulas of shapes, as those of `GROUPED_ATTENTION`."""
+
+FORMULAS = {**GROUPED_ATTENTION, **RECURRENCE}
+"""All formulas of shapes that torch's counter has not, or not right."""
+
 _OF_TENSORS: dict[Any, Callable[..., int]] = {
-    operator: shape_wrapper(formula) for operator, formula in GROUPED_ATTENTION.items()
+    operator: shape_wrapper(formula) for operator, formula in FORMULAS.items()
 }
 
 
