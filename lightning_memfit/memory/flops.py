@@ -21,13 +21,21 @@ _ATTENTION = {
     aten._scaled_dot_product_flash_attention_backward: 1,
     aten._scaled_dot_product_efficient_attention_backward: 1,
     aten._scaled_dot_product_cudnn_attention_backward: 1,
+    aten._scaled_dot_product_flash_attention_for_cpu: 0,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: 1,
 }
 """Fused attention and the place of the query among its arguments, which the key and the value follow."""
+
+_COUNTED_AS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+"""Kernels without a formula of torch's, and those that multiply as they do."""
 
 
 def _of_repeated_heads(operator: Any, query_at: int) -> Callable[..., int]:
     """The formula of torch for keys and values with as many heads as the query: the kernel multiplies each of those."""
-    formula: Callable[..., int] = flop_registry[operator]
+    formula: Callable[..., int] = flop_registry[_COUNTED_AS.get(operator, operator)]
 
     def count(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
         query, key, value = shapes[query_at : query_at + 3]
@@ -79,10 +87,29 @@ RECURRENCE = {
 """Formulas of shapes, as those of `GROUPED_ATTENTION`."""
 
 FORMULAS = {**GROUPED_ATTENTION, **RECURRENCE}
-"""All formulas of shapes that torch's counter has not, or not right."""
+"""All formulas of shapes that torch's counter has not, or not right; by convention, attention counts whole there."""
+
+
+def _without_hidden(operator: Any, query_at: int) -> Callable[..., int]:
+    """The formula for what a kernel multiplies: those of attention skip blocks that a causal mask hides."""
+    count: Callable[..., int] = shape_wrapper(FORMULAS[operator])
+    place = [argument.name for argument in operator.default._schema.arguments].index("is_causal")
+
+    def multiplied(*args: Any, **kwargs: Any) -> int:
+        whole = count(*args, **kwargs)
+        if not kwargs.get("is_causal", args[place] if len(args) > place else False):
+            return whole
+        queries, keys = (args[at].size(-2) for at in (query_at, query_at + 1))
+        square = min(queries, keys)
+        seen = square * (square + 1) // 2 + (queries - square) * keys
+        return whole * seen // (queries * keys)
+
+    return multiplied
+
 
 _OF_TENSORS: dict[Any, Callable[..., int]] = {
-    operator: shape_wrapper(formula) for operator, formula in FORMULAS.items()
+    **{operator: shape_wrapper(formula) for operator, formula in RECURRENCE.items()},
+    **{operator: _without_hidden(operator, query_at) for operator, query_at in _ATTENTION.items()},
 }
 
 
@@ -99,7 +126,9 @@ _WITHOUT_FORMULA: dict[Any, Callable[..., int]] = {aten._grouped_mm: grouped_pro
 
 
 def flop_formula(operator: Any) -> Callable[..., int] | None:
-    """The formula for an operator, called with its arguments and `out_val`, its result; None for one without.
+    """The formula for what an operator's kernel computes; None for one without.
+
+    It is called with the operator's arguments and `out_val`, its result.
 
     Args:
         operator: An operator packet, such as `torch.ops.aten.mm`.

@@ -52,6 +52,26 @@ def test_backward_multiplies_five_times(name, groups):
 
 
 @pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(("queries", "keys", "seen"), [(16, 16, 136), (16, 4, 58), (4, 16, 10)])
+def test_what_a_causal_mask_hides_is_not_multiplied(queries, keys, seen):
+    query, key = (torch.empty(BATCH, HEADS, length, WIDTH) for length in (queries, keys))
+    for operator, named in (
+        (aten._scaled_dot_product_flash_attention_for_cpu, {}),
+        (FORWARD[0][0], {"is_causal": True}),
+    ):
+        more = () if named else (0.0, True)
+        counted = flop_formula(operator)(query, key, key, *more, **named, out_val=(query,))
+        assert counted == 2 * 2 * BATCH * HEADS * WIDTH * seen
+
+
+def test_attention_on_the_cpu_counts_forward_and_backward():
+    query = torch.randn(BATCH, HEADS, LENGTH, WIDTH, requires_grad=True)
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    assert counter.get_total_flops() == 7 * PRODUCT
+
+
+@pytest.mark.usefixtures("fake")
 def test_the_counter_of_torch_takes_the_formulas():
     query, key, value = operands()
     with FlopCounterMode(display=False, custom_mapping=GROUPED_ATTENTION) as counter:
