@@ -94,7 +94,8 @@ def _mark(value: Any) -> Any:
 def _put_back(owner: Any, before: dict[str, Any]) -> None:
     """Set attributes back that a fake was put into."""
     now = vars(owner)
-    if len(now) == len(before) and all(now.get(name, _MISSING) is value for name, value in before.items()):
+    # Names and values by identity, without a step of Python for each of hundreds of thousands.
+    if now.keys() == before.keys() and list(map(id, now.values())) == list(map(id, before.values())):
         return
     for name, value in dict(now).items():
         if before.get(name, _MISSING) is not value and _holds_fake(value):
