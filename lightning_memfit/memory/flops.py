@@ -67,7 +67,7 @@ def _of_recurrence(times: int) -> Callable[..., int]:
         # oneDNN takes a layer's weights one by one, cuDNN and MIOpen those of all layers and directions in a list.
         listed = weights[0] if _is_list_of_shapes(weights[0]) else weights[:2]
         elements = sum(math.prod(shape) for shape in listed if len(shape) == 2)
-        return 2 * times * math.prod(steps[:-1]) * elements
+        return int(2 * times * math.prod(steps[:-1]) * elements)
 
     return count
 
@@ -102,7 +102,7 @@ def _without_hidden(operator: Any, query_at: int) -> Callable[..., int]:
         queries, keys = (args[at].size(-2) for at in (query_at, query_at + 1))
         square = min(queries, keys)
         seen = square * (square + 1) // 2 + (queries - square) * keys
-        return whole * seen // (queries * keys)
+        return int(whole * seen // (queries * keys))
 
     return multiplied
 
