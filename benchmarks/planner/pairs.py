@@ -1,16 +1,21 @@
-"""How good plans are: 25 pairs of a small model and a memory limit on the simulated device (CPU, one thread).
+"""How good plans are: pairs of a small model and a memory limit on the simulated device (CPU, one thread).
 
-`python -m benchmarks.planner.pairs` writes `benchmarks/results/planner_pairs.json`. For every model a grid of settings
-(optimizer x checkpointing x micro-batch, gradient release where a step is one pass) is measured without a limit: peak
-of live bytes and time of an optimizer step. Eight runs of the grid calibrate the cost model, as the first steps of
-earlier runs would have. For each of five limits a plan is made and run under `MemoryLimit`, at once and only once. Its
-time is held against the best of the grid that stays within the limit: the plan and the two fastest of those are
-measured again in turns, so that what else the machine does meanwhile slows all alike. Predicted times are held against
-measured ones by Spearman's rank correlation. Times are processor time of the process, the first quartile of its steps.
+`python -m benchmarks.planner.pairs known` (or `held_out`, `benchmarks.planner.models.SETS`) writes that set's file in
+`benchmarks/results`; models named after the set are measured anew, and the others in the file stay as they are.
+
+For every model a grid of settings (optimizer x checkpointing of its repeated blocks x micro-batch, gradient release
+where a step is one pass) is measured without a limit: peak of live bytes and time of an optimizer step. Up to eight
+runs of the grid calibrate the cost model, as the first steps of earlier runs would have. For each limit a plan is made
+and run under `MemoryLimit`, at once and only once. Its time is held against the best of the grid that stays within the
+limit: the plan, the two fastest of those and the fastest one that keeps the recipe's numbers are measured again in
+turns, so that what else the machine does meanwhile slows all alike. Predicted times are held against measured ones by
+Spearman's rank correlation. Times are processor time of the process, the first quartile of its steps.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
 import os
 import statistics
@@ -19,7 +24,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +35,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.micro_batching.record import write
-from benchmarks.planner.models import MODELS, SHARE
+from benchmarks.planner.models import SETS, SHARE, ModelSet
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.target import host_target
 from lightning_memfit.planner.make import make_plan
@@ -45,15 +50,17 @@ from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.setting import Setting
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "planner_pairs.json"
+RESULTS = ROOT / "benchmarks" / "results"
 
 ALLOW = ("exact", "8bit")
 SIZES = (1, 4, 16)
-LIMITS = (0.35, 0.42, 0.5, 0.7, 1.05)
-"""Shares of the plain setting's measured peak."""
 _UNLIMITED = 1 << 34
 _STEPS, _SKIPPED = 6, 2
-_FINALISTS, _ROUNDS = 2, 2
+_FINALISTS, _ROUNDS, _MOST_ROUNDS = 2, 2, 6
+_CLOSE = 0.05
+"""A plan that seems slower than the best by more than this is measured in more rounds: noise looks the same."""
+
+Make = Callable[[], tuple[pl.LightningModule, Any]]
 
 
 class _Clock(pl.Callback):
@@ -70,22 +77,22 @@ class _Clock(pl.Callback):
             self._last = (trainer.global_step, now)
 
 
-def seconds_of(name: str, setting: Setting) -> list[float]:
+def seconds_of(make: Make, setting: Setting) -> list[float]:
     """Of the optimizer steps of a run without a limit, the first ones left out."""
-    seconds, _ = run(name, setting, None)
+    seconds, _ = run(make, setting, None)
     return seconds
 
 
-def peak_of(name: str, setting: Setting, limit: int = _UNLIMITED) -> int | None:
+def peak_of(make: Make, setting: Setting, limit: int = _UNLIMITED) -> int | None:
     """Peak of live bytes in two steps; None where they run out of memory."""
-    _, peak = run(name, setting, limit)
+    _, peak = run(make, setting, limit)
     return peak
 
 
-def run(name: str, setting: Setting, limit: int | None) -> tuple[list[float], int | None]:
+def run(make: Make, setting: Setting, limit: int | None) -> tuple[list[float], int | None]:
     """Seconds of steps without a limit; with one, the peak of two steps, or None where memory ran out."""
     torch.manual_seed(0)
-    module, whole = MODELS[name]()
+    module, whole = make()
     assert setting.micro_batch_size is not None
     count, steps = setting.accumulate_grad_batches, 2 if limit else _STEPS
     batch = resize_batch(whole, SHARE, setting.micro_batch_size)
@@ -113,10 +120,10 @@ def run(name: str, setting: Setting, limit: int | None) -> tuple[list[float], in
     return clock.seconds[_SKIPPED:], None
 
 
-def grid() -> Iterator[Setting]:
-    """Every setting that is tried."""
+def grid(checkpointed: bool) -> Iterator[Setting]:
+    """Every setting that is tried, of a module whose blocks can be checkpointed or that has none."""
     for optimizer in ("", "fused_adamw", "optimizer_8bit"):
-        for checkpointing in ("none", "full", "selective"):
+        for checkpointing in ("none", "full", "selective") if checkpointed else ("none",):
             for size in SIZES:
                 setting = Setting(micro_batch_size=size, accumulate_grad_batches=SHARE // size)
                 setting = setting.choose(optimizer) if optimizer else setting
@@ -130,29 +137,29 @@ def grid() -> Iterator[Setting]:
 
 
 def calibrates(setting: Setting) -> bool:
-    """Whether a measured step of this setting is known to the planner: six with plain AdamW, two with 8-bit AdamW."""
+    """Whether a measured step of this setting is known to the planner: up to six with plain AdamW, two with 8-bit."""
     names = {choice.name for choice in setting.chosen}
     if setting.micro_batch_size not in (SIZES[0], SIZES[-1]):
         return False
     return names <= {"activation_checkpointing"} or names == {"optimizer_8bit"}
 
 
-def workload(name: str, rates: Rates, limit: int | None) -> Workload:
+def workload(make: Make, rates: Rates, limit: int | None) -> Workload:
     """One model's, for the planner."""
-    module, batch = MODELS[name]()
+    module, batch = make()
     target, options = host_target(limit or _UNLIMITED), StepOptions("32-true", 1)
     facts = facts_of(module, target, options)
     return Workload(module, batch, options, SHARE, target, rates, facts, allow=check_allow(ALLOW))
 
 
-def model_rows(name: str, rates: Rates, cache: ProfileCache) -> dict[str, Any]:
+def model_rows(name: str, make: Make, limits: tuple[float, ...], rates: Rates, cache: ProfileCache) -> dict[str, Any]:
     """Measure a model's grid, calibrate, then plan and run for every limit."""
-    solver = Solver(TraceStore(workload(name, rates, None), cache))
-    rows = []
-    for setting in grid():
-        seconds, peak = undisturbed(seconds_of(name, setting)), peak_of(name, setting)
-        parts = dict(solver.solve_uniform(setting).time.seconds)
-        rows.append({"setting": setting, "seconds": seconds, "peak": peak, "parts": parts})
+    store = TraceStore(workload(make, rates, None), cache)
+    solver, rows = Solver(store), []
+    for setting in grid(store.plain().num_blocks > 0):
+        seconds, peak = undisturbed(seconds_of(make, setting)), peak_of(make, setting)
+        exact, parts = not solver.numerics.severity(setting), dict(solver.solve_uniform(setting).time.seconds)
+        rows.append({"setting": setting, "seconds": seconds, "peak": peak, "parts": parts, "exact": exact})
     known = [r for r in rows if calibrates(r["setting"])]
     factors = fit_factors([Observation(uncorrected(r["parts"], rates), r["seconds"]) for r in known])
     predicted_seconds = [sum(r["parts"][c] * factors[c] for c in r["parts"]) for r in rows]
@@ -165,7 +172,7 @@ def model_rows(name: str, rates: Rates, cache: ProfileCache) -> dict[str, Any]:
         "num_calibrating": len(known),
         "rank_correlation_by_data": spearman([sum(r["parts"].values()) for r in rows], measured),
         "rank_correlation": spearman(predicted_seconds, measured),
-        "pairs": [_pair(name, corrected, cache, rows, int(share * plain)) for share in LIMITS],
+        "pairs": [_pair(make, corrected, cache, rows, int(share * plain)) for share in limits],
         "grid": [
             {"setting": _words(r["setting"]), "seconds": r["seconds"], "predicted_s": p, "peak_bytes": r["peak"]}
             for r, p in zip(rows, predicted_seconds, strict=True)
@@ -173,18 +180,22 @@ def model_rows(name: str, rates: Rates, cache: ProfileCache) -> dict[str, Any]:
     }
 
 
-def _pair(name: str, rates: Rates, cache: ProfileCache, rows: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+def _pair(make: Make, rates: Rates, cache: ProfileCache, rows: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """Make a plan for a limit, run it, and hold it against the settings of the grid that stay within the limit."""
     fitting = sorted((r for r in rows if r["peak"] <= limit), key=lambda r: r["seconds"])
-    plan = make_plan(workload(name, rates, limit), cache)
+    plan = make_plan(workload(make, rates, limit), cache)
     row: dict[str, Any] = {"limit_bytes": limit, "num_fitting": len(fitting), "plan": plan.summary()}
     if plan.setting is not None:
-        peak = peak_of(name, plan.setting, limit)
-        finalists = {_words(r["setting"]): r["setting"] for r in fitting[:_FINALISTS]}
-        times = in_turns(name, {"plan": plan.setting, **finalists})
+        peak = peak_of(make, plan.setting, limit)
+        exact = [r for r in fitting if r["exact"]]
+        finalists = {_words(r["setting"]): r["setting"] for r in (*fitting[:_FINALISTS], *exact[:1])}
+        times = in_turns(make, {"plan": plan.setting, **finalists})
         best = min(finalists, key=lambda words: times[words], default=None)
+        kept = _words(exact[0]["setting"]) if exact else None
         row |= {
             "setting": _words(plan.setting),
             "fits": peak is not None,
+            "exact": not plan.changes,
             "predicted_peak_bytes": plan.peak_bytes,
             "peak_bytes": peak,
             "predicted_s": plan.seconds_per_step,
@@ -192,18 +203,25 @@ def _pair(name: str, rates: Rates, cache: ProfileCache, rows: list[dict[str, Any
             "best": best,
             "best_s": None if best is None else times[best],
             "slower_than_best": None if best is None else times["plan"] / times[best] - 1,
+            "best_exact": kept,
+            "best_exact_s": None if kept is None else times[kept],
         }
-    print(f"{name} {limit >> 20} MiB: {row}", flush=True)
+    print(f"{limit / 2**20:.0f} MiB: {row}", flush=True)
     return row
 
 
-def in_turns(name: str, settings: dict[str, Setting]) -> dict[str, float]:
-    """Seconds per step of settings that are measured one after the other, again and again."""
+def in_turns(make: Make, settings: dict[str, Setting]) -> dict[str, float]:
+    """Seconds per step of settings that are measured one after the other, again and again; the first is the plan."""
     taken: dict[str, list[float]] = {words: [] for words in settings}
-    for _ in range(_ROUNDS):
+    found: dict[str, float] = {}
+    for done in range(1, _MOST_ROUNDS + 1):
         for words, setting in settings.items():
-            taken[words] += seconds_of(name, setting)
-    return {words: undisturbed(values) for words, values in taken.items()}
+            taken[words] += seconds_of(make, setting)
+        found = {words: undisturbed(values) for words, values in taken.items()}
+        plan, *others = found.values()
+        if done >= _ROUNDS and plan <= (1 + _CLOSE) * min(others, default=plan):
+            break
+    return found
 
 
 def undisturbed(seconds: list[float]) -> float:
@@ -229,17 +247,33 @@ def spearman(first: list[float], second: list[float]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
+def measured_before(file: Path, chosen: ModelSet, names: list[str]) -> list[dict[str, Any]]:
+    """Rows of the other models of a set that a file already has."""
+    before = json.loads(file.read_text())["models"] if names and file.exists() else []
+    return [row for row in before if row["model"] in chosen.models and row["model"] not in names]
+
+
 def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    started, rates, models = time.perf_counter(), cpu_rates(), []
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("set", choices=tuple(SETS))
+    parser.add_argument("models", nargs="*", help="those of the set to measure; all by default")
+    arguments = parser.parse_args()
+    chosen, names = SETS[arguments.set], arguments.models
+    unknown = [name for name in names if name not in chosen.models]
+    if unknown:
+        parser.error(f"{', '.join(unknown)} is none of {', '.join(chosen.models)}")
+    file, order, rates = RESULTS / chosen.file, list(chosen.models), cpu_rates()
+    rows = measured_before(file, chosen, names)
     with tempfile.TemporaryDirectory() as folder:
-        for name in sys.argv[1:] or MODELS:
-            models.append(model_rows(name, rates, ProfileCache(Path(folder))))
+        for name in names or order:
+            started = time.perf_counter()
+            row = model_rows(name, chosen.models[name], chosen.limits, rates, ProfileCache(Path(folder)))
             minutes = round((time.perf_counter() - started) / 60, 1)
-            load = round(os.getloadavg()[0], 2)
-            write(RESULTS, {"load": load, "minutes": minutes, "models": models})  # known, should this end early
+            rows = sorted([*rows, row | {"minutes": minutes}], key=lambda one: order.index(one["model"]))
+            write(file, {"load": round(os.getloadavg()[0], 2), "models": rows})  # known, should this end early
     return 0
 
 

@@ -1,52 +1,195 @@
 """Llama-3.1-8B beside figures that torchtitan and torchtune publish: `python -m benchmarks.sharded_traces.published`.
 
-Every estimate is a command of its own, without any cache. Writes the results and the section of the page.
+Memory is that of `memfit estimate`, a command of its own for each run, without any cache; speed is that of the
+planner's time model for the same techniques, batch and devices. Nothing is run on these GPUs. Writes the results and
+the sections of the page; with `speed`, memory stays as it was recorded.
 """
 
 import json
+import logging
 import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.marks import insert
 from benchmarks.micro_batching.record import write
 from benchmarks.sharded_traces.table import PAGE, ROOT
+from lightning_memfit.device.catalogue import find_device
+from lightning_memfit.estimate.architectures import find_architecture
+from lightning_memfit.estimate.named_model import make_batch
+from lightning_memfit.estimate.target import Target, named_target
 from lightning_memfit.memory import GIB
+from lightning_memfit.models import CausalLM
+from lightning_memfit.models.architecture import resolve_config
+from lightning_memfit.planner.solve import Solver
+from lightning_memfit.planner.time import Rates, rates_of
+from lightning_memfit.planner.trace_store import TraceStore
+from lightning_memfit.planner.workload import NUMERICS, Devices, Workload, facts_of, parse_device_count
+from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.techniques.core.setting import Setting
+
+_OF_MEMORY = ("peak", "seconds", "processor_seconds", "load")
+_MICRO_BATCH, _OPTIMIZER, _PER_MACHINE = 2, "adamw_fused", 8
+_PRECISIONS = {"bf16-mixed": "bf16_mixed", "bf16-true": "bf16_true"}
 
 RESULT = ROOT / "benchmarks" / "results" / "llama31_published.json"
-_FSDP2 = [
-    "--sequence-length=8192",
-    "--micro-batch-size=2",
-    "--precision=bf16-mixed",
-    "--optimizer=adamw_fused",
-    "--strategy=fsdp2",
-]
-_FULL = "--technique=activation_checkpointing"
-_SELECTIVE = "--technique=activation_checkpointing:mode=selective,keep=[matmul,attention]"
-_TUNED = [
-    "--sequence-length=2048",
-    "--micro-batch-size=2",
-    "--precision=bf16-true",
-    "--checkpointing=full",
-    "--device=48GiB",
-    "--technique=paged_optimizer_8bit",
-    "--technique=gradient_release",
-]
-_TITAN = "torchtitan, `benchmarks/llama3_h100_202412_torchtitan.md`"
-RUNS: dict[str, tuple[float, str, list[str]]] = {
-    f"{ranks} H100, FSDP, 2 x 8192; {words}": (
-        published,
-        f"{_TITAN}, table {table}",
-        [*_FSDP2, technique, f"--device={ranks}x H100 SXM"],
+
+
+@dataclass(frozen=True)
+class Source:
+    """Who published figures, where, and on what they were measured."""
+
+    name: str
+    url: str
+    """The version that was read."""
+    date: str
+    """Of that version."""
+    settings: str
+    bandwidth_bytes_per_s: float | None = None
+    """Of its devices' memory, where it isn't our catalogue's."""
+    network_bytes_per_s: float | None = None
+    """Of a machine to others, where it says so."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published row, and the same training in our names."""
+
+    source: Source
+    where: str
+    """The row in the source."""
+    gib: float
+    tokens_per_s: float
+    """Of one device."""
+    device: str
+    """As `--device` takes it."""
+    sequence_length: int
+    precision: str
+    techniques: Mapping[str, Mapping[str, Any]]
+    """Options by name."""
+    strategy: str = ""
+
+    def options(self) -> list[str]:
+        """Of `memfit estimate`."""
+        techniques = [
+            f"--technique={name}" + ":" * bool(given) + ",".join(f"{key}={json.dumps(v)}" for key, v in given.items())
+            for name, given in self.techniques.items()
+        ]
+        return [
+            f"--sequence-length={self.sequence_length}",
+            f"--micro-batch-size={_MICRO_BATCH}",
+            f"--precision={self.precision}",
+            f"--optimizer={_OPTIMIZER}",
+            f"--device={self.device}",
+            *([f"--strategy={self.strategy}"] if self.strategy else []),
+            *techniques,
+        ]
+
+    def setting(self, devices: Devices) -> Setting:
+        """The whole of it, for the planner."""
+        setting = Setting(_MICRO_BATCH, world_size=devices.total).choose(_PRECISIONS[self.precision])
+        setting = setting.choose("fused_adamw")
+        for name, given in self.techniques.items():
+            setting = setting.choose(name, **given)
+        options = {"num_nodes": devices.machines} if devices.machines > 1 else {}
+        return setting.choose(self.strategy, **options) if self.strategy else setting
+
+
+_TITAN = Source(
+    "torchtitan, `benchmarks/llama3_h100_202412_torchtitan.md`",
+    "https://github.com/pytorch/torchtitan/blob/31a17bf/benchmarks/llama3_h100_202412_torchtitan.md",
+    "2024-12-26",
+    "FSDP2 without compilation, local batch 2 of 8192 tokens, selective checkpointing; H100 with 96 GB of HBM2e at 2.4 "
+    "TB/s and a limit of 500 W, NVLink, 400 Gbit/s per GPU between hosts; the 90th iteration",
+    bandwidth_bytes_per_s=2.4e12,
+    network_bytes_per_s=8 * 50e9,
+)
+_TUNE = Source(
+    "torchtune, `README.md`",
+    "https://github.com/pytorch/torchtune/blob/30b8519/README.md",
+    "2024-09-24",
+    "batch 2 of 2048 packed tokens, no accumulation, compiled, mean over an epoch; by the configs of that commit "
+    "bfloat16, everything recomputed, loss in chunks, and PagedAdamW8bit that steps in the backward pass, or fused "
+    "AdamW on adapters of rank 8",
+)
+_FULL: Mapping[str, Any] = {"activation_checkpointing": {}}
+_SELECTIVE: Mapping[str, Any] = {"activation_checkpointing": {"mode": "selective", "keep": ["matmul", "attention"]}}
+_PAGED: Mapping[str, Any] = {"paged_optimizer_8bit": {}, "gradient_release": {}, "chunked_loss": {}}
+_ATTENTION, _MLP = ["q_proj", "v_proj", "k_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+_LORA: Mapping[str, Any] = {"lora": {"rank": 8, "target_modules": _ATTENTION[:2]}, "chunked_loss": {}}
+_QLORA: Mapping[str, Any] = {"qlora": {"rank": 8, "target_modules": _ATTENTION + _MLP}, "chunked_loss": {}}
+
+
+def _tuned(method: str, device: str, gib: float, tokens_per_s: float, techniques: Mapping[str, Any]) -> Run:
+    return Run(
+        _TUNE, f"Llama 3.1 8B, {method}, 1x {device}", gib, tokens_per_s, f"RTX {device}", 2048, "bf16-true", techniques
     )
-    for ranks, published, table in ((8, 82.4, 1), (128, 67.0, 3))
-    for words, technique in (("all recomputed", _FULL), ("products and attention kept", _SELECTIVE))
-} | {"1 A6000, full finetune, 2 x 2048": (37.4, "torchtune, `README.md`", _TUNED)}
-"""Published GiB, where they stand, and our options, by run."""
+
+
+RUNS: dict[str, Run] = {
+    f"{ranks} H100, FSDP, 2 x 8192; {words}": Run(
+        _TITAN, f"table {table}, FSDP", gib, speed, f"{ranks}x H100 SXM", 8192, "bf16-mixed", techniques, "fsdp2"
+    )
+    for ranks, table, gib, speed in ((8, 1, 82.4, 5762.0), (128, 3, 67.0, 5605.0))
+    for words, techniques in (("all recomputed", _FULL), ("products and attention kept", _SELECTIVE))
+} | {
+    "1 RTX 4090, full finetune, 2 x 2048; all recomputed": _tuned("Full finetune", "4090", 18.9, 1650, _PAGED | _FULL),
+    "1 RTX A6000, full finetune, 2 x 2048; all kept": _tuned("Full finetune", "A6000", 37.4, 2579, _PAGED),
+    "1 RTX 4090, LoRA, 2 x 2048; all recomputed": _tuned("LoRA", "4090", 16.2, 3083, _LORA | _FULL),
+    "1 RTX A6000, LoRA, 2 x 2048; all kept": _tuned("LoRA", "A6000", 30.3, 4699, _LORA),
+    "1 RTX 4090, QLoRA, 2 x 2048; all recomputed": _tuned("QLoRA", "4090", 7.4, 2413, _QLORA | _FULL),
+}
+"""By the words of the table. Recomputing as its configs do, the A6000 would be faster than its peak (see the page)."""
+
+
+def speed(run: Run, cache: ProfileCache) -> dict[str, Any]:
+    """Seconds of a step by what the planner says they are spent on, and tokens per second of one device."""
+    workload = _workload(run)
+    seconds = Solver(TraceStore(workload, cache)).solve_uniform(run.setting(workload.devices)).time.seconds
+    spent = {name: round(value, 4) for name, value in seconds.items() if value}
+    return {"tokens_per_s": round(_MICRO_BATCH * run.sequence_length / sum(seconds.values())), "step_seconds": spent}
+
+
+def _workload(run: Run) -> Workload:
+    count, name = parse_device_count(run.device)
+    devices = Devices(min(count or 1, _PER_MACHINE), -(-(count or 1) // _PER_MACHINE))
+    target, architecture = named_target(name), find_architecture("llama-3.1-8b")
+    config = {key: value for key, value in architecture.config.items() if "dtype" not in key}
+    module = CausalLM(config={"model_type": architecture.model_type, **config})
+    batch = make_batch(architecture, resolve_config(None, None, module.hparams["config"]), 2, run.sequence_length)
+    options = StepOptions(run.precision)  # type: ignore[arg-type]
+    return Workload(
+        module,
+        batch,
+        options,
+        _MICRO_BATCH * devices.total,
+        target,
+        _rates(target, run.source),
+        facts_of(module, target, options),
+        allow=frozenset(NUMERICS),
+        devices=devices,
+        strategies=devices.total > 1,
+    )
+
+
+def _rates(target: Target, source: Source) -> Rates:
+    """Rates of a device on hardware as a source describes it."""
+    rates, ours = rates_of(target), find_device(target.name).bandwidth_bytes_per_s
+    assert ours is not None
+    return replace(
+        rates,
+        bytes_per_s=rates.bytes_per_s * (source.bandwidth_bytes_per_s or ours) / ours,
+        network_bytes_per_s=source.network_bytes_per_s or rates.network_bytes_per_s,
+    )
 
 
 def estimate(options: list[str]) -> dict[str, Any]:
@@ -71,18 +214,23 @@ def text() -> str:
     """A row for each run."""
     rows = json.loads(RESULT.read_text())["rows"]
     lines = [
-        "| run | published | reserved, predicted | allocated | seconds of processors | of the clock, at load |",
-        "|---|---|---|---|---|---|",
+        "| run | published | reserved, predicted | allocated | tokens/s of a device, published | predicted | a step "
+        "spends |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, (published, source, _) in RUNS.items():
+    for name, run in RUNS.items():
         row = rows[name]
+        if "tokens_per_s" not in row:
+            lines.append(f"| {name} | {run.gib} GiB | not predicted yet | | {run.tokens_per_s:,.0f} | | |")
+            continue
         reserved, allocated = (row["peak"][f"{key}_bytes"] / GIB for key in ("reserved", "allocated"))
-        seconds = f"{row['seconds']} at {row['load']}"
+        spent = ", ".join(f"{part} {value:.2f} s" for part, value in row["step_seconds"].items() if value >= 0.005)
         lines.append(
-            f"| {name} ({source}) | {published} GiB | {reserved:.1f} GiB | {allocated:.1f} GiB | "
-            f"{row['processor_seconds']} | {seconds} |"
+            f"| {name} | {run.gib} GiB | {reserved:.1f} GiB | {allocated:.1f} GiB | {run.tokens_per_s:,.0f} | "
+            f"{row['tokens_per_s']:,} ({row['tokens_per_s'] / run.tokens_per_s - 1:+.0%}) | {spent} |"
         )
-    return "\n".join(lines)
+    sources = [f"- {source.name} ({source.date}, <{source.url}>): {source.settings}." for source in (_TITAN, _TUNE)]
+    return "\n".join([*lines, "", *sources])
 
 
 def page(before: str) -> str:
@@ -90,7 +238,21 @@ def page(before: str) -> str:
     return insert(before, "llama31", text())
 
 
+def main() -> None:
+    """Predict everything, or with `speed` the speeds alone; runs whose memory isn't known yet are estimated."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    known = json.loads(RESULT.read_text())["rows"] if sys.argv[1:] == ["speed"] else {}
+    rows = {name: {"published": {**asdict(run), "source": run.source.name}} for name, run in RUNS.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, run in RUNS.items():
+            row = {key: value for key, value in known.get(name, {}).items() if key in _OF_MEMORY}
+            rows[name] |= row or estimate(run.options())
+            rows[name] |= speed(run, ProfileCache(Path(folder)))
+            print(f"{name}: {rows[name]['tokens_per_s']} tokens/s", flush=True)
+            write(RESULT, {"sources": [asdict(_TITAN), asdict(_TUNE)], "rows": rows})  # known, should this end early
+    PAGE.write_text(page(PAGE.read_text()))
+
+
 if __name__ == "__main__":
-    write(RESULT, {"rows": {name: estimate(options) for name, (_, _, options) in RUNS.items()}})
-    Path(PAGE).write_text(page(PAGE.read_text()))
-    print(f"wrote {RESULT.name} and {PAGE.name}")
+    main()

@@ -127,6 +127,9 @@ class SteadyState:
         start = spans["forward"][0]
         alive = events.breakdown_at(start - 1, rounding)
         backwards = later_phases(events, "backward")
+        first, stop = backwards[-1]
+        # Where a forward pass kept more than a loss, the level falls in backward although gradients stay.
+        keeps = events.breakdown_at(stop - 1).get(Category.GRADIENT) > 0
         return cls(
             kept_bytes=int(live[start - 1]),
             backward_bytes=max(int(live[a:b].max()) for a, b in backwards),
@@ -135,7 +138,7 @@ class SteadyState:
             parameter_bytes=alive.get(Category.PARAMETER),
             buffer_bytes=alive.get(Category.BUFFER),
             gradient_bytes=alive.get(Category.GRADIENT),
-            released_gradients=released_gradients_of(live[backwards[-1][0] - 1 : backwards[-1][1]]),
+            released_gradients=() if keeps else released_gradients_of(live[first - 1 : stop]),
         )
 
     def extended(self, larger: SteadyState, blocks: int, larger_blocks: int, num_blocks: int) -> SteadyState:

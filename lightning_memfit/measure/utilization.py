@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.measure.throughput import Throughput, count_samples, count_tokens
-from lightning_memfit.memory.flops import GROUPED_ATTENTION
+from lightning_memfit.memory.flops import FORMULAS
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.wrapping import wrap_method
 
@@ -85,7 +85,7 @@ class FlopsMonitor(Callback):
     def _counted(self, training_step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if self._forward is not None:
             return training_step(*arguments, **named)
-        with FlopCounterMode(display=False, custom_mapping=GROUPED_ATTENTION) as counter:
+        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
             output = training_step(*arguments, **named)
         self._forward = counter.get_total_flops()
         return output

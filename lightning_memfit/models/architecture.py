@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _FREE_FORM = {"model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}
+_ENCODER_DECODER = {"decoder_start_token_id"}
+"""Entries that encoder-decoders read but that not all of their configs have by default, as T5's."""
 
 
 def resolve_config(
@@ -129,6 +131,8 @@ def _inline_config(entries: dict[str, Any]) -> PretrainedConfig:
 def _check_keys(entries: Mapping[str, Any], config: PretrainedConfig) -> None:
     """Refuse misspelt entries, which transformers would store but never read."""
     known = {*config.to_dict(), *config.attribute_map} | _FREE_FORM
+    if is_encoder_decoder(config):
+        known |= _ENCODER_DECODER
     for key in entries:
         if key not in known:
             closest = difflib.get_close_matches(key, known, n=3) or sorted(known)

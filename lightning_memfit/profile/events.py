@@ -228,10 +228,15 @@ def _with_equal_scratch(first: EventList, second: EventList) -> tuple[EventList,
     return _with_one_scratch(first, places), _with_one_scratch(second, places)
 
 
+def is_scratch(trace: EventList) -> npt.NDArray[np.bool_]:
+    """Shape (storages,): whether a storage is scratch memory of a kernel."""
+    named = np.array([name.endswith(SCRATCH_SITE) for name in trace.site_names], dtype=bool)
+    return named[trace.sites]
+
+
 def _is_scratch(trace: EventList) -> npt.NDArray[np.bool_]:
     """Shape (events,): whether an event is that of scratch memory."""
-    named = np.array([name.endswith(SCRATCH_SITE) for name in trace.site_names], dtype=bool)
-    return named[trace.sites][trace.storages]
+    return is_scratch(trace)[trace.storages]
 
 
 def _scratch_counts(trace: EventList) -> Integers:

@@ -217,7 +217,9 @@ def fake_pretrained_weights(
         if attention is not None:
             config._attn_implementation = attention
         options = {} if dtype == "auto" else {"dtype": dtype}
-        with torch.device(device) if device is not None else nullcontext():
+        # As where real weights are read: values that are replaced anyway aren't drawn.
+        uninitialized = replaced(modeling.PreTrainedModel, "initialize_weights", lambda model: None)
+        with uninitialized, torch.device(device) if device is not None else nullcontext():
             model = cls._from_config(config, **options, **of_model).eval()
         note(model)
         return (model, {}) if kwargs.get("output_loading_info") else model

@@ -11,7 +11,7 @@ import numpy as np
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.cache_files import checksum
 from lightning_memfit.memory.kind import CUDA, DeviceKind
-from lightning_memfit.profile.events import EventList, Floats, at_size, with_kept
+from lightning_memfit.profile.events import EventList, Floats, at_size, is_scratch, with_kept
 
 FORMAT = 5
 
@@ -169,6 +169,16 @@ class ModelProfile:
             )
         return at_size(self.events, self.slopes, self.micro_batch_size, micro_batch_size)
 
+    def without_scratch(self) -> "ModelProfile":
+        """The step as what counts tensors alone sees it, such as a `MemoryLimit`: no kernel has scratch memory."""
+        larger = self.larger
+        if larger is not None:
+            events, slopes = _without_scratch(larger.events, larger.slopes)
+            assert slopes is not None
+            larger = replace(larger, events=events, slopes=slopes)
+        events, own_slopes = _without_scratch(self.events, self.slopes)
+        return replace(self, events=events, slopes=own_slopes, larger=larger)
+
     def after(self, batches: int) -> "ModelProfile":
         """The profile of a step after so many batches; the same one where memory doesn't grow, or no more than that.
 
@@ -267,3 +277,9 @@ def _unpacked(prefix: str, described: dict[str, Any], data: Any) -> tuple[EventL
         phases=tuple((at, name) for at, name in described["phases"]),
     )
     return events, data[f"{prefix}slopes"] if f"{prefix}slopes" in data.files else None
+
+
+def _without_scratch(events: EventList, slopes: Floats | None) -> tuple[EventList, Floats | None]:
+    scratch = is_scratch(events)
+    kept = replace(events, sizes=np.where(scratch, 0, events.sizes))
+    return kept, None if slopes is None else np.where(scratch, 0.0, slopes)

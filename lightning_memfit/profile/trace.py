@@ -52,7 +52,7 @@ from lightning_memfit.profile.integers import (
 from lightning_memfit.profile.kernel_records import keeping_learned
 from lightning_memfit.profile.libraries import kept_libraries
 from lightning_memfit.profile.patches import (
-    GroupedProducts,
+    FakeKernels,
     OneDnnWorkspaces,
     UnknownKernelError,
     UnreadableError,
@@ -599,7 +599,7 @@ def _enter_modes(
         stack.enter_context(refuse_fused_recurrence())
     else:
         stack.enter_context(OneDnnWorkspaces(fake_mode))
-    stack.enter_context(GroupedProducts(fake_mode, DeviceKind.of(emulation.device).emulated_dispatch))
+    stack.enter_context(FakeKernels(fake_mode, DeviceKind.of(emulation.device).emulated_dispatch))
     stack.enter_context(foreach_defaults(DeviceKind.of(emulation.device).emulated_dispatch))
     stack.enter_context(transformers_not_tracing())
     stack.enter_context(copyable_fakes())

@@ -11,7 +11,10 @@ from benchmarks.sharded_traces.cases import CASES, Case
 from benchmarks.sharded_traces.measure import measured
 from benchmarks.sharded_traces.predict import predict
 from benchmarks.sharded_traces.table import PAGE, RESULT, apart, groups, page, summary
+from lightning_memfit.estimate.target import named_target
 from lightning_memfit.memory import GIB
+from lightning_memfit.planner.time import rates_of
+from lightning_memfit.planner.workload import Devices
 
 SAMPLE = (
     Case("GPT-2", "fsdp2", 2, 1, ("checkpointing",)),
@@ -71,9 +74,46 @@ def test_published_figures_are_between_the_estimates_of_a_named_model() -> None:
     """What keeps every second product needs more than what keeps none, and less than what keeps all."""
     assert PAGE.read_text() == published.page(PAGE.read_text())
     rows = json.loads(published.RESULT.read_text())["rows"]
-    for name, (true_gib, _, _) in published.RUNS.items():
-        if "all recomputed" in name:
+    for name, run in published.RUNS.items():
+        if "all recomputed" in name and run.strategy:
             kept = name.replace("all recomputed", "products and attention kept")
             least, most = (rows[which]["peak"]["reserved_bytes"] / GIB for which in (name, kept))
-            assert least < true_gib < most
+            assert least < run.gib < most
+            assert rows[kept]["tokens_per_s"] > rows[name]["tokens_per_s"]
             assert rows[name]["seconds"] <= 20
+
+
+def test_published_runs_are_recorded_with_their_source_and_a_speed() -> None:
+    document = json.loads(published.RESULT.read_text())
+    assert {source["url"].partition("/blob/")[0] for source in document["sources"]} == {
+        "https://github.com/pytorch/torchtitan",
+        "https://github.com/pytorch/torchtune",
+    }
+    for name, run in published.RUNS.items():
+        row = document["rows"][name]
+        assert (row["published"]["gib"], row["published"]["tokens_per_s"]) == (run.gib, run.tokens_per_s)
+        if "tokens_per_s" in row:  # it takes minutes for all of them
+            seconds = sum(row["step_seconds"].values())
+            assert row["tokens_per_s"] == pytest.approx(2 * run.sequence_length / seconds, rel=0.01)
+
+
+def test_a_published_run_is_the_same_for_the_estimate_and_for_the_planner() -> None:
+    run = published.RUNS["8 H100, FSDP, 2 x 8192; products and attention kept"]
+    technique = '--technique=activation_checkpointing:mode="selective",keep=["matmul", "attention"]'
+    assert technique in run.options()
+    setting = run.setting(Devices(8))
+    assert (setting.world_size, setting.precision, setting.micro_batch_size) == (8, "bf16-mixed", 2)
+    assert setting.has("fsdp2")
+    assert setting.has("fused_adamw")
+    paged = published.RUNS["1 RTX 4090, full finetune, 2 x 2048; all recomputed"].setting(Devices())
+    assert paged.has("paged_optimizer_8bit")
+    assert not paged.has("fused_adamw")
+
+
+def test_rates_are_those_of_the_hardware_that_the_source_names() -> None:
+    target = named_target("H100 SXM")
+    ours = rates_of(target)
+    rates = published._rates(target, published.RUNS["128 H100, FSDP, 2 x 8192; all recomputed"].source)
+    assert rates.bytes_per_s / ours.bytes_per_s == pytest.approx(2.4e12 / 3.35e12)
+    assert rates.network_bytes_per_s == 400e9
+    assert rates.flops_per_s == ours.flops_per_s

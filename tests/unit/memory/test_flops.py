@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memfit.memory.flops import GROUPED_ATTENTION, flop_formula
+from lightning_memfit.memory.flops import FORMULAS, GROUPED_ATTENTION, flop_formula
 
 aten = torch.ops.aten
 
@@ -52,6 +52,26 @@ def test_backward_multiplies_five_times(name, groups):
 
 
 @pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(("queries", "keys", "seen"), [(16, 16, 136), (16, 4, 58), (4, 16, 10)])
+def test_what_a_causal_mask_hides_is_not_multiplied(queries, keys, seen):
+    query, key = (torch.empty(BATCH, HEADS, length, WIDTH) for length in (queries, keys))
+    for operator, named in (
+        (aten._scaled_dot_product_flash_attention_for_cpu, {}),
+        (FORWARD[0][0], {"is_causal": True}),
+    ):
+        more = () if named else (0.0, True)
+        counted = flop_formula(operator)(query, key, key, *more, **named, out_val=(query,))
+        assert counted == 2 * 2 * BATCH * HEADS * WIDTH * seen
+
+
+def test_attention_on_the_cpu_counts_forward_and_backward():
+    query = torch.randn(BATCH, HEADS, LENGTH, WIDTH, requires_grad=True)
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    assert counter.get_total_flops() == 7 * PRODUCT
+
+
+@pytest.mark.usefixtures("fake")
 def test_the_counter_of_torch_takes_the_formulas():
     query, key, value = operands()
     with FlopCounterMode(display=False, custom_mapping=GROUPED_ATTENTION) as counter:
@@ -73,3 +93,32 @@ def test_what_is_registered_later_is_found(monkeypatch):
     assert flop_formula(packet) is None
     monkeypatch.setitem(flop_registry, packet, len)
     assert flop_formula(packet) is len
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}], ids=str)
+def test_a_recurrent_layer_in_one_kernel_counts_what_its_steps_do(options):
+    """oneDNN runs all steps of a layer in one kernel; without it every product is an operator of its own."""
+    rnn, x = torch.nn.LSTM(8, 16, **options), torch.randn(5, 3, 8, requires_grad=True)
+    layers = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
+    state = tuple(torch.zeros(layers, 3, 16, requires_grad=True) for _ in range(2))
+    counted = []
+    for fused in (True, False):
+        with (
+            torch.backends.mkldnn.flags(enabled=fused),
+            FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter,
+        ):
+            rnn(x, state)[0].sum().backward()
+        counted.append(counter.get_total_flops())
+        operators = {str(operator) for operator in counter.get_flop_counts()["Global"]}
+        if torch.backends.mkldnn.is_available():
+            assert any("mkldnn_rnn_layer" in name for name in operators) == fused
+    assert counted[0] == counted[1] > 0
+
+
+@pytest.mark.usefixtures("fake")
+def test_cudnn_takes_the_weights_of_all_layers_in_a_list():
+    x = torch.empty(5, 3, 8)
+    weights = [torch.empty(64, 8), torch.empty(64, 16), torch.empty(64), torch.empty(64)]
+    forward = flop_formula(aten._cudnn_rnn)(x, weights, 4, None, out_val=(x,))
+    assert forward == 2 * 5 * 3 * 64 * (8 + 16)
+    assert flop_formula(aten._cudnn_rnn_backward)(x, weights, 4, None, out_val=(x,)) == 2 * forward

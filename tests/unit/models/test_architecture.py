@@ -24,6 +24,12 @@ def test_inline_architecture():
     assert max_positions(config) == 32
 
 
+def test_a_decoder_can_be_told_what_its_input_begins_with():
+    assert resolve_config(None, None, {"model_type": "t5", "decoder_start_token_id": 0}).decoder_start_token_id == 0
+    with pytest.raises(ValueError, match=r"`config.decoder_start_token_id` is no entry of a 'gpt2'"):
+        resolve_config(None, None, {**TINY, "decoder_start_token_id": 0})
+
+
 def test_entries_change_a_named_architecture(folder):
     config = resolve_config(None, folder, {"n_layer": 3, "max_position_embeddings": 8})
     assert (config.n_layer, config.n_positions, config.vocab_size) == (3, 8, 64)

@@ -62,6 +62,15 @@ def test_loss_is_the_models_own_over_predicted_tokens_alone(tmp_path):
     assert result["val_loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+def test_t5_of_random_weights_takes_a_step():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    module = Seq2SeqLM(config={"model_type": "t5", "decoder_start_token_id": 0, **sizes})
+    module.configure_model()
+    ids = torch.arange(2, 10).reshape(2, 4)
+    loss = module._loss({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+    assert loss.isfinite()
+
+
 @pytest.mark.slow
 def test_learns_its_pairs_and_writes_what_it_read(tmp_path):
     pl.seed_everything(0, verbose=False)

@@ -11,6 +11,7 @@ from lightning_memfit.planner.trace_store import TraceStore, only_stepping
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.setting import Setting
+from tests.unit.planner.made import made_step
 
 GPT2 = {"model_type": "gpt2", "n_layer": 9, "n_embd": 64, "n_head": 2, "vocab_size": 300, "n_positions": 16}
 
@@ -21,6 +22,11 @@ def store() -> TraceStore:
     facts = facts_of(module, target, options)
     batch = {"input_ids": ids, "labels": ids.clone()}
     return TraceStore(Workload(module, batch, options, 2, target, rates_of(target), facts))
+
+
+def test_gradients_that_stay_are_not_released_although_backward_ends_lower_than_it_began() -> None:
+    plain = made_step(4, kept=100.0, extra=20.0, states=8, scratch=0)
+    assert SteadyState.of(plain, 1).released_gradients == ()
 
 
 @pytest.mark.parametrize("technique", ["", "optimizer_8bit"])
