@@ -159,10 +159,9 @@ class PreferenceLM(CausalLM):
         logits = network(
             input_ids=ids.flatten(0, 1), attention_mask=batch["attention_mask"].flatten(0, 1), use_cache=False
         ).logits
-        # One sequence at a time, as ChunkedLoss has sums without holding the logits.
         targets = labels.flatten(0, 1)[:, 1:]
-        sums = [F.cross_entropy(logits[row, :-1].float(), targets[row], reduction="sum") for row in range(len(targets))]
-        return -torch.stack(sums).view(labels.shape[:2])
+        losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="none")
+        return -losses.view(*labels.shape[:2], -1).sum(dim=-1)
 
     def _gains(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return how much likelier than in the reference the model finds each answer, in nats, `(batch, 2)`."""
