@@ -100,12 +100,13 @@ class DiffusionUNet(NetworkModule):
 
         kind: Any = UNet2DModel
         network: nn.Module
+        architecture = self.architecture  # refuses what is none before weights are read
         if self.hparams["pretrained"] is not None:
             folder = _folder_of(self.hparams["pretrained"])
             network = kind.from_pretrained(folder, torch_dtype=torch.get_default_dtype(), use_safetensors=True)
             return network
         try:
-            network = kind(**self.architecture)
+            network = kind(**architecture)
         except (TypeError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ValueError(f"`config`: diffusers can't build this UNet2DModel: {reason}.") from error
