@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -37,6 +36,8 @@ class PreferenceLM(CausalLM):
         label_smoothing: Share of the pairs that are taken to be labelled the wrong way round.
         reference: `copy` holds the frozen model a second time; `adapters_off` runs the model without its adapters, for
             runs with `Lora`, and takes no memory.
+        reference_dtype: Type of the copy's weights, for mixed precision, which computes in that type anyway. Null: that
+            of the model's weights.
         pretrained: Hub name or local folder (safetensors) of the model to fine-tune. Null: random weights.
         config_name: Hub name or local folder whose architecture is built when `pretrained` is null.
         config: Inline architecture with its `model_type`, or entries that change the named one.
@@ -57,6 +58,7 @@ class PreferenceLM(CausalLM):
         beta: float = 0.1,
         label_smoothing: float = 0.0,
         reference: Literal["copy", "adapters_off"] = "copy",
+        reference_dtype: Literal["bfloat16", "float16"] | None = None,
         pretrained: str | None = None,
         config_name: str | None = None,
         config: dict[str, Any] | None = None,
@@ -84,6 +86,10 @@ class PreferenceLM(CausalLM):
         check_range("label_smoothing", label_smoothing, 0.0, 0.5)
         if reference not in ("copy", "adapters_off"):
             raise ValueError(f"`reference={reference!r}` is unknown. Choose from: copy, adapters_off.")
+        if reference_dtype not in (None, "bfloat16", "float16"):
+            raise ValueError(f"`reference_dtype={reference_dtype!r}` is unknown. Choose from: bfloat16, float16.")
+        if reference_dtype is not None and reference != "copy":
+            raise ValueError(f"`reference_dtype={reference_dtype!r}` is for `reference: copy`. Leave it out.")
         self.save_hyperparameters()
         del self.val_perplexity, self.test_perplexity
         self.val_accuracy, self.test_accuracy = MeanMetric(), MeanMetric()
@@ -96,7 +102,19 @@ class PreferenceLM(CausalLM):
         is_new = self.model is None
         super().configure_model()
         if is_new and self.hparams["reference"] == "copy":
-            self.reference = copy.deepcopy(self.network).requires_grad_(False).eval()
+            self.reference = self._make_reference().requires_grad_(False).eval()
+
+    def _make_reference(self) -> Any:
+        """Return the model once more, in its own type of weights; one that is pretrained is read again."""
+        before, wanted = torch.get_default_dtype(), self.hparams["reference_dtype"]
+        torch.set_default_dtype(before if wanted is None else getattr(torch, wanted))
+        try:
+            made = self.make_network()
+        finally:
+            torch.set_default_dtype(before)
+        if self.hparams["pretrained"] is None:
+            made.load_state_dict(self.network.state_dict())
+        return made
 
     @override
     def on_fit_start(self) -> None:
@@ -145,12 +163,6 @@ class PreferenceLM(CausalLM):
                 "isn't what it was. Leave `train` of Lora out, or set `reference: copy` and train without Lora."
             )
 
-    @override
-    def on_train_epoch_start(self) -> None:
-        """Keep the reference without dropout, whatever else is set to training."""
-        if self.reference is not None:
-            self.reference.eval()
-
     # --- the loss ---------------------------------------------------------------------------------------------------
 
     def _log_probabilities(self, network: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -167,12 +179,13 @@ class PreferenceLM(CausalLM):
         """Return how much likelier than in the reference the model finds each answer, in nats, `(batch, 2)`."""
         self._check_length(batch["input_ids"].shape[-1])
         network = self.network
-        with torch.no_grad(), nullcontext() if self.reference is not None else adapters_off():
-            was_training = network.training
-            if self.reference is None:
-                network.eval()
-            before = self._log_probabilities(self.reference if self.reference is not None else network, batch)
-            network.train(was_training)
+        frozen = network if self.reference is None else self.reference
+        was_training = frozen.training
+        frozen.eval()
+        # Nothing in it learns, so that there is no graph. Without gradients ChunkedLoss would leave the logits whole.
+        with adapters_off() if self.reference is None else nullcontext():
+            before = self._log_probabilities(frozen, batch).detach()
+        frozen.train(was_training)
         return self._log_probabilities(network, batch) - before
 
     def _losses(self, gains: torch.Tensor) -> torch.Tensor:

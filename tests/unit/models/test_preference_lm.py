@@ -67,6 +67,23 @@ def test_no_gradient_reaches_the_reference():
     assert counted == 2 * sum(parameter.numel() for parameter in module.model.parameters())
 
 
+def test_a_copy_in_half_precision_is_the_model_rounded():
+    module = built(reference_dtype="bfloat16")
+    ours, theirs = module.model.state_dict(), module.reference.state_dict()
+    assert all(torch.equal(ours[name].bfloat16(), theirs[name]) for name in ours)
+    assert float(module._gains(some_batch()).abs().max()) < 0.5
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_the_reference_keeps_no_graph_and_its_mode():
+    module = built()
+    module.train()
+    module._gains(some_batch())
+    assert module.model.training
+    module.reference.train()
+    assert module._log_probabilities(module.reference, some_batch()).grad_fn is None
+
+
 def fit(module, *callbacks, max_steps=3, overfit_batches=0):
     data = StandardLibraryComparisons(sequence_length=96, batch_size=4, max_files=15, num_workers=0)
     trainer = quiet_trainer(
@@ -162,6 +179,8 @@ def test_a_checkpoint_has_the_reference_only_if_it_is_nowhere_else(tmp_path, pre
         ({"beta": -1.0}, "`beta=-1.0` must be between"),
         ({"label_smoothing": 0.7}, "`label_smoothing=0.7` must be between 0.0 and 0.5"),
         ({"reference": "none"}, "`reference='none'` is unknown"),
+        ({"reference_dtype": "int8"}, "`reference_dtype='int8'` is unknown"),
+        ({"reference": "adapters_off", "reference_dtype": "bfloat16"}, "is for `reference: copy`"),
     ],
 )
 def test_wrong_arguments(arguments, message):
