@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.recipe_sizes.__main__ import DEVICES, models, own_model, row_of, wanted
+from benchmarks.recipe_sizes.__main__ import DEVICES, PAGE, PLANS, models, own_model, page, row_of, wanted
 from cli.main import main
 from cli.recipe_files import SIZES, TASKS, available, resolve
 from cli.recipes import by_task_and_memory
@@ -164,6 +164,11 @@ def test_the_list_shows_the_file(capsys):
     for row in ROWS:
         (line,) = (line for line in printed.splitlines() if row["recipe"] in line and f" {row['model']} " in line)
         assert line.split()[-3:] == [str(row["largest_micro_batch"][device] or "-") for device in DEVICES]
+
+
+def test_the_page_shows_the_files():
+    plans = json.loads(PLANS.read_text())["rows"] if PLANS.exists() else []
+    assert page(ROWS, plans, PAGE.read_text()) == PAGE.read_text()
 
 
 @pytest.mark.slow
