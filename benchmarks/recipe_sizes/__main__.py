@@ -39,8 +39,15 @@ def models() -> list[str]:
 
 
 def wanted() -> list[tuple[str, str | None]]:
-    """Each recipe with each model that is laid over it; None for recipes that have their own."""
-    return [(recipe, model) for recipe, task in TASKS.items() for model in (models() if task.takes_model else [None])]
+    """Recipes of `TASKS` with a model that is laid over them; None for recipes that have their own.
+
+    Recipes for preferences come with the one that they name themselves; others differ from it as they do for chats.
+    """
+    found: list[tuple[str, str | None]] = []
+    for recipe, task in TASKS.items():
+        of_recipe = models()[:1] if recipe.startswith("dpo") else models()
+        found += [(recipe, model) for model in (of_recipe if task.takes_model else [None])]
+    return found
 
 
 def own_model(recipe: str) -> str:
