@@ -23,6 +23,6 @@ def main(argv: list[str]) -> int:
         print(export_adapters(load_verified(arguments.ckpt_path), arguments.folder))
         return 0
 
-    network, tokenizer = load_trained(arguments.ckpt_path, arguments.tokenizer)
-    print(export_folder(network, arguments.folder, tokenizer))
+    trained = load_trained(arguments.ckpt_path, arguments.tokenizer)
+    print(export_folder(trained.network, arguments.folder, trained.tokenizer))
     return 0

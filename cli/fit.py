@@ -121,7 +121,8 @@ class FitCLI(MemFitCLI):
             if isinstance(self.model, Seq2SeqLM):
                 return next_line("export", ["--ckpt_path", checkpoint, "--folder", "exported"])
             if isinstance(self.model, CausalLM):
-                return next_line("generate", ["--ckpt_path", checkpoint, "--prompt", "Once upon a time"])
+                prompt = "What can you do?" if "chat_template" in of_data else "Once upon a time"
+                return next_line("generate", ["--ckpt_path", checkpoint, "--prompt", prompt])
         config = Path(folder or ".") / "config.yaml"
         steps = [name for name in ("validate", "test") if is_overridden(_STEP_OF[name], self.model)]
         if not steps or not config.is_file():

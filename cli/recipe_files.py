@@ -4,20 +4,37 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # In the same folder as this package, both in a checkout and in an installed wheel.
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 SIZES = FOLDER / "sizes.json"
 """What `python -m benchmarks.recipe_sizes` has written."""
 
+
+class Task(NamedTuple):
+    """What a recipe is for."""
+
+    words: str
+    sample: str
+    """How large a sample is, of which a micro-batch has so many."""
+    takes_model: bool = True
+    """Whether a model of `models/` is laid over it."""
+
+
 TASKS = {
-    "chat_full": "instruction tuning, all weights",
-    "chat_lora": "instruction tuning, LoRA",
-    "chat_qlora": "instruction tuning, QLoRA",
-    "pretrain": "continued pre-training, all weights",
+    "chat_full": Task("instruction tuning, all weights", "2,048 tokens"),
+    "chat_lora": Task("instruction tuning, LoRA", "2,048 tokens"),
+    "chat_qlora": Task("instruction tuning, QLoRA", "2,048 tokens"),
+    "pretrain": Task("continued pre-training, all weights", "2,048 tokens"),
+    "dpo_full": Task("preference tuning, all weights", "2 x 1,024 tokens"),
+    "dpo_lora": Task("preference tuning, LoRA", "2 x 1,024 tokens"),
+    "vit": Task("image classification", "224 x 224 pixels", takes_model=False),
+    "convnext": Task("image classification", "224 x 224 pixels", takes_model=False),
+    "whisper": Task("speech recognition", "30 s of sound", takes_model=False),
+    "diffusion_unet": Task("diffusion model of images", "128 x 128 pixels", takes_model=False),
 }
-"""Recipes to which a model of `models/` is added, and what they are for."""
+"""Recipes by what people come for."""
 
 
 def available() -> dict[str, Path]:

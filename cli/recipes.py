@@ -39,25 +39,25 @@ def by_task_and_memory(rows: list[dict[str, Any]]) -> list[str]:
         rows: Of `recipes/sizes.json`.
     """
     devices = list(rows[0]["largest_micro_batch"])
-    cells = [["task", "recipe", "model", *(device.replace("GiB", " GB") for device in devices)]]
+    cells = [["task", "recipe", "model", "sample", *(device.replace("GiB", " GB") for device in devices)]]
     for row in sorted(rows, key=lambda row: (list(TASKS).index(row["recipe"]), row["num_parameters"])):
         sizes = [str(row["largest_micro_batch"][device] or "-") for device in devices]
-        cells.append([TASKS[row["recipe"]], row["recipe"], row["model"], *sizes])
+        task = TASKS[row["recipe"]]
+        cells.append([task.words, row["recipe"], row["model"], task.sample, *sizes])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(
-            cell.ljust(width) if at < 3 else cell.rjust(width)
+            cell.ljust(width) if at < 4 else cell.rjust(width)
             for at, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in cells
     ]
-    tokens = " or ".join(f"{length:,}" for length in sorted({row["sequence_length"] for row in rows}))
     return [
-        f"Largest micro-batch in blocks of {tokens} tokens by memory of the card, as `memfit estimate` predicts it:",
+        "Largest micro-batch in samples by memory of the card, as `memfit estimate` predicts it:",
         "",
         *lines,
         "",
-        "-: not one block fits. `memfit plan --config RECIPE --config models/NAME --device 12GiB` looks for a way.",
+        "-: not one sample fits. `memfit plan --config RECIPE --config models/NAME --device 12GiB` looks for a way.",
     ]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_memfit.data.chat_template import read_template
 from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.hub import asked_once
 from lightning_memfit.models.architecture import auto_class
@@ -14,9 +15,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _DATA = "datamodule_hyper_parameters"
+_OF_CHATS = {"chat_template": "template", "date": "date", "template_options": "options"}
+"""Arguments of data modules for chats, and what `ChatTemplate` calls them."""
 
 
-def load_trained(ckpt_path: str, tokenizer: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+class Trained(NamedTuple):
+    """A trained network, in evaluation mode, and what its data were made with."""
+
+    network: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    """With the chat template of the training in place of its own, if that was another one."""
+    chats: dict[str, Any] | None
+    """Arguments of the `ChatTemplate` of the training; None if it wasn't one on chats."""
+
+
+def load_trained(ckpt_path: str, tokenizer: str | None) -> Trained:
     """Load the network of a checkpoint and the tokenizer that its data were made with.
 
     Args:
@@ -24,14 +37,19 @@ def load_trained(ckpt_path: str, tokenizer: str | None) -> tuple[PreTrainedModel
         tokenizer: Tokenizer to use instead of the one named in the checkpoint.
 
     Raises:
-        ValueError: If either cannot be read, or the tokenizer is unknown.
+        ValueError: If either cannot be read, or the tokenizer or its chat template is unknown.
     """
     checkpoint = load_verified(ckpt_path)
-    name = tokenizer or checkpoint.get(_DATA, {}).get("tokenizer")
+    data = checkpoint.get(_DATA, {})
+    name = tokenizer or data.get("tokenizer")
     if name is None:
         raise ValueError(f"`ckpt_path={ckpt_path!r}` does not say which tokenizer its data had. Give `--tokenizer`.")
+    chats = {ours: data[name] for name, ours in _OF_CHATS.items() if name in data} if "chat_template" in data else None
     with asked_once():
-        return network_from_checkpoint(checkpoint), load_tokenizer(name)
+        loaded = load_tokenizer(name)
+        if chats is not None:
+            loaded.chat_template = read_template(loaded, chats["template"])
+        return Trained(network_from_checkpoint(checkpoint), loaded, chats)
 
 
 def load_verified(ckpt_path: str) -> dict[str, Any]:
@@ -48,8 +66,8 @@ def load_verified(ckpt_path: str) -> dict[str, Any]:
     return consolidated(path) if path.is_dir() else load_checkpoint(path)
 
 
-def load_exported(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a Hugging Face folder, as `memfit export` writes it.
+def load_exported(folder: str) -> Trained:
+    """Load a Hugging Face folder, as `memfit export` writes it. A tokenizer with a chat template stands for chats.
 
     Raises:
         ValueError: If the folder is missing or incomplete.
@@ -63,4 +81,5 @@ def load_exported(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         network = auto_class(config).from_pretrained(folder, dtype="auto", trust_remote_code=False)
     except OSError as error:
         raise ValueError(f"`--folder {folder}` is not a complete Hugging Face folder: {error}") from error
-    return network.eval(), load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    return Trained(network.eval(), tokenizer, None if tokenizer.chat_template is None else {})

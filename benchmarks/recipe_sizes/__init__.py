@@ -1,1 +1,1 @@
-"""What the recipes for chats and documents need with each model, for `memfit recipes`."""
+"""What the recipes that people come for need with each model, for `memfit recipes`."""

@@ -1,8 +1,10 @@
 """Write `recipes/sizes.json`: the largest micro-batch of each recipe, with each model, on cards of three sizes.
 
     python -m benchmarks.recipe_sizes              # what is missing; delete the file to begin anew
+    python -m benchmarks.recipe_sizes --plans      # and plans for these cards, which take minutes each
 
-Nothing is trained or downloaded: the figures are those of `memfit estimate`, from one trace for each row.
+Nothing is trained or downloaded: the figures are those of `memfit estimate`, from one trace for each row, and of
+`memfit plan`. Both are written into docs/guides/recipes.md.
 """
 
 from __future__ import annotations
@@ -11,12 +13,23 @@ import contextlib
 import io
 import json
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from benchmarks.marks import insert
 from cli.main import main as memfit
 from cli.recipe_files import FOLDER, SIZES, TASKS
+from lightning_memfit.measure.report import versions
 
 DEVICES = ("12GiB", "24GiB", "80GiB")
+ROOT = Path(__file__).parents[2]
+PLANS = ROOT / "benchmarks" / "results" / "recipe_plans.json"
+PAGE = ROOT / "docs" / "guides" / "recipes.md"
+ON_PAGE = ("dpo_full", "dpo_lora", "vit", "convnext", "whisper", "diffusion_unet")
+Row = Mapping[str, Any]
 
 
 def models() -> list[str]:
@@ -25,28 +38,50 @@ def models() -> list[str]:
     return sorted(names, key=lambda name: name != "models/qwen3")
 
 
-def estimate(recipe: str, model: str, device: str) -> dict[str, Any]:
+def wanted() -> list[tuple[str, str | None]]:
+    """Recipes of `TASKS` with a model that is laid over them; None for recipes that have their own.
+
+    Recipes for preferences come with the one that they name themselves; others differ from it as they do for chats.
+    """
+    found: list[tuple[str, str | None]] = []
+    for recipe, task in TASKS.items():
+        of_recipe = models()[:1] if recipe.startswith("dpo") else models()
+        found += [(recipe, model) for model in (of_recipe if task.takes_model else [None])]
+    return found
+
+
+def own_model(recipe: str) -> str:
+    """The model that a recipe names itself."""
+    text = yaml.safe_load((FOLDER / f"{recipe}.yaml").read_text(encoding="utf-8"))
+    return str(text["model"]["init_args"].get("pretrained", "random weights"))
+
+
+def estimate(recipe: str, model: str | None, device: str) -> dict[str, Any]:
     """Return what `memfit estimate --json` prints.
 
     Raises:
         RuntimeError: If it can't tell.
     """
+    return _printed(["estimate", "--config", recipe, *(["--config", model] if model else []), "--device", device])
+
+
+def _printed(arguments: list[str]) -> dict[str, Any]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        code = memfit(["estimate", "--config", recipe, "--config", model, "--device", device, "--json"])
+        code = memfit([*arguments, "--json"])
     if code not in (0, 1):
-        raise RuntimeError(f"estimate of {recipe} with {model} ended with {code}")
+        raise RuntimeError(f"`memfit {' '.join(arguments)}` ended with {code}")
     found: dict[str, Any] = json.loads(printed.getvalue())
     return found
 
 
-def row_of(recipe: str, model: str) -> dict[str, Any]:
+def row_of(recipe: str, model: str | None) -> dict[str, Any]:
     """Return a row of the file: the model's name, and the largest micro-batch by device, 0 where not even one fits."""
     found = {device: estimate(recipe, model, device) for device in DEVICES}
     first = found[DEVICES[0]]
     return {
         "recipe": recipe,
-        "model": model,
+        "model": model or own_model(recipe),
         "num_parameters": first["num_parameters"],
         "sequence_length": first["sequence_length"],
         "largest_micro_batch": {device: one["largest_micro_batch_size"] or 0 for device, one in found.items()},
@@ -54,17 +89,63 @@ def row_of(recipe: str, model: str) -> dict[str, Any]:
     }
 
 
+def plan_of(recipe: str, device: str) -> dict[str, Any]:
+    """Return a row of the file of plans: what `memfit plan` chooses for a recipe with its own model."""
+    found = _printed(["plan", "--config", recipe, "--device", device])
+    return {"recipe": recipe, "device": device, **{name: found[name] for name in ("fits", "summary", "batch_size")}}
+
+
+def page(rows: Sequence[Row], plans: Sequence[Row], text: str) -> str:
+    """Write the tables of estimates and plans into the text of the page."""
+    cards = [device.replace("GiB", " GB") for device in DEVICES]
+    lines = [
+        "Largest micro-batch in samples, as `memfit estimate` predicts it; -: not one sample fits.",
+        "",
+        f"| recipe | model | sample | {' | '.join(cards)} |",
+        f"|---|---|---|{'---:|' * len(cards)}",
+    ]
+    for row in sorted((row for row in rows if row["recipe"] in ON_PAGE), key=lambda row: ON_PAGE.index(row["recipe"])):
+        sizes = " | ".join(str(row["largest_micro_batch"][device] or "-") for device in DEVICES)
+        lines.append(f"| `{row['recipe']}` | `{row['model']}` | {TASKS[row['recipe']].sample} | {sizes} |")
+    if plans:
+        lines += ["", "What `memfit plan` chooses for a whole batch:", "", "| recipe | card | plan |", "|---|---:|---|"]
+    for row in sorted(plans, key=lambda row: (ON_PAGE.index(row["recipe"]), DEVICES.index(row["device"]))):
+        lines.append(f"| `{row['recipe']}` | {row['device'].replace('GiB', ' GB')} | {row['summary']} |")
+    return insert(text, "sizes", "\n".join(lines))
+
+
+def add_plans() -> None:
+    """Add the missing plans, one at a time."""
+    rows = json.loads(PLANS.read_text())["rows"] if PLANS.exists() else []
+    for recipe, device in ((recipe, device) for recipe in reversed(ON_PAGE) for device in DEVICES):
+        if any((row["recipe"], row["device"]) == (recipe, device) for row in rows):
+            continue
+        rows.append(plan_of(recipe, device))
+        document = {"command": "python -m benchmarks.recipe_sizes --plans", "versions": versions(), "rows": rows}
+        PLANS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(rows[-1]["recipe"], device, rows[-1]["summary"], file=sys.stderr)
+
+
+def write_page() -> None:
+    """Write the page from the files."""
+    rows = json.loads(SIZES.read_text())["rows"]
+    plans = json.loads(PLANS.read_text())["rows"] if PLANS.exists() else []
+    PAGE.write_text(page(rows, plans, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
 def main() -> None:
-    """Add the missing rows, one at a time."""
+    """Add the missing rows, one at a time, and write the page."""
     rows = json.loads(SIZES.read_text())["rows"] if SIZES.exists() else []
-    for model in models():
-        for recipe in TASKS:
-            if any((row["recipe"], row["model"]) == (recipe, model) for row in rows):
-                continue
-            rows.append(row_of(recipe, model))
-            rows.sort(key=lambda row: (row["recipe"], row["model"]))
-            SIZES.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
-            print(rows[-1]["recipe"], rows[-1]["model"], rows[-1]["largest_micro_batch"], file=sys.stderr)
+    for recipe, model in wanted():
+        if any((row["recipe"], row["model"]) == (recipe, model or own_model(recipe)) for row in rows):
+            continue
+        row = row_of(recipe, model)
+        rows = sorted([*rows, row], key=lambda row: (row["recipe"], row["model"]))
+        SIZES.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        print(row["recipe"], row["model"], row["largest_micro_batch"], file=sys.stderr)
+    if sys.argv[1:] == ["--plans"]:
+        add_plans()
+    write_page()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`BatchedText`: the base of every text data module, from samples to loaders.
+"""`BatchedSamples`: the base of every data module, from samples to loaders, and `BatchedText`, of those with tokens.
 
 A loader's order is a pure function of seed, epoch and position, so that a resumed run sees the same batches
 (`EffectiveBatchSampler`, `ResumableLoader`). `digest_of` tells other content by samples of it.
@@ -64,8 +64,15 @@ class Part(NamedTuple):
     """Batches of the present size that stand for what was done before."""
 
 
+class Visit(NamedTuple):
+    """A sample in an epoch, for data sets whose samples are others in each: what is drawn then follows from it."""
+
+    place: int
+    epoch: int
+
+
 class EffectiveBatchSampler(DistributedSampler[Any]):
-    """Shuffled indices of one process, in whole effective batches.
+    """Shuffled indices of one process, in whole effective batches; `Visit` for data sets that say `takes_visits`.
 
     Samples that do not fill the last effective batch of an epoch are left out, different ones in each epoch. Because it
     is a `DistributedSampler`, Lightning keeps it and sets its epoch.
@@ -90,9 +97,9 @@ class EffectiveBatchSampler(DistributedSampler[Any]):
         blocks = len(dataset)  # type: ignore[arg-type]
         if blocks < effective:
             raise ValueError(
-                f"The training text has {blocks} blocks, less than one effective batch of {effective} "
+                f"There are {blocks} training samples, less than one effective batch of {effective} "
                 f"(`batch_size={batch_size}` x `accumulate_grad_batches={accumulation}` x {num_replicas} processes). "
-                "Give more text, a shorter sequence or a smaller batch."
+                "Give more data, shorter samples or a smaller batch."
             )
         self.batch_size = batch_size
         self.samples_per_step = effective
@@ -132,9 +139,12 @@ class EffectiveBatchSampler(DistributedSampler[Any]):
         }
 
     @override
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))  # type: ignore[arg-type]
-        return iter(order[self.part.start + self.rank : self.part.end : self.num_replicas].tolist())
+        indices = order[self.part.start + self.rank : self.part.end : self.num_replicas].tolist()
+        if getattr(self.dataset, "takes_visits", False):
+            return (Visit(index, self.epoch) for index in indices)
+        return iter(indices)
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -269,24 +279,22 @@ _OF_MACHINES = ("batch_size", "global_batch_size", "num_workers", "tokenize_work
 """Arguments with which samples and their order stay the same."""
 
 
-class BatchedText(pl.LightningDataModule):
-    """Samples of equal length, dealt out in whole effective batches. Subclasses make the samples.
+class BatchedSamples(pl.LightningDataModule):
+    """Samples of equal size, dealt out in whole effective batches. Subclasses make the samples.
 
     Args:
-        tokenizer: `bytes`, a local folder or a hub name.
         batch_size: Samples in a micro-batch of one device.
         global_batch_size: Samples in an optimizer step, accumulation and all devices included. Null: not checked.
-        val_fraction: Share of the documents kept for validation, chosen by their content.
+        val_fraction: Share of the samples kept for validation.
         num_workers: Loader processes.
         seed: Seed for the order of the training samples.
 
     Raises:
-        ValueError: If a number is out of range, or the tokenizer cannot be read.
+        ValueError: If a number is out of range.
     """
 
     def __init__(
         self,
-        tokenizer: str,
         batch_size: int,
         global_batch_size: int | None,
         val_fraction: float,
@@ -304,43 +312,12 @@ class BatchedText(pl.LightningDataModule):
         self.val_fraction = val_fraction
         self.num_workers = num_workers
         self.seed = seed
-        self.tokenizer_name = tokenizer
-        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._train: Dataset[Any] | None = None
         self._val: Dataset[Any] | None = None
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, read once."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.tokenizer_name)
-        return self._tokenizer
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Number of token ids; None before `setup`, as in estimates, which have no need of a tokenizer."""
-        return None if self._train is None else len(self.tokenizer)
-
-    def largest_id(self) -> int | None:
-        """Return the largest token id that occurs in the data; None if that isn't known."""
-        return None
 
     @abstractmethod
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return training and validation samples."""
-
-    def _example_tokens(self, length: int, vocab_size: int | None) -> torch.Tensor:
-        """Return `(batch_size, length)` ids below the vocabulary, without special ones as far as they can be told."""
-        self._check_global_batch_size()
-        count = self.batch_size * length
-        if count > _MOST_EXAMPLE_TOKENS:
-            raise ValueError(
-                f"`batch_size={self.batch_size}` x {length} tokens are too many for a batch that is only looked at. "
-                "Estimate a smaller one; `--micro-batch-size` says what another would need."
-            )
-        limit = min(vocab_size or 100, 1000)
-        first = 3 if limit > 3 else 0
-        return first + torch.arange(count).view(self.batch_size, length) % (limit - first)
 
     @override
     def setup(self, stage: str) -> None:
@@ -361,7 +338,7 @@ class BatchedText(pl.LightningDataModule):
 
     def _asked_for(self) -> dict[str, Any]:
         """Return the arguments on which the data depend, in values that any checkpoint holds."""
-        asked = {**self.hparams, "seed": self.seed, "tokenizer": self.tokenizer_name}
+        asked = {**self.hparams, "seed": self.seed}
         return {
             name: value if value is None or isinstance(value, (str, int, float, bool)) else repr(value)
             for name, value in asked.items()
@@ -443,6 +420,68 @@ class BatchedText(pl.LightningDataModule):
             f"`global_batch_size={wanted}`, but `batch_size={self.batch_size}` x `accumulate_grad_batches="
             f"{accumulation}` x {processes} devices is {per_pass * accumulation}. {fix}."
         )
+
+
+class BatchedText(BatchedSamples):
+    """Samples with tokens of one tokenizer. Subclasses make the samples.
+
+    Args:
+        tokenizer: `bytes`, a local folder or a hub name.
+        batch_size: Samples in a micro-batch of one device.
+        global_batch_size: Samples in an optimizer step, accumulation and all devices included. Null: not checked.
+        val_fraction: Share of the documents kept for validation, chosen by their content.
+        num_workers: Loader processes.
+        seed: Seed for the order of the training samples.
+
+    Raises:
+        ValueError: If a number is out of range, or the tokenizer cannot be read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        batch_size: int,
+        global_batch_size: int | None,
+        val_fraction: float,
+        num_workers: int,
+        seed: int,
+    ) -> None:
+        super().__init__(batch_size, global_batch_size, val_fraction, num_workers, seed)
+        self.tokenizer_name = tokenizer
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, read once."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.tokenizer_name)
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of token ids; None before `setup`, as in estimates, which have no need of a tokenizer."""
+        return None if self._train is None else len(self.tokenizer)
+
+    def largest_id(self) -> int | None:
+        """Return the largest token id that occurs in the data; None if that isn't known."""
+        return None
+
+    def _example_tokens(self, length: int, vocab_size: int | None) -> torch.Tensor:
+        """Return `(batch_size, length)` ids below the vocabulary, without special ones as far as they can be told."""
+        self._check_global_batch_size()
+        count = self.batch_size * length
+        if count > _MOST_EXAMPLE_TOKENS:
+            raise ValueError(
+                f"`batch_size={self.batch_size}` x {length} tokens are too many for a batch that is only looked at. "
+                "Estimate a smaller one; `--micro-batch-size` says what another would need."
+            )
+        limit = min(vocab_size or 100, 1000)
+        first = 3 if limit > 3 else 0
+        return first + torch.arange(count).view(self.batch_size, length) % (limit - first)
+
+    @override
+    def _asked_for(self) -> dict[str, Any]:
+        return {**super()._asked_for(), "tokenizer": self.tokenizer_name}
 
 
 def _ready(samples: Dataset[Any] | None) -> Dataset[Any]:

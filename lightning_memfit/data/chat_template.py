@@ -79,7 +79,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.name = "the tokenizer's chat template" if template is None else f"`chat_template={template!r}`"
         self.options = dict(options or {})
-        self.source = _pin_date(_read_template(tokenizer, template), date)
+        self.source = _pin_date(read_template(tokenizer, template), date)
         self.marks_answers = _MARKED.search(self.source) is not None
         if not tokenizer.is_fast:
             raise ValueError(
@@ -87,6 +87,8 @@ class ChatTemplate:
                 "answers can't be found. Use a fast tokenizer (a folder with `tokenizer.json`)."
             )
         self._end_of_turn = _end_of_turn(tokenizer)
+        self.end_of_answer = int(tokenizer.eos_token_id)
+        """Id of the token with which the model learns to end an answer."""
         self._prove()
 
     @property
@@ -112,6 +114,20 @@ class ChatTemplate:
                 f"{self.name} shows {len(_runs(found.is_answer))} of {answers} answers of the conversation as such"
             )
         return found
+
+    def prompt(self, messages: Messages) -> list[int]:
+        """Return the tokens after which the model is to answer.
+
+        Args:
+            messages: With `role` and `content`, both text; the last one isn't an answer.
+
+        Raises:
+            ValueError: If messages are malformed, or the template refuses them.
+        """
+        _check_messages(messages)
+        text = self._render(messages, add_generation_prompt=True)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
 
     # --- answers that the template marks ----------------------------------------------------------------------------
 
@@ -178,6 +194,11 @@ class ChatTemplate:
         # Without marks, a template that doesn't begin the turn itself would leave its header among what is learned.
         # Only before the last answer may templates write more (a thought that is empty).
         is_clean = self.marks_answers or learned[0].startswith(answers[0])
+        special = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
+        special |= set(self.tokenizer.all_special_ids)
+        start, end = _runs(is_answer)[-1]
+        ends = [token for token in ids[start:end].tolist() if token in special]
+        self.end_of_answer = ends[-1] if ends else self.end_of_answer
         if not (are_whole and are_alone and is_clean and all(question in context for question in questions)):
             raise ValueError(
                 f"{self.name} takes other tokens than its answers' for answers: {learned}. {_OWN_TEMPLATE}"
@@ -200,7 +221,12 @@ class ChatTemplate:
             raise ValueError(f"{self.name} refuses the conversation: {' '.join(str(error).split())}") from error
 
 
-def _read_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
+def read_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
+    """Return the text of a template: `chatml`, that of a file, or for None the tokenizer's own.
+
+    Raises:
+        ValueError: If there is none.
+    """
     if template == CHATML:
         return _CHATML
     if template is not None:

@@ -10,7 +10,9 @@ from typing import Any, Literal
 from lightning_memfit.memory.kind import CUDA, DeviceType
 from lightning_memfit.optim.optimizers import OPTIMIZERS
 
-Kind = Literal["causal", "encoder-decoder", "text classification", "masked", "image classification"]
+Kind = Literal[
+    "causal", "encoder-decoder", "text classification", "masked", "image classification", "speech recognition"
+]
 """What a model is trained on, which decides the batch."""
 
 

@@ -24,11 +24,16 @@ if TYPE_CHECKING:
 _ENDINGS: dict[str, Kind] = {
     "LMHeadModel": "causal",
     "ForCausalLM": "causal",
+    "WhisperForConditionalGeneration": "speech recognition",
     "ForConditionalGeneration": "encoder-decoder",
     "ForSequenceClassification": "text classification",
     "ForMaskedLM": "masked",
     "ForImageClassification": "image classification",
 }
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
+"""How configurations name the longest sequence."""
 
 
 _MOST_ELEMENTS = 1 << 20
@@ -71,7 +76,7 @@ def _read(name: str, config: dict[str, Any]) -> Architecture:
             f"in one of {', '.join(_ENDINGS)} (found {names})."
         )
     kind = _ENDINGS[ending]
-    longest = config.get("max_position_embeddings", config.get("n_positions"))
+    longest = next((config[key] for key in _POSITIONS if key in config), None)
     usual = None if kind == "image classification" else min(longest or 512, 2048)
     return Architecture(name, names[0], config["model_type"], config, kind, 0, usual, longest, name)
 
@@ -111,7 +116,9 @@ def profile_named(
 
 def _elements_per_sample(run: NamedRun, architecture: Architecture) -> int:
     """Elements of a sample's largest tensor in the batch."""
-    length = run.sequence_length or architecture.sequence_length
+    length, config = run.sequence_length or architecture.sequence_length, architecture.config
+    if architecture.kind == "speech recognition":
+        return int(config.get("num_mel_bins", 80)) * 2 * int(config.get("max_source_positions", 1500))
     return length or 3 * int(architecture.config.get("image_size", 224)) ** 2
 
 

@@ -1,4 +1,4 @@
-"""Find and build Hugging Face language models, with one clear error for everything that can be missing."""
+"""Find and build Hugging Face models, with one clear error for everything that can be missing."""
 
 from __future__ import annotations
 
@@ -55,29 +55,38 @@ def resolve_config(
     return base
 
 
-def build(config: PretrainedConfig, pretrained: str | None, attn_implementation: str) -> PreTrainedModel:
+def build(
+    config: PretrainedConfig,
+    pretrained: str | None,
+    attn_implementation: str | None,
+    kind: Any = None,
+    **of_weights: Any,
+) -> PreTrainedModel:
     """Build the model once, in torch's default dtype (which Lightning's `*-true` precisions set), without an fp32 copy.
 
     Args:
         config: The architecture.
         pretrained: Hub name or local folder of the weights; None for random ones.
-        attn_implementation: `sdpa`, `eager` or `flash_attention_2`.
+        attn_implementation: `sdpa`, `eager` or `flash_attention_2`; None for what transformers chooses.
+        kind: Auto class of transformers; that of the architecture's language models by default.
+        of_weights: Further arguments of `from_pretrained`.
 
     Raises:
         ValueError: If the weights cannot be read, or transformers refuses the architecture.
     """
     options: dict[str, Any] = {"dtype": torch.get_default_dtype(), "attn_implementation": attn_implementation}
+    kind = auto_class(config) if kind is None else kind
     network: PreTrainedModel
     if pretrained is None:
         with _buildable(config):
-            network = auto_class(config).from_config(config, **options)
+            network = kind.from_config(config, **options)
     else:
         with _readable("pretrained", pretrained):
             folder = _local_or_hub("pretrained", pretrained)
-            options |= {"use_safetensors": True, "trust_remote_code": False}
-            network = auto_class(config).from_pretrained(folder, config=config, **options)
+            options |= {"use_safetensors": True, "trust_remote_code": False, **of_weights}
+            network = kind.from_pretrained(folder, config=config, **options)
     network.config.use_cache = False  # keys and values of past tokens, which training never reads
-    if not is_encoder_decoder(config):
+    if not is_encoder_decoder(config) and type(network).__name__.endswith(("ForCausalLM", "LMHeadModel")):
         network.loss_type = "ForCausalLM"  # GPT-2's class is named otherwise, and transformers would warn
     return network
 
@@ -93,20 +102,28 @@ def _buildable(config: PretrainedConfig) -> Iterator[None]:
 
 
 def is_encoder_decoder(config: PretrainedConfig) -> bool:
-    """Whether the model has an encoder, which reads a text, and a decoder, which writes one."""
+    """Whether the model has an encoder, which reads a text or hears one, and a decoder, which writes one."""
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def auto_class(config: PretrainedConfig) -> Any:
     """Return the class of transformers that builds and loads language models of this architecture."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
-    return AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
+    if not is_encoder_decoder(config):
+        return AutoModelForCausalLM
+    return AutoModelForSpeechSeq2Seq if hears_speech(config) else AutoModelForSeq2SeqLM
+
+
+def hears_speech(config: PretrainedConfig) -> bool:
+    """Whether an encoder-decoder's input is sound: it has bins of a spectrogram."""
+    return is_encoder_decoder(config) and hasattr(config, "num_mel_bins")
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
     """Longest sequence in tokens that the architecture has positions for; None if it has no such bound."""
-    return getattr(config, "max_position_embeddings", None)
+    named = getattr(config, "max_position_embeddings", None)
+    return getattr(config, "max_target_positions", None) if named is None else named
 
 
 def _inline_config(entries: dict[str, Any]) -> PretrainedConfig:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_memfit.models.architecture import is_encoder_decoder, max_positions
+from lightning_memfit.models.architecture import hears_speech, is_encoder_decoder, max_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-@torch.no_grad()
 def continue_text(
     network: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -35,11 +35,45 @@ def continue_text(
     Raises:
         ValueError: If a number is out of range, or prompt and continuation exceed the model's positions.
     """
-    check_sampling(max_new_tokens, temperature, top_k)
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     answers = is_encoder_decoder(network.config)
     if answers or not ids:
         ids = [*ids, tokenizer.eos_token_id]
+    added = continue_ids(network, tokenizer, ids, max_new_tokens, temperature, top_k)
+    return str(tokenizer.decode(added if answers else [*ids, *added], skip_special_tokens=True))
+
+
+@torch.no_grad()
+def continue_ids(
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    ends: Sequence[int] = (),
+) -> list[int]:
+    """Return the tokens that a model adds to others, up to an end; the training mode is kept.
+
+    Args:
+        network: Any language model.
+        tokenizer: The tokenizer that it was trained with.
+        ids: Tokens to continue, or those that an encoder reads; at least one.
+        max_new_tokens: Maximum number of tokens to add.
+        temperature: Temperature of the sampling; 0 takes the likeliest token each time.
+        top_k: Number of likeliest tokens to sample from.
+        ends: Tokens that end a text besides the tokenizer's end of sequence.
+
+    Raises:
+        ValueError: If a number is out of range, or prompt and continuation exceed the model's positions.
+    """
+    check_sampling(max_new_tokens, temperature, top_k)
+    if hears_speech(network.config):
+        raise ValueError(
+            f"A {network.config.model_type!r} model writes what it hears, and reads no text. Use it in transformers' "
+            "pipeline for speech recognition (`memfit export` writes its folder)."
+        )
+    answers = is_encoder_decoder(network.config)
     positions = max_positions(network.config)
     longest = max(len(ids), max_new_tokens) if answers else len(ids) + max_new_tokens
     if positions is not None and longest > positions:
@@ -50,7 +84,7 @@ def continue_text(
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k}
-    inputs = torch.tensor([ids], device=network.device)
+    inputs = torch.tensor([list(ids)], device=network.device)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     was_training = network.training
     network.eval()
@@ -60,14 +94,15 @@ def continue_text(
             inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=max_new_tokens,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=sorted({tokenizer.eos_token_id, *ends}),
             pad_token_id=padding,
             use_cache=True,
             **sampling,
         )
     finally:
         network.train(was_training)
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
+    added: list[int] = output[0].tolist()
+    return added if answers else added[len(ids) :]
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_k: int) -> None:

@@ -10,11 +10,11 @@ import torch
 
 from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
 from lightning_memfit.models.architecture import auto_class
+from lightning_memfit.models.network_module import ARCHITECTURE_KEY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ARCHITECTURE_KEY = "memfit_architecture"
 _PREFIX = "model."
 
 
@@ -108,12 +108,17 @@ def export_adapters(checkpoint: dict[str, Any], folder: str | Path) -> Path:
 
     if ADAPTERS not in checkpoint:
         raise ValueError("`ckpt_path` holds no adapters. Leave `--adapters_only` out.")
-    target = _new_folder(folder)
+    target = new_folder(folder)
     write_peft_folder(target, checkpoint, _PREFIX, checkpoint["hyper_parameters"].get("pretrained"))
     return target
 
 
-def _new_folder(folder: str | Path) -> Path:
+def new_folder(folder: str | Path) -> Path:
+    """Make a folder to write into, and return it.
+
+    Raises:
+        ValueError: If it can't be made, or has something in it.
+    """
     target = Path(folder).expanduser()
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -135,7 +140,7 @@ def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTr
     Raises:
         ValueError: If the folder is not empty.
     """
-    target = _new_folder(folder)
+    target = new_folder(folder)
     was_cached, network.config.use_cache = network.config.use_cache, True  # off only for training
     try:
         network.save_pretrained(target)

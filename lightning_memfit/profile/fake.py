@@ -169,6 +169,25 @@ def transformers_not_tracing() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def initialized_at_once() -> Iterator[None]:
+    """Let `torch.nn.init.trunc_normal_` draw fake tensors once, as values of theirs need no second draw.
+
+    Since torch 2.13 it draws until no value is out of bounds. Whether one is, nobody knows of a fake tensor, so that it
+    would go on until the limit of turns, thousands of them for each weight.
+    """
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    @torch.no_grad()
+    def draw(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor.normal_(generator=kwargs.get("generator"))
+        return original(tensor, *args, **kwargs)
+
+    with replaced(torch.nn.init, "_no_grad_trunc_normal_", draw):
+        yield
+
+
 _OF_LOADING = frozenset(
     {
         *("state_dict", "use_safetensors", "from_tf", "from_flax", "low_cpu_mem_usage", "device_map", "max_memory"),

@@ -38,6 +38,7 @@ from lightning_memfit.profile.fake import (
     copyable_fakes,
     fake_clone,
     fake_pretrained_weights,
+    initialized_at_once,
     transformers_not_tracing,
 )
 from lightning_memfit.profile.hooks import StartHooks, with_start_hooks
@@ -602,6 +603,7 @@ def _enter_modes(
     stack.enter_context(FakeKernels(fake_mode, DeviceKind.of(emulation.device).emulated_dispatch))
     stack.enter_context(foreach_defaults(DeviceKind.of(emulation.device).emulated_dispatch))
     stack.enter_context(transformers_not_tracing())
+    stack.enter_context(initialized_at_once())
     stack.enter_context(copyable_fakes())
     stack.enter_context(fake_pretrained_weights())
     stack.enter_context(integers)

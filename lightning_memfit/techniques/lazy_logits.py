@@ -21,7 +21,12 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
-from lightning_memfit.techniques.linear_cross_entropy import chunked_cross_entropy, linear_cross_entropy, saved_here
+from lightning_memfit.techniques.linear_cross_entropy import (
+    chunked_cross_entropy,
+    linear_cross_entropy,
+    saved_here,
+    token_cross_entropy,
+)
 
 _ATEN = torch.ops.aten
 _Step = Callable[[Tensor], Tensor]
@@ -564,6 +569,9 @@ def _cross_entropy(
     with torch.set_grad_enabled(learns), call.autocast():
         parts = _Parts(logits)
         call.on_loss(call, lambda: parts.difference(hidden, placed, ignore_index, label_smoothing))
+        if reduction == "none":
+            losses = parts.losses(hidden, placed, ignore_index, call.num_chunks, label_smoothing)
+            return losses.reshape(-1)[logits.places.reshape(-1)].view(target.shape).to(dtype)
         total = parts.loss(hidden, placed, ignore_index, call.num_chunks, label_smoothing)
         if reduction == "mean":
             total = total / (target != ignore_index).sum().clamp(min=1)
@@ -585,7 +593,7 @@ def _obstacle(
         return "weight=..."
     if size_average is not None or reduce is not None:
         return "size_average=..." if size_average is not None else "reduce=..."
-    if reduction not in ("mean", "sum"):
+    if reduction not in ("mean", "sum", "none"):
         return f"reduction={reduction!r}"
     if not 0.0 <= label_smoothing <= 1.0:
         return f"label_smoothing={label_smoothing}"
@@ -681,6 +689,13 @@ class _Parts:
             return linear_cross_entropy(hidden, weight, target, bias, ignore_index, num_chunks, smoothing)
         learning = self.learning if learns else []
         return chunked_cross_entropy(self.logits_of, hidden, learning, target, ignore_index, num_chunks, smoothing)
+
+    def losses(self, hidden: Tensor, target: Tensor, ignore_index: int, num_chunks: int, smoothing: float) -> Tensor:
+        """Loss of each token, `(batch, length)`; what weighs on each is known in the backward pass only.
+
+        The logits of a chunk are therefore computed a second time there.
+        """
+        return token_cross_entropy(self.logits_of, hidden, target, ignore_index, num_chunks, smoothing)
 
     @torch.enable_grad()
     def difference(self, hidden: Tensor, target: Tensor, ignore_index: int, smoothing: float) -> str | None:

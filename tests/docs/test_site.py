@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import lightning_memfit
+from tests.helpers.browser import CHROMIUM, browser
 
 from . import tutorial_notebook
 
@@ -133,6 +134,11 @@ def test_the_site_is_built_without_warnings_and_is_whole_in_itself(tmp_path):
         for address in read.fetched:
             assert not re.match(r"(\w+:)?//", address), f"{page.name} loads {address}"
             assert (page.parent / address.partition("?")[0].partition("#")[0]).exists(), f"{page}: {address}"
+    if CHROMIUM is not None:
+        with browser(tmp_path) as tab:
+            for page in pages:
+                tab.open(page, width=480)
+                assert tab.value("document.documentElement.scrollWidth <= innerWidth"), f"{page} is too wide"
     for style in (tmp_path / "site").rglob("*.css"):
         assert not re.search(r"(url\(|@import )[\"']?(https?:)?//", style.read_text()), style
     public = {f"lightning_memfit.{name}" for name in lightning_memfit.__all__} - {"lightning_memfit.__version__"}

@@ -222,7 +222,7 @@ def test_inside_activation_checkpointing(reentrant):
         (head_of(lambda: Noisy(32, 64)), "Noisy"),
         (adapted(0.1), r"dropout \(0.1\)"),
         (lambda model: model.lm_head.register_full_backward_hook(lambda *args: None), "hooks on its gradients"),
-        (lambda model: setattr(model, "_loss_function", token_weighted), "`cross_entropy\\(reduction='none'\\)`"),
+        (lambda model: setattr(model, "_loss_function", class_weighted), "`cross_entropy\\(weight=...\\)`"),
         (lambda model: setattr(model, "_loss_function", another_loss), "`sum` to its logits"),
         pytest.param(lambda model: model.compile(backend="eager"), "is compiled", marks=pytest.mark.slow),
     ],
@@ -234,8 +234,8 @@ def test_what_is_not_exact_is_refused(change, reason):
         model(input_ids=IDS, labels=IDS)
 
 
-def token_weighted(logits, labels, **_):
-    return (F.cross_entropy(logits.transpose(1, 2), labels, reduction="none") * torch.rand(16)).mean()
+def class_weighted(logits, labels, **_):
+    return F.cross_entropy(logits.transpose(1, 2), labels, weight=torch.rand(logits.shape[-1]))
 
 
 def another_loss(logits, labels, **_):

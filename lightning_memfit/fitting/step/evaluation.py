@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -126,7 +126,10 @@ class EvaluationSplitter:
             if name not in self.sizes and not self._allows_changes:
                 self._check(name, step, batch, args, kwargs, count, ranks)
             self.sizes[name] = max(1, failed // 2)
-            rank_zero_warn(f"Memory ran out in `{name}` with {failed} samples; going on with {self.sizes[name]}.")
+            # Nothing predicts evaluation: that a batch is cut is how the size is found, and its values stay the same.
+            rank_zero_info(
+                f"MicroBatching: memory ran out in `{name}` with {failed} samples; {self.sizes[name]} at once."
+            )
 
     def _progress(self, name: str) -> Any:
         """Lightning's counter of the batches that are evaluated now."""

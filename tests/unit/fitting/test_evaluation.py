@@ -186,3 +186,11 @@ def test_training_goes_on_as_without_the_error() -> None:
 def test_one_sample_that_does_not_fit_ends_the_run_in_words() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="One sample does not fit in `validation_step`"):
         validated(Exact(), 0)
+
+
+def test_a_size_that_is_found_while_evaluating_is_no_warning() -> None:
+    """A run under a memory limit, such as quickstart, goes as it should, and stderr stays empty."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert validated(Exact(), 5)
+    assert not [one for one in caught if "ran out" in str(one.message)]

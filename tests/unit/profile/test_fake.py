@@ -9,6 +9,7 @@ from lightning_memfit.profile.fake import (
     copyable_fakes,
     fake_clone,
     fake_pretrained_weights,
+    initialized_at_once,
     tensors_in,
     transformers_not_tracing,
 )
@@ -158,3 +159,26 @@ def test_trained_modules_can_be_traced():
     module._trainer = object()
     assert len(trace_cpu(module, batch()).events) == len(trace_before.events)
     assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), gradients, strict=True))
+
+
+def test_fake_weights_within_bounds_are_drawn_once():
+    """torch draws until no value is out of bounds, and nobody knows whether a fake one is."""
+    real = torch.empty(1000)
+    with initialized_at_once():
+        nn.init.trunc_normal_(real, std=1.0, a=-0.5, b=0.5)
+        with FakeTensorMode():
+            weight = torch.empty(3, 4)
+            assert nn.init.trunc_normal_(weight, std=0.02) is weight
+    assert 0.4 < float(real.abs().max()) <= 0.5
+    with FakeTensorMode(), pytest.raises(RuntimeError):
+        nn.init.trunc_normal_(torch.empty(3, 4), std=0.02)
+
+
+class DrawnWithinBounds(Classifier):
+    def configure_model(self):
+        self.drawn = nn.Linear(4, 4)
+        nn.init.trunc_normal_(self.drawn.weight, std=0.02)
+
+
+def test_a_trace_assumes_nothing_of_such_weights():
+    assert not trace_cpu(DrawnWithinBounds(), batch()).assumptions

@@ -60,6 +60,17 @@ def masked(logits):
     return F.cross_entropy(logits[mask], LABELS[mask])
 
 
+def weighted(losses):
+    return (losses * PER_TOKEN).sum(dim=1).sigmoid().sum()
+
+
+def every_masked(logits):
+    mask = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(4)) > 0.4
+    losses = F.cross_entropy(logits[mask], LABELS[mask], reduction="none", label_smoothing=0.1)
+    return losses @ torch.arange(1.0, 1.0 + len(losses), dtype=losses.dtype)
+
+
+PER_TOKEN = torch.linspace(0.5, 2, LENGTH, dtype=torch.float64)
 CHUNKED = {
     "flat": lambda p, x: flat(x),
     "shifted": lambda p, x: shifted(x),
@@ -91,9 +102,12 @@ CHUNKED = {
     "read for another loss": lambda p, x: flat(x) + x.logsumexp(-1).pow(2).mean(),
     "double": lambda p, x: flat(x.double()),
     "float": lambda p, x: flat(x.float()),
+    "every token": lambda p, x: flat(x, reduction="none").pow(2).mean(),
+    "every token weighted": lambda p, x: (shifted(x * p.scale, reduction="none") * PER_TOKEN[1:].repeat(BATCH)).sum(),
+    "every token of each sample": lambda p, x: weighted(F.cross_entropy(x.transpose(1, 2), LABELS, reduction="none")),
+    "every masked token": lambda p, x: every_masked(x),
 }
 WHOLE = {
-    "every token": lambda p, x: flat(x, reduction="none").mean(),
     "class weights": lambda p, x: flat(x, weight=VECTOR.exp()),
     "soft targets": lambda p, x: F.cross_entropy(x[0], F.one_hot(LABELS.clamp(min=0), CLASSES).double()[0]),
     "token weights": lambda p, x: flat(x * p.per_token),

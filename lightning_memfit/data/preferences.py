@@ -1,0 +1,332 @@
+"""`PreferenceData`: pairs of answers to one prompt, a chosen and a rejected one, for preference tuning (DPO)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from lightning_memfit.data.batched import BatchedText, digest_of
+from lightning_memfit.data.chat_template import ChatTemplate
+from lightning_memfit.data.sources import content_hash, load_documents, validation_mask
+
+_NOT_PREDICTED = -100
+_ANSWERING = "assistant"
+Messages = list[dict[str, str]]
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+class Comparison(NamedTuple):
+    """Two ways for a conversation to go on, as lists of messages with `role` and `content`."""
+
+    prompt: Messages
+    chosen: Messages
+    rejected: Messages
+
+
+def comparison_of(prompt: Any, chosen: Any, rejected: Any) -> Comparison:
+    """Return a row's comparison.
+
+    Args:
+        prompt: A question or a list of messages; None if both answers are whole conversations, which begin alike.
+        chosen: The better answer or the messages with it.
+        rejected: The worse one.
+
+    Raises:
+        ValueError: If it is something else, or there is nothing to compare.
+    """
+    ways = [_messages(value, _ANSWERING, name) for name, value in (("chosen", chosen), ("rejected", rejected))]
+    if prompt is None:
+        pairs = zip(*ways, strict=False)
+        shared = next((place for place, (one, other) in enumerate(pairs) if one != other), min(map(len, ways)))
+        begun = ways[0][:shared]
+    else:
+        begun, shared = _messages(prompt, "user", "prompt"), 0
+    first, second = (way[shared:] for way in ways)
+    for name, way in (("chosen", first), ("rejected", second)):
+        if not any(message["role"] == _ANSWERING for message in way):
+            raise ValueError(f"{name!r} has no answer of the assistant that the other one doesn't have")
+    if first == second:
+        raise ValueError("both answers are the same")
+    if not begun:
+        raise ValueError("there is no prompt: the answers begin with different messages")
+    return Comparison(begun, first, second)
+
+
+def _messages(value: Any, role: str, name: str) -> Messages:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, Sequence) or not value or not all(isinstance(one, Mapping) for one in value):
+        found = "nothing" if value is None else type(value).__name__
+        raise ValueError(f"{name!r} has {found}, where a text or a list of messages is wanted")
+    for one in value:
+        if not isinstance(one.get("role"), str) or not isinstance(one.get("content"), str):
+            raise ValueError(f"{name!r} has a message without `role` and `content`, both text")
+    return [{"role": one["role"], "content": one["content"]} for one in value]
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+class TokenizedComparisons(Dataset[dict[str, torch.Tensor]]):
+    """Comparisons tokenized on access and padded to one length, so that every batch needs the same memory.
+
+    Items are `input_ids`, `attention_mask` and `labels`, `(2, sequence_length)` int64, the chosen answer first. Labels
+    are -100 but on what answers say after the prompt. Of a conversation that is too long the beginning of the prompt is
+    cut, as much of it in both; answers that are still too long lose their end.
+
+    Args:
+        comparisons: What is compared.
+        template: The chat template.
+        sequence_length: Tokens of a conversation.
+        pad: Id of the padding.
+    """
+
+    def __init__(
+        self, comparisons: Sequence[Comparison], template: ChatTemplate, sequence_length: int, pad: int
+    ) -> None:
+        self.comparisons = comparisons
+        self.template = template
+        self.sequence_length = sequence_length
+        self.pad = pad
+
+    def content_digest(self) -> str:
+        """Return a digest of some of the comparisons."""
+        return digest_of(len(self.comparisons), lambda place: repr(self.comparisons[place]).encode())
+
+    def __len__(self) -> int:
+        return len(self.comparisons)
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        prompt, *ways = self.comparisons[index]
+        encoded = [self._encode(prompt, way, index) for way in ways]
+        begin = min(int(learned.argmax()) for _, learned in encoded)
+        cut = max(0, min(begin - 1, max(len(ids) for ids, _ in encoded) - self.sequence_length))
+        rows = [self._padded(ids[cut:], learned[cut:]) for ids, learned in encoded]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _encode(self, prompt: Messages, way: Messages, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a conversation, and which of them are answers after the prompt."""
+        try:
+            ids, is_answer = self.template.encode([*prompt, *way])
+        except ValueError as error:
+            raise ValueError(f"Comparison {index + 1:,} of the data, on {prompt}, can't be used: {error}.") from error
+        starts = np.flatnonzero(np.diff(is_answer.astype(np.int8), prepend=0) == 1)
+        answers = sum(message["role"] == _ANSWERING for message in way)
+        learned = is_answer.copy()
+        learned[: starts[-answers]] = False
+        return ids, learned
+
+    def _padded(self, ids: np.ndarray, learned: np.ndarray) -> dict[str, torch.Tensor]:
+        length = min(len(ids), self.sequence_length)
+        input_ids = torch.full((self.sequence_length,), self.pad)
+        input_ids[:length] = torch.from_numpy(ids[:length])
+        labels = torch.full((self.sequence_length,), _NOT_PREDICTED)
+        labels[:length] = torch.where(torch.from_numpy(learned[:length]), input_ids[:length], _NOT_PREDICTED)
+        mask = (torch.arange(self.sequence_length) < length).long()
+        return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+
+
+# --- the data modules -------------------------------------------------------------------------------------------------
+
+
+class ComparedAnswers(BatchedText):
+    """Comparisons for `PreferenceLM`. Subclasses provide them.
+
+    Args:
+        tokenizer: `bytes`, a local folder or a hub name.
+        chat_template: `chatml`, a file with a Jinja template, or null for the tokenizer's own.
+        template_options: Further variables of the template.
+        date: Day for templates that write today's.
+        sequence_length: Tokens of a conversation.
+        batch_size: Comparisons in a micro-batch of one device, of two conversations each.
+        global_batch_size: Comparisons in an optimizer step, accumulation and all devices included. Null: not checked.
+        val_fraction: Share of the comparisons kept for validation, chosen by their prompts.
+        num_workers: Loader processes, which tokenize too.
+        seed: Seed for the order of the training comparisons.
+
+    Raises:
+        ValueError: If a number is out of range, or the tokenizer or its template can't be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        chat_template: str | None,
+        template_options: dict[str, Any] | None,
+        date: str,
+        sequence_length: int,
+        batch_size: int,
+        global_batch_size: int | None,
+        val_fraction: float,
+        num_workers: int,
+        seed: int,
+    ) -> None:
+        super().__init__(tokenizer, batch_size, global_batch_size, val_fraction, num_workers, seed)
+        if sequence_length < 2:
+            raise ValueError(f"`sequence_length={sequence_length}` must be at least 2.")
+        self.sequence_length = sequence_length
+        self.chat_template = chat_template
+        self.template_options = template_options
+        self.date = date
+
+    @abstractmethod
+    def load_comparisons(self) -> tuple[list[Comparison], list[Comparison]]:
+        """Return comparisons for training and validation."""
+
+    @override
+    def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        """Make data sets that tokenize the comparisons on access."""
+        tokenizer = self.tokenizer
+        template = ChatTemplate(tokenizer, self.chat_template, self.date, self.template_options)
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        train, val = (
+            TokenizedComparisons(comparisons, template, self.sequence_length, pad)
+            for comparisons in self.load_comparisons()
+        )
+        return train, val
+
+    def example_batch(self, vocab_size: int | None = None) -> dict[str, torch.Tensor]:
+        """Return a training batch of the right shapes without reading data or tokenizer; see `PackedText`.
+
+        The last conversation has padding, as models may leave out a mask without any.
+
+        Args:
+            vocab_size: Number of token ids that the model takes; None if it is not known.
+
+        Returns:
+            `input_ids`, `attention_mask` and `labels`, `(batch_size, 2, sequence_length)`, int64.
+        """
+        tokens = self._example_tokens(2 * self.sequence_length, vocab_size)
+        input_ids = tokens.view(self.batch_size, 2, self.sequence_length)
+        labels, mask = input_ids.clone(), torch.ones_like(input_ids)
+        labels[..., : max(1, self.sequence_length // 2)] = _NOT_PREDICTED
+        labels[:, 1, -1], mask[:, 1, -1] = _NOT_PREDICTED, 0
+        return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+
+    def split(self, comparisons: list[Comparison]) -> tuple[list[Comparison], list[Comparison]]:
+        """Keep `val_fraction` for validation; equal prompts fall on the same side.
+
+        Raises:
+            ValueError: If there are too few comparisons.
+        """
+        hashes = np.array([content_hash(repr(one.prompt)) for one in comparisons], np.uint64)
+        mask = validation_mask(hashes, self.val_fraction)
+        sides = (
+            [one for one, is_val in zip(comparisons, mask, strict=True) if is_val == side] for side in (False, True)
+        )
+        train, val = sides
+        return train, val
+
+
+class PreferenceData(ComparedAnswers):
+    """Comparisons for preference tuning, from local files or the Hugging Face hub.
+
+    A row has a `prompt`, a `chosen` and a `rejected` answer, each a text or a list of messages; without a prompt both
+    answers are whole conversations that begin alike, as in UltraFeedback.
+
+    Args:
+        dataset: Local file or folder of jsonl or parquet files, a json file with a list, or a hub name.
+        tokenizer: A local folder or a hub name, or `bytes`.
+        chat_template: `chatml`, a file with a Jinja template, or null for the tokenizer's own.
+        template_options: Further variables of the template, for example `enable_thinking: false`.
+        date: Day for templates that write today's, so that tokens don't change from day to day.
+        prompt_column: Column with the prompt. Null: the answers are whole conversations.
+        chosen_column: Column with the better answer.
+        rejected_column: Column with the worse answer.
+        dataset_config: Configuration of a hub data set.
+        split: Split of a hub data set to train on.
+        val_split: Split of a hub data set to validate with. Null: `val_fraction` of the comparisons.
+        sequence_length: Tokens of a conversation; longer ones lose the beginning of their prompt.
+        batch_size: Comparisons in a micro-batch of one device, of two conversations each.
+        global_batch_size: Comparisons in an optimizer step, accumulation and all devices included. Null: not checked.
+        val_fraction: Share of the comparisons kept for validation, chosen by their prompts.
+        num_workers: Loader processes, which tokenize too.
+        seed: Seed for the order of the training comparisons.
+        cache_dir: Where `datasets` keeps its files.
+
+    Raises:
+        ValueError: If a number is out of range; when the data are read, if a row is no comparison.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        tokenizer: str,
+        chat_template: str | None = None,
+        template_options: dict[str, Any] | None = None,
+        date: str = "2024-07-26",
+        prompt_column: str | None = "prompt",
+        chosen_column: str = "chosen",
+        rejected_column: str = "rejected",
+        dataset_config: str | None = None,
+        split: str = "train",
+        val_split: str | None = None,
+        sequence_length: int = 1024,
+        batch_size: int = 1,
+        global_batch_size: int | None = None,
+        val_fraction: float = 0.05,
+        num_workers: int = 2,
+        seed: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(
+            tokenizer,
+            chat_template,
+            template_options,
+            date,
+            sequence_length,
+            batch_size,
+            global_batch_size,
+            val_fraction,
+            num_workers,
+            seed,
+        )
+        self.dataset = dataset
+        self.columns = {"prompt": prompt_column, "chosen": chosen_column, "rejected": rejected_column}
+        self.dataset_config = dataset_config
+        self.train_split = split
+        self.val_split = val_split
+        self.cache_dir = cache_dir
+        self.save_hyperparameters()
+
+    @override
+    def prepare_data(self) -> None:
+        """Download the data in one process."""
+        load_documents(self.dataset, self.dataset_config, self.train_split, self.cache_dir)
+
+    @override
+    def load_comparisons(self) -> tuple[list[Comparison], list[Comparison]]:
+        """Read the columns into memory.
+
+        Raises:
+            ValueError: If a column is missing, or a row is no comparison, with its number.
+        """
+        comparisons = self._read(self.train_split)
+        return self.split(comparisons) if self.val_split is None else (comparisons, self._read(self.val_split))
+
+    def _read(self, split: str) -> list[Comparison]:
+        rows = load_documents(self.dataset, self.dataset_config, split, self.cache_dir)
+        named = {key: column for key, column in self.columns.items() if column is not None}
+        for key, column in named.items():
+            if column not in rows.column_names:
+                without = " Null stands for answers that are whole conversations." if key == "prompt" else ""
+                there = ", ".join(rows.column_names)
+                raise ValueError(f"`{key}_column={column!r}` is not in the data. Its columns: {there}.{without}")
+        read = []
+        for number, row in enumerate(rows, 1):
+            values = {key: row.get(column) for key, column in named.items()}
+            if "prompt" in named and values["prompt"] is None:
+                raise ValueError(f"Row {number:,} of `dataset={self.dataset!r}` has no {named['prompt']!r}.")
+            try:
+                read.append(comparison_of(values.get("prompt"), values["chosen"], values["rejected"]))
+            except ValueError as error:
+                raise ValueError(f"Row {number:,} of `dataset={self.dataset!r}` can't be used: {error}.") from error
+        return read

@@ -1,0 +1,188 @@
+"""`DiffusionUNet`: a diffusion model of images, with a UNet from diffusers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
+from typing_extensions import override
+
+from lightning_memfit.extras import require
+from lightning_memfit.models.network_module import NetworkModule
+
+
+class DiffusionUNet(NetworkModule):
+    """Train a UNet of diffusers to tell the noise in an image, from random weights or a pretrained one.
+
+    Batches are dictionaries with `pixel_values`, `(batch, channels, height, width)` floats, best from -1 to 1;
+    `labels`, `(batch,)` integers, condition UNets that have classes. In every step each image gets noise of a random
+    strength (Ho et al. 2020, "Denoising diffusion probabilistic models", algorithm 1). The module logs `train_loss`,
+    `val_loss` and `test_loss`, the mean squared error; validation draws the same noise each time.
+
+    Args:
+        pretrained: Hub name or local folder of a `UNet2DModel` (in a pipeline's folder, its folder `unet`). Null:
+            random weights.
+        config: Arguments of `diffusers.UNet2DModel`, when `pretrained` is null.
+        train_timesteps: Number of strengths of noise.
+        beta_schedule: How the strength grows, as diffusers' DDPMScheduler names it.
+        prediction_type: What the network tells: the noise (`epsilon`) or a mixture with the image (`v_prediction`).
+        learning_rate: Peak learning rate.
+        min_learning_rate_fraction: Learning rate at the end of the cosine, as a fraction of the peak.
+        warmup_steps: Optimizer steps of linear warm-up.
+        weight_decay: Decay of weight matrices; biases and norms have none.
+        optimizer: Name in `torch.optim`, or the import path of an optimizer class.
+        optimizer_options: Further arguments of the optimizer, for example `betas: [0.95, 0.999]`.
+
+    Raises:
+        ModuleNotFoundError: If diffusers isn't installed.
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        config: dict[str, Any] | None = None,
+        train_timesteps: int = 1000,
+        beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"] = "squaredcos_cap_v2",
+        prediction_type: Literal["epsilon", "v_prediction"] = "epsilon",
+        learning_rate: float = 1e-4,
+        min_learning_rate_fraction: float = 0.0,
+        warmup_steps: int = 0,
+        weight_decay: float = 1e-6,
+        optimizer: str = "AdamW",
+        optimizer_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            learning_rate, min_learning_rate_fraction, warmup_steps, weight_decay, optimizer, optimizer_options
+        )
+        require("diffusers", "DiffusionUNet")
+        if train_timesteps < 1:
+            raise ValueError(f"`train_timesteps={train_timesteps}` must be at least 1.")
+        if (pretrained is None) == (config is None):
+            raise ValueError("Give `pretrained`, or `config` with the arguments of a new UNet2DModel, and not both.")
+        from diffusers import DDPMScheduler
+
+        self.save_hyperparameters()
+        schedule: Any = DDPMScheduler
+        self.noise_schedule = schedule(train_timesteps, beta_schedule=beta_schedule, prediction_type=prediction_type)
+        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+
+    @override
+    def read_architecture(self) -> dict[str, Any]:
+        """Return the arguments of the UNet."""
+        from diffusers import UNet2DModel
+
+        name = self.hparams["pretrained"]
+        if name is None:
+            return dict(self.hparams["config"])
+        try:
+            found: dict[str, Any] = UNet2DModel.load_config(_folder_of(name))
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"`pretrained={name!r}` is neither a folder with a UNet of diffusers nor could it be fetched from the "
+                f"Hugging Face hub ({reason}). Give a local folder, or `config` for random weights."
+            ) from error
+        if found.get("_class_name", "UNet2DModel") != "UNet2DModel":
+            raise ValueError(
+                f"`pretrained={name!r}` is a {found['_class_name']}, and DiffusionUNet trains a UNet2DModel."
+            )
+        return found
+
+    @override
+    def make_network(self) -> nn.Module:
+        """Build the UNet."""
+        from diffusers import UNet2DModel
+
+        kind: Any = UNet2DModel
+        network: nn.Module
+        architecture = self.architecture  # refuses what is none before weights are read
+        if self.hparams["pretrained"] is not None:
+            folder = _folder_of(self.hparams["pretrained"])
+            network = kind.from_pretrained(folder, torch_dtype=torch.get_default_dtype(), use_safetensors=True)
+            return network
+        try:
+            network = kind(**architecture)
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ValueError(f"`config`: diffusers can't build this UNet2DModel: {reason}.") from error
+        return network
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Refuse images that the UNet can't halve as often as it does, before it is built."""
+        side = getattr(getattr(self.trainer, "datamodule", None), "image_size", None)
+        halvings = len(self.architecture.get("down_block_types", ())) - 1
+        if side is not None and halvings > 0 and side % 2**halvings:
+            raise ValueError(
+                f"`image_size={side}` can't be halved {halvings} times, as the UNet does. Set `data.image_size` to a "
+                f"multiple of {2**halvings}."
+            )
+
+    @override
+    def forward(self, sample: torch.Tensor, timesteps: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        """Return what the network tells of noisy images, `(batch, channels, height, width)`."""
+        return self.network(sample, timesteps, class_labels=labels).sample
+
+    # --- the loss ---------------------------------------------------------------------------------------------------
+
+    def _loss(self, batch: dict[str, torch.Tensor], generator: torch.Generator | None = None) -> torch.Tensor:
+        images = batch["pixel_values"]
+        on = images.device if generator is None else generator.device
+        noise = torch.randn(images.shape, generator=generator, device=on, dtype=images.dtype).to(images.device)
+        steps = torch.randint(self.hparams["train_timesteps"], (len(images),), generator=generator, device=on)
+        steps = steps.to(images.device)
+        noisy = self.noise_schedule.add_noise(images, noise, steps)
+        target = noise
+        if self.hparams["prediction_type"] == "v_prediction":
+            target = self.noise_schedule.get_velocity(images, noise, steps)
+        told = self(noisy, steps, batch.get("labels") if self.network.class_embedding is not None else None)
+        return F.mse_loss(told.float(), target.float())
+
+    @override
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """Return the mean squared error of a micro-batch."""
+        loss = self._loss(batch)
+        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(batch["pixel_values"]))
+        return loss
+
+    @override
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Log the loss."""
+        self._evaluate("val", batch, batch_idx, self.val_loss)
+
+    @override
+    def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Log the loss."""
+        self._evaluate("test", batch, batch_idx, self.test_loss)
+
+    def _evaluate(self, stage: str, batch: dict[str, torch.Tensor], batch_idx: int, mean: MeanMetric) -> None:
+        size = len(batch["pixel_values"])
+        mean.update(self._loss(batch, torch.Generator().manual_seed(batch_idx)), size)
+        self.log(f"{stage}_loss", mean, prog_bar=True, batch_size=size)
+
+    def export(self, folder: str | Path) -> Path:
+        """Write a folder of a pipeline that `diffusers.DDPMPipeline.from_pretrained` loads.
+
+        Raises:
+            ValueError: If the folder is not empty.
+        """
+        from diffusers import DDPMPipeline
+
+        from lightning_memfit.models.trained import new_folder
+
+        target = new_folder(folder)
+        pipeline: Any = DDPMPipeline
+        pipeline(self.network, self.noise_schedule).save_pretrained(target)
+        return target
+
+
+def _folder_of(name: str) -> str:
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return name
+    return str(path / "unet" if (path / "unet").is_dir() else path)

@@ -1,0 +1,126 @@
+import numpy as np
+import pytest
+import torch
+
+from lightning_memfit.data import ImageData
+from lightning_memfit.data.images import _drawn_part
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def fill(folder, counts, color=lambda name, number: (10 * number, 0, 0)):
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (24 + number, 20), color(name, number)).save(folder / name / f"{number}.png")
+    return str(folder)
+
+
+def made(folder, **options):
+    options = {"image_size": 8, "batch_size": 2, "num_workers": 0, "val_fraction": 0.3, **options}
+    data = ImageData(folder, **options)
+    data.setup("fit")
+    return data
+
+
+def test_a_folder_of_classes_becomes_batches(tmp_path):
+    data = made(fill(tmp_path, {"cat": 6, "ant": 6}))
+    assert data.num_classes == 2
+    batch, example = next(iter(data.train_dataloader())), data.example_batch()
+    assert {name: (t.shape, t.dtype) for name, t in batch.items()} == {
+        name: (t.shape, t.dtype) for name, t in example.items()
+    }
+    assert len(data._train) + len(data._val) == 12
+    names = {data._train.images.name(int(i)) for i in data._train.chosen}
+    assert not names & {data._val.images.name(int(i)) for i in data._val.chosen}
+    assert data._train.images.classes == ["ant", "cat"]
+    for index, chosen in enumerate(data._train.chosen):
+        is_cat = data._train.images.name(int(chosen)).startswith("cat/")
+        assert int(data._train[index]["labels"]) == is_cat
+
+
+def test_values_are_normalized(tmp_path):
+    folder = fill(tmp_path, {"a": 4}, lambda *_: (255, 0, 51))
+    data = made(folder, mean=[0.5, 0.0, 0.2], std=[0.25, 1.0, 1.0], augment=False, labels=False)
+    sample = data._val[0]
+    assert list(sample) == ["pixel_values"]
+    torch.testing.assert_close(
+        sample["pixel_values"].mean(dim=(1, 2)), torch.tensor([2.0, 0.0, 0.0]), atol=1e-6, rtol=0
+    )
+
+
+def test_folders_set_apart_are_used(tmp_path):
+    fill(tmp_path / "train", {"a": 3, "b": 3})
+    fill(tmp_path / "val", {"a": 1, "b": 2})
+    data = made(str(tmp_path))
+    assert (len(data._train), len(data._val)) == (6, 3)
+
+
+def half_and_half(tmp_path):
+    """Images that are black on the left and white on the right."""
+    (tmp_path / "a").mkdir()
+    pixels = np.zeros((20, 30, 3), np.uint8)
+    pixels[:, 15:] = 255
+    for number in range(8):
+        Image.fromarray(pixels).save(tmp_path / "a" / f"{number}.png")
+    return str(tmp_path)
+
+
+def test_parts_are_drawn_anew_in_each_epoch_and_again_when_resumed(tmp_path):
+    folder = half_and_half(tmp_path)
+
+    def epoch(number, **options):
+        loader = made(folder, val_fraction=0.2, **options).train_dataloader()
+        loader.sampler.set_epoch(number)
+        return torch.cat([batch["pixel_values"] for batch in loader])
+
+    assert torch.equal(epoch(0), epoch(0))
+    assert torch.equal(epoch(1), epoch(1, num_workers=1))
+    assert not torch.equal(epoch(0), epoch(1))
+    values = epoch(0)
+    sides = values[..., 0].mean(dim=(1, 2)) < values[..., -1].mean(dim=(1, 2))
+    assert 0 < int(sides.sum()) < len(sides)  # some are mirrored
+    assert torch.equal(epoch(0, augment=False)[0], epoch(5, augment=False)[0])
+
+
+def test_a_part_lies_within_its_image():
+    for seed in range(200):
+        for size in ((40, 30), (400, 20)):
+            (left, top, right, bottom), _ = _drawn_part(size, [seed])
+            assert 0 <= left < right <= size[0] + 1e-9
+            assert 0 <= top < bottom <= size[1] + 1e-9
+            assert 3 / 4 - 1e-9 <= (right - left) / (bottom - top) <= 4 / 3 + 1e-9
+
+
+def test_what_is_no_folder_of_images_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="has no images"):
+        made(str(tmp_path / "empty"))
+    fill(tmp_path / "some", {"a": 3})
+    (tmp_path / "some" / "b").mkdir()
+    with pytest.raises(ValueError, match="b' has no images. Fill it"):
+        made(str(tmp_path / "some"))
+    Image.new("RGB", (4, 4)).save(tmp_path / "some" / "beside.png")
+    with pytest.raises(ValueError, match="in no folder of a class"):
+        made(str(tmp_path / "some"))
+    fill(tmp_path / "two" / "train", {"a": 3})
+    fill(tmp_path / "two" / "val", {"b": 3})
+    with pytest.raises(ValueError, match="other classes than those for training: \\['a', 'b'\\]"):
+        made(str(tmp_path / "two"))
+
+
+def test_a_damaged_image_is_named(tmp_path):
+    folder = fill(tmp_path, {"a": 4})
+    for file in (tmp_path / "a").iterdir():
+        file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"the image '.*png' can't be read"):
+        made(folder)._val[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"image_size": 0}, "`image_size=0`"), ({"mean": [1.0]}, "`mean="), ({"std": [1.0, 0.0, 1.0]}, "`std=")],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        ImageData("images", **options)
