@@ -75,10 +75,11 @@ class ImageClassifier(NetworkModule):
     @override
     def make_network(self) -> PreTrainedModel:
         """Build the Hugging Face model; a pretrained head for another number of classes gives way to a new one."""
+        from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
         from transformers import AutoModelForImageClassification as Kind
 
         config, hparams = self.architecture, self.hparams
-        if type(config) not in Kind._model_mapping:
+        if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
             raise ValueError(f"ImageClassifier can't train a {config.model_type!r} model: it classifies no images.")
         return build(config, hparams["pretrained"], hparams["attn_implementation"], Kind, ignore_mismatched_sizes=True)
 
