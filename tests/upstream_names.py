@@ -34,6 +34,7 @@ VERSIONS = {
 # The module or class that an attribute belongs to, which the expressions of the package don't tell. Names that are
 # imported need no line: their import path says where they are.
 NAMES: dict[str, str] = {
+    "_no_grad_trunc_normal_": "torch.nn.init",
     "_swap_out_offload_fp32_gradients": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_restore_cpu_offload_grad_to_gpu": "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer",
     "_register_pre_backward_hook": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
