@@ -355,8 +355,9 @@ class MemoryPrediction(Callback):
 
     It passes its figure to every `MemoryMonitor` of the Trainer. Where a batch can't be read before the run, as the
     data come from a generator, a queue or an open file, it says so and predicts from the first batch that training
-    gets. If the step can't be traced, it says why, and the run continues without a prediction. With `MicroBatching`,
-    which predicts for the size it chooses, it does nothing.
+    gets. If the step can't be traced, or the run has several ranks, whose memory depends on the strategy (`memfit
+    estimate` has it), it says so, and the run continues without a prediction. With `MicroBatching`, which predicts for
+    the size it chooses, it does nothing.
 
     Attributes:
         estimate: The prediction; None before `fit` and if there is none.
@@ -371,9 +372,15 @@ class MemoryPrediction(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Predict with a fake clone of the module."""
         self._no_build = ""
-        if stage != "fit" or trainer.world_size > 1 or _others_predict(trainer):
+        if stage != "fit" or _others_predict(trainer):
             return
         self._predict_from(None)
+        if trainer.world_size > 1:
+            rank_zero_info(
+                f"MemoryPrediction: no prediction for this run, as it has {trainer.world_size} ranks. `memfit estimate "
+                f"--config ... --devices {trainer.num_devices}` shows what one of them takes under its strategy."
+            )
+            return
         try:
             batch = first_batch(trainer)
         except ValueError as error:

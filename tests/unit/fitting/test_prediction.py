@@ -12,6 +12,7 @@ from benchmarks.micro_batching import compare
 from benchmarks.micro_batching.models import CURVED
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.fitting.size import prediction
 from lightning_memfit.fitting.size.prediction import MemoryPrediction
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import Category
@@ -222,3 +223,14 @@ def test_the_prediction_for_one_micro_batch_knows_that_gradients_are_cleared_bef
     assert chooser.micro_batch_size_in_use == 1024
     assert monitor.report is not None
     assert monitor.report.prediction_error == pytest.approx(0.0, abs=0.01)  # gradients weigh 3 %
+
+
+def test_on_several_ranks_it_says_where_the_figure_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(prediction, "rank_zero_info", told.append)
+    callback, module = MemoryPrediction(), Wide()
+    trainer = quiet_trainer(callback)
+    monkeypatch.setattr(type(trainer), "world_size", 2)
+    callback.setup(trainer, module, "fit")
+    assert callback.estimate is None
+    assert "as it has 2 ranks. `memfit estimate" in told[0]
