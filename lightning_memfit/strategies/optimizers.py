@@ -1,5 +1,6 @@
 """Whether an optimizer steps parts of weights, or many in one vector, as it steps whole ones: found out by trying."""
 
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -73,9 +74,9 @@ def _compare(
         tried = _first_tried(optimizer, group)
         if tried is None:  # it needs more than weights and gradients, and is not known here
             return
-        shapes, start, gradients, expected = tried
+        shapes, options, start, gradients, expected = tried
         try:
-            found = restore(_stepped(optimizer, group, change(start), list(map(change, gradients))), shapes)
+            found = restore(_stepped(optimizer, options, change(start), list(map(change, gradients))), shapes)
         except Exception as error:
             cause = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise MisconfigurationException(f"`{name}` can't step here ({cause}): {advice}") from error
@@ -87,12 +88,13 @@ def _compare(
 
 def _first_tried(
     optimizer: Optimizer, group: dict[str, Any]
-) -> tuple[_Shapes, list[Tensor], list[list[Tensor]], list[Tensor]] | None:
-    """Shapes that an optimizer takes, weights, gradients of some steps, and the weights after these."""
-    for shapes in _SHAPES:
+) -> tuple[_Shapes, dict[str, Any], list[Tensor], list[list[Tensor]], list[Tensor]] | None:
+    """Shapes and options that an optimizer takes, weights, gradients of some steps, and the weights after these."""
+    options = {key: value for key, value in group.items() if key in optimizer.defaults and key not in _NOT_TAKEN}
+    for shapes, own in itertools.product(_SHAPES, ({"lr": 0.1}, {})):  # a schedule may begin with a rate of zero
         start, gradients = _numbers(0, shapes), [_numbers(1 + step, shapes) for step in range(_STEPS)]
         with suppress(Exception):
-            return shapes, start, gradients, _stepped(optimizer, group, start, gradients)
+            return shapes, options | own, start, gradients, _stepped(optimizer, options | own, start, gradients)
     return None
 
 
@@ -103,13 +105,12 @@ def _numbers(seed: int, shapes: _Shapes) -> list[Tensor]:
 
 
 def _stepped(
-    optimizer: Optimizer, group: dict[str, Any], weights: list[Tensor], gradients: list[list[Tensor]]
+    optimizer: Optimizer, options: dict[str, Any], weights: list[Tensor], gradients: list[list[Tensor]]
 ) -> list[Tensor]:
-    """Weights after steps of a new optimizer with the options of another's group."""
+    """Weights after steps of a new optimizer of another's class."""
     parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
-    options = {key: value for key, value in group.items() if key in optimizer.defaults and key not in _NOT_TAKEN}
     new: Any = type(optimizer)
-    stepping = new(parameters, **options, **({"lr": 0.1} if "lr" in optimizer.defaults else {}))
+    stepping = new(parameters, **options)
     for gradient in gradients:
         for parameter, one in zip(parameters, gradient, strict=True):
             parameter.grad = one.clone()
@@ -117,8 +118,8 @@ def _stepped(
     return [parameter.detach() for parameter in parameters]
 
 
-_NOT_TAKEN = {"capturable", "differentiable", "decoupled_weight_decay", "foreach", "fused", "lr"}
-"""Options of how torch's optimizers step, not what; and the learning rate, which a schedule may begin with zero."""
+_NOT_TAKEN = {"capturable", "differentiable", "decoupled_weight_decay", "foreach", "fused"}
+"""Options of how torch's optimizers step, not what."""
 
 _KNOWN = ("bitsandbytes.", "deepspeed.", "lightning_memfit.", "torchao.")
 """Whose optimizers are held against one device in the tests, or refused by their own rules."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_memfit.strategies.optimizers import check_divided, check_flat
@@ -50,6 +51,7 @@ def test_the_user_s_options_are_tried():
         (lambda: torch.optim.Adafactor(parameters(), lr=1e-2), "`Adafactor` would give other weights"),
         (lambda: torch.optim.Muon(parameters(), lr=1e-2), "`Muon` can't step here"),
         (lambda: Lamb(parameters(), lr=1e-2), "`Lamb` would give other weights"),
+        (lambda: transformers.Adafactor(parameters()), "`Adafactor` would give other weights"),
     ],
 )
 def test_those_that_need_shapes_are_refused(make, words):
