@@ -19,6 +19,8 @@ _NOISE: dict[str, re.Pattern[str]] = {
     "torch.utils._pytree": re.compile(r".* is an Enum subclass and is now natively supported"),
     # bitsandbytes 0.50 has a kernel of its own for what it misses here.
     "bitsandbytes.backends.cpu.ops": re.compile(r"Failed to load CPU gemm_4bit_forward from kernels-community"),
+    # diffusers looks for tensors that torchao 0.18 has moved; no recipe has weights of that kind.
+    "diffusers.quantizers.torchao.torchao_quantizer": re.compile(r"Unable to import `torchao` Tensor objects"),
     # With a traceback; it then raises an error, which is reworded with the line of the file.
     "datasets.packaged_modules.json.json": re.compile(r"Failed to load JSON from file "),
     # Which accelerator a run is on is said by Lightning.

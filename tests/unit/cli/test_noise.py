@@ -12,6 +12,7 @@ _DROPPED = [
     ("torchao", "Failed to load /venv/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: Could not load this library"),
     ("torch.utils._pytree", "<enum 'KernelPreference'> is an Enum subclass and is now natively supported by torch"),
     ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community: No module named"),
+    ("diffusers.quantizers.torchao.torchao_quantizer", "Unable to import `torchao` Tensor objects. This may affect"),
     ("datasets.packaged_modules.json.json", "Failed to load JSON from file 'data.jsonl' with error ArrowInvalid"),
     ("DeepSpeed", "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."),
     ("lightning.pytorch.utilities.rank_zero", "\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud logging and experiment"),
