@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple
 
 from lightning_memfit.estimate.deepspeed_sizes import (
     AioSettings,
@@ -47,14 +48,25 @@ _FP32, _FP64 = 4, 8
 _NORM_CHUNK = 250_000_000  # elements, `_constant_buffered_norm2`; stages 1 and 2 widen a whole gradient
 
 
+class Reduction(NamedTuple):
+    """A bucket that is full, or what is left when backward ends, in bytes."""
+
+    size: int
+    """Of the gradients in it."""
+    now: int
+    """Level when it is reduced."""
+    later: int
+    """Highest level from then to the end of backward."""
+
+
 @dataclass(frozen=True)
 class BackwardLevels:
     """Highest bytes of activations, temporary tensors and of gradients that are on their way to a bucket."""
 
     highest_bytes: int
     """Over forward and backward."""
-    reduced_bytes: int
-    """From the moment on at which the first bucket is reduced."""
+    reductions: tuple[tuple[Reduction, ...], ...] = ()
+    """In every backward pass, one after the other."""
     scattered_bytes: int = 0
     """While a bucket is reduced, with the copies that `DeepSpeedRun.scatter_copies` says."""
 
@@ -208,6 +220,25 @@ class DeepSpeedRun:
         return sum(self.shares)
 
     @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Where the parameters of each rank's share begin and end among the trained elements, in stages 1 and 2.
+
+        These stages cut all parameters, one after the other, into equal parts. A parameter across a cut is a whole one
+        of both ranks (`get_partition_info`). Several groups of the optimizer, each cut by itself, count as one.
+        """
+        stops = list(accumulate(self.trained))
+        size = -(-stops[-1] // self.world_size)
+        spans = []
+        for start in range(0, stops[-1], size):
+            inside = [
+                (stop - numel, stop)
+                for numel, stop in zip(self.trained, stops, strict=True)
+                if stop > start and stop - numel < start + size
+            ]
+            spans.append((inside[0][0], inside[-1][1]))
+        return tuple(spans)
+
+    @cached_property
     def persistent(self) -> int:
         """Elements of the parameters that stage 3 keeps whole beside the shares; a single rank's share is whole."""
         if self.stage < 3 or self.world_size == 1:
@@ -257,6 +288,8 @@ class DeepSpeedMemory:
     """`kept`, plus the most buckets, gathered weights and reduced gradients that exist at the same time as a
     micro-batch's activations. The memory of libraries is left out."""
     on_cpu: bool = False
+    unfilled_bytes: int = 0
+    """What `passes` counts of tensors that no page of host memory is taken for; only on the CPU."""
 
     @property
     def kept(self) -> MemoryBreakdown:
@@ -271,9 +304,10 @@ class DeepSpeedMemory:
 
     @property
     def host_peak(self) -> tuple[str, MemoryBreakdown]:
-        """The moment with the most host memory: its name and its breakdown."""
-        name = max(self.moments, key=lambda moment: self._on_host(self.moments[moment]))
-        return name, self.moments[name]
+        """The moment with the most host memory: its name and its breakdown, of pages that are used."""
+        used = {name: self._used(name) for name in self.moments}
+        name = max(used, key=lambda moment: self._on_host(used[moment]))
+        return name, used[name]
 
     @property
     def host_peak_bytes(self) -> int:
@@ -288,7 +322,13 @@ class DeepSpeedMemory:
     def once_built(self) -> DeepSpeedMemory:
         """The memory of a run whose model is already built: without the moment `build`."""
         later = {name: moment for name, moment in self.moments.items() if name != "build"}
-        return DeepSpeedMemory(later, self.around_passes, self.on_cpu)
+        return replace(self, moments=later)
+
+    def _used(self, name: str) -> MemoryBreakdown:
+        moment = self.moments[name]
+        if name != "passes" or not self.unfilled_bytes:
+            return moment
+        return moment.replace(Category.TEMPORARY, moment.get(Category.TEMPORARY) - self.unfilled_bytes)
 
     def _on_host(self, moment: MemoryBreakdown) -> int:
         return sum(moment.total(tier) for tier in self.host_tiers)
@@ -313,7 +353,7 @@ def deepspeed_memory(run: DeepSpeedRun) -> DeepSpeedMemory:
     code = LIBRARIES_BYTES + ASYNC_IO_BYTES * (run.sizes is not None)
     libraries = MemoryBreakdown.on(Tier.HOST, {Category.RUNTIME_CONTEXT: code})
     by_moment = {name: moment + libraries for name, moment in moments.items()}
-    return DeepSpeedMemory(by_moment, kept + MemoryBreakdown.device(met), run.on_cpu)
+    return DeepSpeedMemory(by_moment, kept + MemoryBreakdown.device(met), run.on_cpu, _unfilled(run))
 
 
 def checkpoint_bytes(run: DeepSpeedRun) -> int:
@@ -511,21 +551,66 @@ def _setup(run: DeepSpeedRun) -> MemoryBreakdown:
 
 
 def _buckets(run: DeepSpeedRun) -> int:
-    """Bytes of the two buckets (for `overlap_comm`) that stages 1 and 2 make for a backward pass.
+    """Bytes of the two buckets (for `overlap_comm`) that stages 1 and 2 make for a backward pass, whole from the start.
 
-    On the CPU only the pages that gradients touch take memory.
+    A model smaller than they are doesn't fill them: see `_unfilled`.
     """
-    elements = 2 * run.bucket_size * (run.stage < 3)
-    return (min(elements, run.whole) if run.on_cpu else elements) * run.itemsize
+    return 2 * run.bucket_size * run.itemsize * (run.stage < 3)
+
+
+def _unfilled(run: DeepSpeedRun) -> int:
+    """Bytes of the buckets that no gradient fills. They are tensors, but on the CPU no page of them takes memory."""
+    return max(0, _buckets(run) - sum(run.trained) * run.itemsize) if run.on_cpu else 0
 
 
 def _reduced(run: DeepSpeedRun) -> int:
-    """Bytes of a rank's share of gradients, which stages 1 and 2 keep on the device until the step.
+    """Most bytes of a rank's gradients that stages 1 and 2 keep on the device until the step (`grads_in_partition`).
 
-    All of it (`grads_in_partition`) is made when the first bucket with a gradient of that share is reduced: on the last
-    rank, whose parameters are the last, when backward has just begun.
+    They are those of whole parameters, of which the rank may step a part only.
     """
-    return run.share * run.itemsize if run.stage < 3 and run.offload_optimizer == "none" else 0
+    return 0 if run.stage == 3 else _kept_of(run, sum(run.trained) * run.itemsize)
+
+
+def _reducing(run: DeepSpeedRun, levels: BackwardLevels, earlier: int) -> int:
+    """Highest bytes from the first reduced bucket on, with the gradients that a rank keeps.
+
+    A bucket is reduced in flat copies of each rank's part, one by one (`allreduce_bucket`). Then the buffer for all that the rank keeps is made, if one
+    of these gradients is in the bucket: on the last rank, whose parameters are the last, when backward has just begun.
+    Of the `earlier` gradients of stage 1, those that are in a bucket are freed.
+
+    Args:
+        run: The run, of stage 1 or 2.
+        levels: Its backward passes.
+        earlier: Bytes of gradients of earlier micro-batches.
+    """
+    highest = 0
+    for reductions in levels.reductions:
+        reduced = held = 0
+        for size, now, later in reductions:
+            copied = _largest_piece(run, reduced, reduced + size)
+            reduced += size
+            left = max(0, earlier - reduced) if run.stage == 1 else earlier
+            highest = max(highest, left + held + now + copied)
+            held = _kept_of(run, reduced)
+            highest = max(highest, left + held + later)
+    return highest
+
+
+def _largest_piece(run: DeepSpeedRun, before: int, after: int) -> int:
+    """Most bytes for one rank among those between two numbers of reduced bytes, from the last parameter on."""
+    whole = sum(run.trained) * run.itemsize
+    size = -(-sum(run.trained) // run.world_size) * run.itemsize
+    first, last = max(0, whole - after), whole - before
+    cuts = [first, *range(first - first % size + size, last, size), last]
+    return max(stop - start for start, stop in pairwise(cuts))
+
+
+def _kept_of(run: DeepSpeedRun, reduced: int) -> int:
+    """Most bytes of gradients that a rank keeps once so many bytes are reduced, from the last parameter on."""
+    if run.offload_optimizer != "none":
+        return 0
+    first = sum(run.trained) - reduced // run.itemsize
+    return max((stop - start for start, stop in run.spans if stop > first), default=0) * run.itemsize
 
 
 def _accumulated(run: DeepSpeedRun, reduced: int) -> int:
@@ -559,11 +644,11 @@ def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:
     show. The norm of gradients that go to the host is computed before, in fp64 (`set_norm_for_param_grad_in_gpu`).
     """
     gradient, offloaded = run.largest * run.itemsize, run.offload_optimizer != "none"
-    levels = run.levels or BackwardLevels(gradient + run.activation_bytes, gradient + run.activation_bytes)
+    levels = run.levels or _untraced(run)
     if run.stage < 3:
         norm = min(run.largest, run.share) * _FP64 * offloaded
         earlier = _accumulated(run, reduced)
-        widest = max(earlier + levels.highest_bytes, earlier + reduced + levels.reduced_bytes, reduced + norm)
+        widest = max(earlier + levels.highest_bytes, _reducing(run, levels, earlier), reduced + norm)
         return MemoryBreakdown.device({Category.TEMPORARY: buckets + widest})
     norm = min(run.largest // run.world_size, _NORM_CHUNK) * _FP64 * offloaded
     copied = gradient if run.world_size > 1 or run.offload_parameters == "nvme" else 0  # `reduce_scatter_coalesced`
@@ -572,6 +657,12 @@ def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:
     most = max(run.shares)
     held = _held(run, [numel for numel in run.shares if numel < most])
     return MemoryBreakdown.device({Category.TEMPORARY: widest}) + held
+
+
+def _untraced(run: DeepSpeedRun) -> BackwardLevels:
+    """Without a trace, all activations and the largest gradient are there when the first bucket is reduced."""
+    bucket, level = run.bucket_size * run.itemsize, run.largest * run.itemsize + run.activation_bytes
+    return BackwardLevels(level, ((Reduction(bucket, level, level),),))
 
 
 def _held(run: DeepSpeedRun, shares: Sequence[int]) -> MemoryBreakdown:
@@ -610,7 +701,7 @@ def _update(run: DeepSpeedRun) -> MemoryBreakdown:
         norm = -(-run.largest // run.world_size) * _FP64
         size = max(norm, run.stepped * widened, stepping)
     else:
-        flat = run.share * run.itemsize
+        flat = _reduced(run)
         norm = min(run.largest, run.share) * _FP64
         size = max(flat + run.share * widened, flat + norm, gathered, stepping)
     return MemoryBreakdown.device({Category.TEMPORARY: size})

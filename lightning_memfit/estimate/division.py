@@ -21,6 +21,7 @@ from lightning_memfit.estimate.deepspeed import (
     DeepSpeedMemory,
     DeepSpeedRun,
     OffloadTarget,
+    Reduction,
     deepspeed_memory,
 )
 from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step, predict_peak_bytes
@@ -304,10 +305,12 @@ def _backward_levels(
     coming = on_their_way - kept
     is_gradient = (events.categories == CATEGORIES.index(Category.GRADIENT))[events.storages] & (events.events > 0)
     handed_on = np.append(np.flatnonzero(coming == 0), len(events))
-    highest, reduced, scattered = 0, 0, 0
+    highest, scattered = 0, 0
+    reductions: list[list[Reduction]] = []
     for first, stop in spans:
         highest = max(highest, int(levels[first:stop].max()))
-        waiting, is_reduced, last, group = 0, False, first, 0
+        waiting, last, group = 0, first, 0
+        reductions.append([])
         made = []
         for at in (first + np.flatnonzero(is_gradient[first:stop])).tolist():
             group += not coming[last:at].all()
@@ -317,13 +320,13 @@ def _backward_levels(
             if waiting and waiting + size > run.bucket_size * run.itemsize:
                 freed = int(handed_on[np.searchsorted(handed_on, at)]) - 1  # what made the gradient is gone by then
                 scattered = max(scattered, int(levels[freed]) + run.scatter_copies * waiting)
-                if not is_reduced:
-                    reduced, is_reduced = max(reduced, int(levels[at:stop].max())), True
+                reductions[-1].append(Reduction(waiting, int(levels[at]), int(levels[at:stop].max())))
                 waiting = 0
             waiting += size
         if waiting:  # what is left when backward ends
             scattered = max(scattered, int(levels[stop - 1]) + run.scatter_copies * waiting)
-    return BackwardLevels(highest, reduced, scattered)
+            reductions[-1].append(Reduction(waiting, int(levels[stop - 1]), int(levels[stop - 1])))
+    return BackwardLevels(highest, tuple(map(tuple, reductions)), scattered)
 
 
 def _gathered_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
