@@ -133,6 +133,25 @@ class ImageClassifier(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
+class Perceptron(pl.LightningModule):
+    """Large layers and few activations. Gradients decide its peak, which comes late in backward."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        wide = [torch.nn.Linear(4 * width, 4 * width) for _ in range(10)]
+        first, last = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, 1)
+        self.layers = torch.nn.Sequential(first, *wide, torch.nn.ReLU(), last)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        """The mean of what it says."""
+        loss: torch.Tensor = self.layers(batch).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW, as for the language models."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
 def _language_model(config: dict[str, Any]) -> Made:
     from lightning_memfit.models import CausalLM
 
@@ -169,7 +188,11 @@ def _vit(width: int) -> Made:
     return ImageClassifier(width), batch
 
 
-MODELS: dict[str, Callable[[int], Made]] = {"GPT-2": _gpt2, "Llama": _llama, "T5": _t5, "ViT": _vit}
+def _mlp(width: int) -> Made:
+    return Perceptron(width), torch.rand(ROWS, width)
+
+
+MODELS: dict[str, Callable[[int], Made]] = {"GPT-2": _gpt2, "Llama": _llama, "T5": _t5, "ViT": _vit, "MLP": _mlp}
 
 _CHECKPOINTED, _CHUNKED = ("checkpointing",), ("chunked loss",)
 
@@ -209,6 +232,9 @@ CASES = (
     Case("Llama", "zero 1", 3, 2, _CHECKPOINTED, width=512),
     Case("Llama", "zero 2", 2, 1, accumulate=2, width=512),
     Case("T5", "zero 2", 2, 1, width=512),
+    Case("GPT-2", "zero 2", 2, 1),
+    Case("MLP", "zero 2", 2, 1, width=208),
+    Case("MLP", "zero 2", 2, 1, accumulate=2, width=208),
     Case("GPT-2", "zero 3", 2, 0, width=512),
     Case("T5", "zero 3", 2, 0, _CHECKPOINTED, width=512),
     Case("ViT", "zero 3", 3, 1, width=384),

@@ -574,8 +574,9 @@ def _reduced(run: DeepSpeedRun) -> int:
 def _reducing(run: DeepSpeedRun, levels: BackwardLevels, earlier: int) -> int:
     """Highest bytes from the first reduced bucket on, with the gradients that a rank keeps.
 
-    A bucket is reduced in flat copies of each rank's part, one by one (`allreduce_bucket`). Then the buffer for all that the rank keeps is made, if one
-    of these gradients is in the bucket: on the last rank, whose parameters are the last, when backward has just begun.
+    A bucket is reduced in flat copies of each rank's part, one by one (`allreduce_bucket`). Then the buffer for all that
+    the rank keeps is made, if one of these gradients is in the bucket: on the last rank, whose parameters are the last,
+    when backward has just begun.
     Of the `earlier` gradients of stage 1, those that are in a bucket are freed.
 
     Args:
@@ -610,7 +611,8 @@ def _kept_of(run: DeepSpeedRun, reduced: int) -> int:
     if run.offload_optimizer != "none":
         return 0
     first = sum(run.trained) - reduced // run.itemsize
-    return max((stop - start for start, stop in run.spans if stop > first), default=0) * run.itemsize
+    elements: int = max((stop - start for start, stop in run.spans if stop > first), default=0)
+    return elements * run.itemsize
 
 
 def _accumulated(run: DeepSpeedRun, reduced: int) -> int:
