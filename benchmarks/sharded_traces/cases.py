@@ -232,7 +232,6 @@ CASES = (
     Case("Llama", "zero 1", 3, 2, _CHECKPOINTED, width=512),
     Case("Llama", "zero 2", 2, 1, accumulate=2, width=512),
     Case("T5", "zero 2", 2, 1, width=512),
-    Case("GPT-2", "zero 2", 2, 1),
     Case("MLP", "zero 2", 2, 1, width=208),
     Case("MLP", "zero 2", 2, 1, accumulate=2, width=208),
     Case("GPT-2", "zero 3", 2, 0, width=512),

@@ -575,7 +575,7 @@ def _reducing(run: DeepSpeedRun, levels: BackwardLevels, earlier: int) -> int:
     """Highest bytes from the first reduced bucket on, with the gradients that a rank keeps.
 
     A bucket is reduced in flat copies of each rank's part, one by one (`allreduce_bucket`). Then the buffer for all that
-    the rank keeps is made, if one of these gradients is in the bucket: on the last rank, whose parameters are the last,
+    it keeps is made, if one of these gradients is in the bucket: on the last rank, whose parameters are the last,
     when backward has just begun.
     Of the `earlier` gradients of stage 1, those that are in a bucket are freed.
 
@@ -603,7 +603,8 @@ def _largest_piece(run: DeepSpeedRun, before: int, after: int) -> int:
     size = -(-sum(run.trained) // run.world_size) * run.itemsize
     first, last = max(0, whole - after), whole - before
     cuts = [first, *range(first - first % size + size, last, size), last]
-    return max(stop - start for start, stop in pairwise(cuts))
+    piece: int = max(stop - start for start, stop in pairwise(cuts))
+    return piece
 
 
 def _kept_of(run: DeepSpeedRun, reduced: int) -> int:
