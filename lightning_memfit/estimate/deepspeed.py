@@ -574,7 +574,7 @@ def _reduced(run: DeepSpeedRun) -> int:
 def _reducing(run: DeepSpeedRun, levels: BackwardLevels, earlier: int) -> int:
     """Highest bytes from the first reduced bucket on, with the gradients that a rank keeps.
 
-    A bucket is reduced in flat copies of each rank's part, one by one (`allreduce_bucket`). Then the buffer for all that
+    A bucket is reduced in flat copies of each rank's part, one by one (`allreduce_bucket`). Then the buffer for all
     it keeps is made, if one of these gradients is in the bucket: on the last rank, whose parameters are the last,
     when backward has just begun.
     Of the `earlier` gradients of stage 1, those that are in a bucket are freed.
