@@ -85,8 +85,8 @@ def test_learns_its_pairs_and_writes_what_it_read(tmp_path):
     again = network_from_checkpoint(saved)
     assert continue_text(again, byte_tokenizer(), "one", 8, 0, 1) == "eins"
     exported = module.export(tmp_path / "out", byte_tokenizer())
-    network, tokenizer = load_exported(str(exported))
-    assert continue_text(network, tokenizer, "three", 8, 0, 1) == "drei"
+    trained = load_exported(str(exported))
+    assert continue_text(trained.network, trained.tokenizer, "three", 8, 0, 1) == "drei"
 
 
 def test_predicts_a_token_for_every_label(tmp_path):

@@ -34,7 +34,8 @@ def test_freed_memory_leaves_the_process() -> None:
     """128 MiB in blocks of 16 are freed, with something small kept between them."""
     if not return_freed_memory():
         pytest.skip("the C library is not glibc")
-    assert left_after_freeing("plain") >= 32  # else there would be nothing to do
+    # A system that is short of memory may take pages away meanwhile.
+    assert any(left_after_freeing("plain") >= 32 for _ in range(3))  # else there would be nothing to do
     assert left_after_freeing("returned") < 8
 
 
