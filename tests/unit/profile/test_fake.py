@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -170,8 +171,9 @@ def test_fake_weights_within_bounds_are_drawn_once():
             weight = torch.empty(3, 4)
             assert nn.init.trunc_normal_(weight, std=0.02) is weight
     assert 0.4 < float(real.abs().max()) <= 0.5
-    with FakeTensorMode(), pytest.raises(RuntimeError):
-        nn.init.trunc_normal_(torch.empty(3, 4), std=0.02)
+    if Version(torch.__version__) >= Version("2.13"):  # before, it draws once
+        with FakeTensorMode(), pytest.raises(RuntimeError):
+            nn.init.trunc_normal_(torch.empty(3, 4), std=0.02)
 
 
 class DrawnWithinBounds(Classifier):
