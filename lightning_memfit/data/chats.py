@@ -234,7 +234,62 @@ def _pack(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
 # --- the data modules -------------------------------------------------------------------------------------------------
 
 
-class PackedChats(BatchedText):
+class TemplatedChats(BatchedText):
+    """Conversations that a chat template turns into tokens. Subclasses make the samples.
+
+    Args:
+        tokenizer: `bytes`, a local folder or a hub name.
+        chat_template: `chatml`, a file with a Jinja template, or null for the tokenizer's own.
+        template_options: Further variables of the template.
+        date: Day for templates that write today's.
+        sequence_length: Tokens of a sequence.
+        batch_size: Samples in a micro-batch of one device.
+        global_batch_size: Samples in an optimizer step, accumulation and all devices included. Null: not checked.
+        val_fraction: Share kept for validation, chosen by content.
+        num_workers: Loader processes.
+        seed: Seed for the order of the training samples.
+
+    Raises:
+        ValueError: If a number is out of range, or the tokenizer cannot be read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        chat_template: str | None,
+        template_options: dict[str, Any] | None,
+        date: str,
+        sequence_length: int,
+        batch_size: int,
+        global_batch_size: int | None,
+        val_fraction: float,
+        num_workers: int,
+        seed: int,
+    ) -> None:
+        super().__init__(tokenizer, batch_size, global_batch_size, val_fraction, num_workers, seed)
+        if sequence_length < 2:
+            raise ValueError(f"`sequence_length={sequence_length}` must be at least 2.")
+        self.sequence_length = sequence_length
+        self.chat_template = chat_template
+        self.template_options = template_options
+        self.date = date
+
+    def make_template(self) -> ChatTemplate:
+        """Return the template.
+
+        Raises:
+            ValueError: If its answers can't be told from what is around them.
+        """
+        return ChatTemplate(self.tokenizer, self.chat_template, self.date, self.template_options)
+
+    @property
+    def pad(self) -> int:
+        """Id of the padding: the end of a text, where the tokenizer has none of its own."""
+        pad = self.tokenizer.pad_token_id
+        return int(self.tokenizer.eos_token_id if pad is None else pad)
+
+
+class PackedChats(TemplatedChats):
     """Conversations in blocks, for causal language models. Subclasses provide the tokens.
 
     Args:
@@ -268,13 +323,18 @@ class PackedChats(BatchedText):
         num_workers: int,
         seed: int,
     ) -> None:
-        super().__init__(tokenizer, batch_size, global_batch_size, val_fraction, num_workers, seed)
-        if sequence_length < 2:
-            raise ValueError(f"`sequence_length={sequence_length}` must be at least 2.")
-        self.sequence_length = sequence_length
-        self.chat_template = chat_template
-        self.template_options = template_options
-        self.date = date
+        super().__init__(
+            tokenizer,
+            chat_template,
+            template_options,
+            date,
+            sequence_length,
+            batch_size,
+            global_batch_size,
+            val_fraction,
+            num_workers,
+            seed,
+        )
         self.packing = packing
         self._is_tried = False
 
@@ -288,16 +348,13 @@ class PackedChats(BatchedText):
         Raises:
             ValueError: If the template's answers can't be told from what is around them.
         """
-        template = ChatTemplate(self.tokenizer, self.chat_template, self.date, self.template_options)
-        return ChatEncoder(column, template)
+        return ChatEncoder(column, self.make_template())
 
     @override
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Pack the conversations."""
-        pad = self.tokenizer.pad_token_id
-        pad = self.tokenizer.eos_token_id if pad is None else pad
         train, val = (
-            ConversationBlocks(tokens, self.sequence_length, pad, self.packing, name)
+            ConversationBlocks(tokens, self.sequence_length, self.pad, self.packing, name)
             for tokens, name in zip(self.load_tokens(self.make_encoder()), ("training", "validation"), strict=True)
         )
         rank_zero_info(f"{type(self).__name__}: {train.describe()}")

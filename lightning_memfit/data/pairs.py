@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedText, digest_of
-from lightning_memfit.data.sources import check_texts, content_hash, load_documents, validation_mask
+from lightning_memfit.data.sources import check_texts, load_documents, split_by_content
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,11 +143,7 @@ class PairedText(BatchedText):
         Raises:
             ValueError: If there are too few pairs.
         """
-        hashes = np.array([content_hash(source) for source, _ in pairs], np.uint64)
-        mask = validation_mask(hashes, self.val_fraction)
-        sides = ([pair for pair, is_val in zip(pairs, mask, strict=True) if is_val == side] for side in (False, True))
-        train, val = sides
-        return train, val
+        return split_by_content(pairs, lambda pair: pair[0], self.val_fraction)
 
 
 class PairData(PairedText):

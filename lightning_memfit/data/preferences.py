@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memfit.data.batched import BatchedText, digest_of
+from lightning_memfit.data.batched import digest_of
 from lightning_memfit.data.chat_template import ChatTemplate
-from lightning_memfit.data.sources import content_hash, load_documents, validation_mask
+from lightning_memfit.data.chats import NOT_PREDICTED, TemplatedChats
+from lightning_memfit.data.sources import load_documents, split_by_content
 
-_NOT_PREDICTED = -100
 _ANSWERING = "assistant"
 Messages = list[dict[str, str]]
 
@@ -128,8 +128,8 @@ class TokenizedComparisons(Dataset[dict[str, torch.Tensor]]):
         length = min(len(ids), self.sequence_length)
         input_ids = torch.full((self.sequence_length,), self.pad)
         input_ids[:length] = torch.from_numpy(ids[:length])
-        labels = torch.full((self.sequence_length,), _NOT_PREDICTED)
-        labels[:length] = torch.where(torch.from_numpy(learned[:length]), input_ids[:length], _NOT_PREDICTED)
+        labels = torch.full((self.sequence_length,), NOT_PREDICTED)
+        labels[:length] = torch.where(torch.from_numpy(learned[:length]), input_ids[:length], NOT_PREDICTED)
         mask = (torch.arange(self.sequence_length) < length).long()
         return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
 
@@ -137,7 +137,7 @@ class TokenizedComparisons(Dataset[dict[str, torch.Tensor]]):
 # --- the data modules -------------------------------------------------------------------------------------------------
 
 
-class ComparedAnswers(BatchedText):
+class ComparedAnswers(TemplatedChats):
     """Comparisons for `PreferenceLM`. Subclasses provide them.
 
     Args:
@@ -156,27 +156,6 @@ class ComparedAnswers(BatchedText):
         ValueError: If a number is out of range, or the tokenizer or its template can't be used.
     """
 
-    def __init__(
-        self,
-        tokenizer: str,
-        chat_template: str | None,
-        template_options: dict[str, Any] | None,
-        date: str,
-        sequence_length: int,
-        batch_size: int,
-        global_batch_size: int | None,
-        val_fraction: float,
-        num_workers: int,
-        seed: int,
-    ) -> None:
-        super().__init__(tokenizer, batch_size, global_batch_size, val_fraction, num_workers, seed)
-        if sequence_length < 2:
-            raise ValueError(f"`sequence_length={sequence_length}` must be at least 2.")
-        self.sequence_length = sequence_length
-        self.chat_template = chat_template
-        self.template_options = template_options
-        self.date = date
-
     @abstractmethod
     def load_comparisons(self) -> tuple[list[Comparison], list[Comparison]]:
         """Return comparisons for training and validation."""
@@ -184,11 +163,9 @@ class ComparedAnswers(BatchedText):
     @override
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Make data sets that tokenize the comparisons on access."""
-        tokenizer = self.tokenizer
-        template = ChatTemplate(tokenizer, self.chat_template, self.date, self.template_options)
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        template = self.make_template()
         train, val = (
-            TokenizedComparisons(comparisons, template, self.sequence_length, pad)
+            TokenizedComparisons(comparisons, template, self.sequence_length, self.pad)
             for comparisons in self.load_comparisons()
         )
         return train, val
@@ -207,8 +184,8 @@ class ComparedAnswers(BatchedText):
         tokens = self._example_tokens(2 * self.sequence_length, vocab_size)
         input_ids = tokens.view(self.batch_size, 2, self.sequence_length)
         labels, mask = input_ids.clone(), torch.ones_like(input_ids)
-        labels[..., : max(1, self.sequence_length // 2)] = _NOT_PREDICTED
-        labels[:, 1, -1], mask[:, 1, -1] = _NOT_PREDICTED, 0
+        labels[..., : max(1, self.sequence_length // 2)] = NOT_PREDICTED
+        labels[:, 1, -1], mask[:, 1, -1] = NOT_PREDICTED, 0
         return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
 
     def split(self, comparisons: list[Comparison]) -> tuple[list[Comparison], list[Comparison]]:
@@ -217,13 +194,7 @@ class ComparedAnswers(BatchedText):
         Raises:
             ValueError: If there are too few comparisons.
         """
-        hashes = np.array([content_hash(repr(one.prompt)) for one in comparisons], np.uint64)
-        mask = validation_mask(hashes, self.val_fraction)
-        sides = (
-            [one for one, is_val in zip(comparisons, mask, strict=True) if is_val == side] for side in (False, True)
-        )
-        train, val = sides
-        return train, val
+        return split_by_content(comparisons, lambda one: repr(one.prompt), self.val_fraction)
 
 
 class PreferenceData(ComparedAnswers):

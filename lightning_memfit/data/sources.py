@@ -11,10 +11,10 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -41,6 +41,7 @@ _ENDINGS = ", ".join(_READERS)
 MAPPED = f"With `datasets` they are mapped from disk instead: {how_to_install('datasets')}"
 """What to do where files are read into host memory."""
 
+_Item = TypeVar("_Item")
 _IN_PARTS = "Divide it into several files, or into the lines of a jsonl file."
 
 
@@ -512,3 +513,24 @@ def validation_mask(hashes: np.ndarray, fraction: float) -> np.ndarray:
             f"validation with `val_fraction={fraction}`. Give more documents or a smaller fraction."
         )
     return mask
+
+
+def split_by_content(
+    items: Sequence[_Item], content_of: Callable[[_Item], str], fraction: float
+) -> tuple[list[_Item], list[_Item]]:
+    """Split items as `validation_mask` does; those of equal content fall on the same side.
+
+    Args:
+        items: What is split.
+        content_of: The text by which an item is split.
+        fraction: Share of the items kept for validation, in (0, 1).
+
+    Returns:
+        Items for training and for validation, each in their order.
+
+    Raises:
+        ValueError: If the items cannot be split.
+    """
+    mask = validation_mask(np.array([content_hash(content_of(item)) for item in items], np.uint64), fraction)
+    chosen = list(zip(items, mask, strict=True))
+    return [item for item, is_val in chosen if not is_val], [item for item, is_val in chosen if is_val]

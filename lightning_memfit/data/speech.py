@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedText, digest_of
-from lightning_memfit.data.sources import check_texts, content_hash, load_documents, validation_mask
+from lightning_memfit.data.sources import check_texts, load_documents, split_by_content
 from lightning_memfit.extras import require
 
 if TYPE_CHECKING:
@@ -175,12 +175,7 @@ class SpeechData(BatchedText):
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """List the recordings, and split them."""
         tokenizer = self._prepared_tokenizer()
-        recordings = self.load_recordings()
-        hashes = np.array([content_hash(one.text) for one in recordings], np.uint64)
-        mask = validation_mask(hashes, self.val_fraction)
-        sides = (
-            [one for one, is_val in zip(recordings, mask, strict=True) if is_val == side] for side in (False, True)
-        )
+        sides = split_by_content(self.load_recordings(), lambda one: one.text, self.val_fraction)
         train, val = (
             TranscribedSpeech(side, tokenizer, self.seconds, self.mel_bins, self.target_length) for side in sides
         )

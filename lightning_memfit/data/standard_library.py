@@ -87,6 +87,12 @@ class StandardLibraryText(PackedText):
         return train, val
 
 
+def _checked_max_files(max_files: int | None) -> int | None:
+    if max_files is not None and max_files < 1:
+        raise ValueError(f"`max_files={max_files}` must be at least 1.")
+    return max_files
+
+
 def read_standard_library() -> list[str]:
     """Return the text of every module of the standard library, sorted by path and without empty files."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -134,9 +140,7 @@ class StandardLibraryPairs(PairedText):
         super().__init__(
             tokenizer, source_length, target_length, batch_size, global_batch_size, val_fraction, num_workers, seed
         )
-        if max_files is not None and max_files < 1:
-            raise ValueError(f"`max_files={max_files}` must be at least 1.")
-        self.max_files = max_files
+        self.max_files = _checked_max_files(max_files)
         self.save_hyperparameters()
 
     @override
@@ -211,9 +215,7 @@ class StandardLibraryChats(PackedChats):
             num_workers,
             seed,
         )
-        if max_files is not None and max_files < 1:
-            raise ValueError(f"`max_files={max_files}` must be at least 1.")
-        self.max_files = max_files
+        self.max_files = _checked_max_files(max_files)
         self.save_hyperparameters()
 
     @override
@@ -278,9 +280,7 @@ class StandardLibraryComparisons(ComparedAnswers):
             num_workers,
             seed,
         )
-        if max_files is not None and max_files < 1:
-            raise ValueError(f"`max_files={max_files}` must be at least 1.")
-        self.max_files = max_files
+        self.max_files = _checked_max_files(max_files)
         self.save_hyperparameters()
 
     @override
