@@ -155,28 +155,12 @@ class CausalLM(NetworkModule):
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
+    @override
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if "input_ids" in batch:
             self._check_length(batch["input_ids"].shape[1])
         loss: torch.Tensor = self(**batch).loss
         return loss
-
-    @override
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Return the mean loss of a micro-batch in nats per token."""
-        loss = self._loss(batch)
-        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(batch["labels"]))
-        return loss
-
-    @override
-    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Log loss and perplexity, weighted by predicted tokens."""
-        self._evaluate("val", batch, self.val_loss, self.val_perplexity)
-
-    @override
-    def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Log loss and perplexity, weighted by predicted tokens."""
-        self._evaluate("test", batch, self.test_loss, self.test_perplexity)
 
     @override
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
@@ -185,9 +169,10 @@ class CausalLM(NetworkModule):
         tokens: torch.Tensor = self(**inputs).logits.argmax(dim=-1)
         return tokens
 
-    def _evaluate(
-        self, stage: str, batch: dict[str, torch.Tensor], mean: MeanMetric, perplexity: LossPerplexity
-    ) -> None:
+    @override
+    def _evaluate(self, stage: str, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Log loss and perplexity, weighted by predicted tokens."""
+        mean, perplexity = getattr(self, f"{stage}_loss"), getattr(self, f"{stage}_perplexity")
         loss = self._loss(batch)
         predicted = self._num_predicted(batch["labels"])
         loss = torch.where(predicted > 0, loss, 0.0)  # the mean over no tokens is NaN, and would stay in the metrics

@@ -42,6 +42,8 @@ class DiffusionUNet(NetworkModule):
         ValueError: If an argument is out of range.
     """
 
+    counted = "pixel_values"
+
     def __init__(
         self,
         pretrained: str | None = None,
@@ -130,6 +132,7 @@ class DiffusionUNet(NetworkModule):
 
     # --- the loss ---------------------------------------------------------------------------------------------------
 
+    @override
     def _loss(self, batch: dict[str, torch.Tensor], generator: torch.Generator | None = None) -> torch.Tensor:
         images = batch["pixel_values"]
         on = images.device if generator is None else generator.device
@@ -144,24 +147,8 @@ class DiffusionUNet(NetworkModule):
         return F.mse_loss(told.float(), target.float())
 
     @override
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error of a micro-batch."""
-        loss = self._loss(batch)
-        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(batch["pixel_values"]))
-        return loss
-
-    @override
-    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Log the loss."""
-        self._evaluate("val", batch, batch_idx, self.val_loss)
-
-    @override
-    def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Log the loss."""
-        self._evaluate("test", batch, batch_idx, self.test_loss)
-
-    def _evaluate(self, stage: str, batch: dict[str, torch.Tensor], batch_idx: int, mean: MeanMetric) -> None:
-        size = len(batch["pixel_values"])
+    def _evaluate(self, stage: str, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        mean, size = getattr(self, f"{stage}_loss"), len(batch[self.counted])
         mean.update(self._loss(batch, torch.Generator().manual_seed(batch_idx)), size)
         self.log(f"{stage}_loss", mean, prog_bar=True, batch_size=size)
 

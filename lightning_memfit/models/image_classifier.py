@@ -103,23 +103,13 @@ class ImageClassifier(NetworkModule):
         return self.network(pixel_values=pixel_values, **arguments)
 
     @override
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Return the mean cross-entropy of a micro-batch in nats."""
+    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = self(**batch).loss
-        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(batch["labels"]))
         return loss
 
     @override
-    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Log loss and accuracy."""
-        self._evaluate("val", batch, self.val_loss, self.val_accuracy)
-
-    @override
-    def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Log loss and accuracy."""
-        self._evaluate("test", batch, self.test_loss, self.test_accuracy)
-
-    def _evaluate(self, stage: str, batch: dict[str, torch.Tensor], mean: MeanMetric, accuracy: MeanMetric) -> None:
+    def _evaluate(self, stage: str, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        mean, accuracy = getattr(self, f"{stage}_loss"), getattr(self, f"{stage}_accuracy")
         output, size = self(**batch), len(batch["labels"])
         mean.update(output.loss, size)
         accuracy.update((output.logits.argmax(dim=-1) == batch["labels"]).float())

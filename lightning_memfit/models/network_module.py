@@ -48,7 +48,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 class NetworkModule(pl.LightningModule):
     """A network that `make_network` builds once, trained by an optimizer with a cosine schedule.
 
-    Subclasses call `save_hyperparameters` with arguments of these names, and have `training_step` return a loss.
+    Subclasses call `save_hyperparameters` with arguments of these names.
 
     Args:
         learning_rate: Peak learning rate.
@@ -120,6 +120,36 @@ class NetworkModule(pl.LightningModule):
         if self.model is None:
             raise RuntimeError("The model is built by `configure_model()`, which has not been called yet.")
         return self.model
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    counted = "labels"
+    """Entry of a batch that has a row for each sample."""
+
+    @abstractmethod
+    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the mean loss of a batch."""
+
+    @abstractmethod
+    def _evaluate(self, stage: str, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Update the metrics of `val` or `test` with a batch, and log them."""
+
+    @override
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """Return the mean loss of a micro-batch."""
+        loss = self._loss(batch)
+        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(batch[self.counted]))
+        return loss
+
+    @override
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Log the loss, and what else is told of a trained network."""
+        self._evaluate("val", batch, batch_idx)
+
+    @override
+    def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Log the loss, and what else is told of a trained network."""
+        self._evaluate("test", batch, batch_idx)
 
     # --- optimization -----------------------------------------------------------------------------------------------
 

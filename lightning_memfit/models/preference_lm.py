@@ -200,16 +200,7 @@ class PreferenceLM(CausalLM):
         return self._losses(self._gains(batch)).mean()
 
     @override
-    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Log loss, accuracy and margin."""
-        self._compare("val", batch)
-
-    @override
-    def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Log loss, accuracy and margin."""
-        self._compare("test", batch)
-
-    def _compare(self, stage: str, batch: dict[str, torch.Tensor]) -> None:
+    def _evaluate(self, stage: str, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         gains = self._gains(batch)
         margins = gains[:, 0] - gains[:, 1]
         found = {"loss": self._losses(gains), "accuracy": (margins > 0).float()}
