@@ -273,7 +273,8 @@ def _accumulating_anew(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any]
 
     def accumulate(self: Any, param: Any) -> None:
         number = self.get_param_id(param)
-        if number in self.accumulated_grads_in_cpu and number not in self._offload_accumulated_param_ids:
+        is_first = number not in self._offload_accumulated_param_ids
+        if self.micro_step_id > 0 and is_first and number in self.accumulated_grads_in_cpu:
             self.accumulated_grads_in_cpu[number].zero_()
         plain(self, param)
 
