@@ -1,10 +1,14 @@
 """What a case really needs: allocator events of torch's profiler on the CPU, allocator counters on CUDA."""
 
 import gc
+import json
 import warnings
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -106,23 +110,61 @@ def _in_order(roots: Any) -> list[Any]:
     return sorted(events, key=lambda event: event.start_time_ns)
 
 
-def measure_cuda(case: Case) -> dict[str, int]:
-    """Peaks of the caching allocator, and what the whole process holds on the card."""
-    torch.cuda.init()
-    before, _ = torch.cuda.mem_get_info()
-    with warnings.catch_warnings():
+def measure_cuda(case: Case, history: Path | None = None) -> dict[str, Any]:
+    """Peaks of the caching allocator from the first batch on.
+
+    Args:
+        case: The run.
+        history: Folder that gets every event of the allocator from the first batch on; see `save_history`.
+    """
+    started: dict[str, int] = {}
+
+    def on_start() -> None:
+        torch.cuda.synchronize()
+        started.update(allocated=torch.cuda.memory_allocated(), reserved=torch.cuda.memory_reserved())
+        torch.cuda.reset_peak_memory_stats()
+        if history:
+            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=1_000_000)
+
+    with warnings.catch_warnings(), sdpa_kernel(BACKENDS[case.kernel]) if case.kernel else nullcontext():
         warnings.simplefilter("ignore")
-        if case.kernel:
-            with sdpa_kernel(BACKENDS[case.kernel]):
-                _fit(case, build_batch(case), "gpu", torch.cuda.reset_peak_memory_stats)
-        else:
-            _fit(case, build_batch(case), "gpu", torch.cuda.reset_peak_memory_stats)
-    after, _ = torch.cuda.mem_get_info()
-    return {
+        _fit(case, build_batch(case), "gpu", on_start)
+    stats = torch.cuda.memory_stats()
+    measured = {
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "context_bytes": before - after - torch.cuda.memory_reserved(),
+        "requested_bytes": stats["requested_bytes.all.peak"],
+        "before_bytes": started["allocated"],
+        "reserved_before_bytes": started["reserved"],
+        "retries": stats["num_alloc_retries"],
     }
+    if history:
+        save_history(history / f"{case.name}.npz", measured)
+    return measured
+
+
+def save_history(file: Path, measured: dict[str, Any]) -> None:
+    """Write the allocator's events as arrays: `action` and `stack` are indices of `actions` and `stacks`.
+
+    Args:
+        file: The `.npz` file.
+        measured: Figures of the run, as JSON beside the arrays.
+    """
+    events = torch.cuda.memory._snapshot()["device_traces"][0]
+    actions: dict[str, int] = {}
+    stacks: dict[str, int] = {}
+    columns: dict[str, list[int]] = {"action": [], "address": [], "size": [], "stack": []}
+    for event in events:
+        frames = event.get("frames", [])[:8]
+        stack = " < ".join(f"{Path(one['filename']).name}:{one['line']} {one['name']}" for one in frames)
+        columns["action"].append(actions.setdefault(event["action"], len(actions)))
+        columns["address"].append(event.get("addr", 0))
+        columns["size"].append(event["size"])
+        columns["stack"].append(stacks.setdefault(stack, len(stacks)))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {name: np.array(values, dtype=np.int64) for name, values in columns.items()}
+    about = np.array(json.dumps({"actions": list(actions), "stacks": list(stacks), "measured": measured}))
+    np.savez_compressed(file, about=about, **arrays)
 
 
 def mem_tracker(case: Case) -> int:

@@ -7,13 +7,12 @@ it stopped. The exit code is 1 if a case failed or none was run.
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,18 @@ import torch
 import transformers  # noqa: F401
 
 from benchmarks.estimator.cases import Case, build_batch, build_callbacks, build_module, cpu_cases, cuda_cases
+from benchmarks.processes import Job, in_a_process, rows_of
 
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def estimate(case: Case, device: str, capability: tuple[int, int]) -> dict[str, Any]:
+def describe(case: Case) -> dict[str, Any]:
+    """The CUDA device at hand, looked at in a process that ends, as a process that has a context can't be forked."""
+    capability, (free_bytes, _) = torch.cuda.get_device_capability(), torch.cuda.mem_get_info()
+    return {"name": case.name, "gpu": torch.cuda.get_device_name(), "capability": capability, "free_bytes": free_bytes}
+
+
+def predict(case: Case, device: str, capability: tuple[int, int]) -> dict[str, Any]:
     """Predicted figures of a case, from a module without weights."""
     from lightning_memfit.device.runtime import runtime_memory
     from lightning_memfit.estimate.estimate import estimate_step
@@ -43,7 +49,7 @@ def estimate(case: Case, device: str, capability: tuple[int, int]) -> dict[str, 
     )
     runtime = runtime_memory(capability) if device == "cuda" else None
     result = estimate_step(profile, runtime=runtime)
-    return {
+    predicted = {
         "allocated_bytes": result.allocated_bytes,
         "reserved_bytes": result.reserved_bytes,
         "phase": result.phase,
@@ -55,20 +61,16 @@ def estimate(case: Case, device: str, capability: tuple[int, int]) -> dict[str, 
         "num_blocks": profile.num_blocks,
         "seconds": time.perf_counter() - started,
     }
+    return {"name": case.name, "predicted": predicted}
 
 
-def run_case(case: Case, device: str) -> dict[str, Any]:
-    """Estimate, measure, and on the CPU MemTracker's figure for one case."""
+def measure_case(case: Case, device: str, row: dict[str, Any], history: Path | None) -> dict[str, Any]:
+    """The row of a prediction with what the run takes, and on the CPU MemTracker's figure."""
     from benchmarks.estimator import measure
 
-    row: dict[str, Any] = {"name": case.name, "case": case.to_dict()}
-    capability = (8, 0)
-    if device == "cuda":
-        capability = torch.cuda.get_device_capability()
-        row["gpu"] = torch.cuda.get_device_name()
-    row["predicted"] = estimate(case, device, capability)
+    row = {"name": case.name, "case": case.to_dict(), **row}
     started = time.perf_counter()
-    row["measured"] = (measure.measure_cuda if device == "cuda" else measure.measure_cpu)(case)
+    row["measured"] = measure.measure_cuda(case, history) if device == "cuda" else measure.measure_cpu(case)
     row["measured"]["seconds"] = time.perf_counter() - started
     for key in ("allocated_bytes", "reserved_bytes"):
         if key in row["measured"]:
@@ -87,41 +89,45 @@ def run_case(case: Case, device: str) -> dict[str, Any]:
     return row
 
 
-def in_a_process(function: Callable[..., dict[str, Any]], case: Any, *arguments: Any, seconds: float) -> dict[str, Any]:
-    """The row of a case, from a forked process of its own.
+@dataclass(frozen=True)
+class Run:
+    """How cases are run."""
 
-    Args:
-        function: Called with the case and the arguments.
-        case: Something with a `name`, for the row of a process that failed, died, or was killed.
-        *arguments: Further arguments of the function.
-        seconds: Time after which the process is killed.
-    """
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(send, function, case, *arguments))
-    process.start()
-    send.close()  # the child's is then the only one, so that its death ends the wait
-    try:
-        if receive.poll(seconds):
-            row: dict[str, Any] = receive.recv()
-        else:
-            process.kill()
-            row = {"name": case.name, "failed": f"was killed after {seconds:.0f} s"}
-    except EOFError:
-        process.join()
-        row = {"name": case.name, "failed": f"its process ended with exit code {process.exitcode}"}
-    process.join()
-    receive.close()
-    return row
+    device: str
+    case_seconds: float
+    """A prediction or measurement that takes longer is killed."""
+    limit_seconds: float = float("inf")
+    """No case is started after this time."""
+    processes: int = 1
+    """Predictions at a time, and on CUDA measurements, as far as the device's memory goes."""
+    history: Path | None = None
+    """Folder for all events of the allocator, on CUDA."""
+
+    def rows(self, cases: list[Case]) -> Iterator[dict[str, Any]]:
+        """All predictions, then all measurements, whose rows are given as they end."""
+        until, capability, about = time.monotonic() + self.limit_seconds, (8, 0), {}
+        room = float("inf")
+        if self.device == "cuda" and cases:
+            about = in_a_process(describe, cases[0], seconds=self.case_seconds)
+            if "failed" in about:
+                yield about
+                return
+            capability, room = about["capability"], 0.85 * about["free_bytes"]
+        jobs = [Job(predict, case, (self.device, capability)) for case in cases]
+        predicted = {row["name"]: row for row in rows_of(jobs, self.case_seconds, self.processes, until=until)}
+        yield from (row for row in predicted.values() if "failed" in row)
+        gpu = {"gpu": about["gpu"]} if about else {}
+        jobs = []
+        for case in cases:
+            if "failed" not in (row := predicted.get(case.name, {"failed": "no time left"})):
+                size = row["predicted"]["reserved_bytes"] + _CONTEXT_BYTES
+                jobs.append(Job(measure_case, case, (self.device, {**gpu, **row}, self.history), size))
+        at_once = self.processes if self.device == "cuda" else 1  # on the CPU, timed; and memory is the machine's own
+        yield from rows_of(jobs, self.case_seconds, at_once, room, until)
 
 
-def _child(connection: Any, function: Callable[..., dict[str, Any]], case: Any, *arguments: Any) -> None:
-    torch.manual_seed(0)
-    try:
-        connection.send(function(case, *arguments))
-    except BaseException as error:
-        connection.send({"name": case.name, "failed": f"{type(error).__name__}: {error}"[:500]})
-        traceback.print_exc()
+_CONTEXT_BYTES = 1 << 30
+"""Set aside for the context of every process beside what its allocator reserves."""
 
 
 def versions() -> dict[str, str]:
@@ -140,22 +146,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no case after this time")
     parser.add_argument("--case-seconds", type=float, default=600.0, help="a case that takes longer is killed")
+    parser.add_argument("--processes", type=int, default=1, help="cases at a time (default: 1)")
+    parser.add_argument("--history", type=Path, help="on CUDA, keep every event of the allocator in this folder")
     arguments = parser.parse_args()
     out = arguments.out or RESULTS / f"estimator_{arguments.device}.json"
     document = json.loads(out.read_text()) if out.exists() else {"rows": []}
     document |= {"command": f"python -m benchmarks.estimator.run --device {arguments.device}", "versions": versions()}
     done = {row["name"] for row in document["rows"] if "failed" not in row}
-    started = time.perf_counter()
-    cases = [
-        case for case in (cuda_cases if arguments.device == "cuda" else cpu_cases)() if arguments.only in case.name
-    ]
-    for case in cases:
-        if case.name in done:
-            continue
-        if time.perf_counter() - started > arguments.limit_seconds:
-            break
-        row = in_a_process(run_case, case, arguments.device, seconds=arguments.case_seconds)
-        document["rows"] = [*(r for r in document["rows"] if r["name"] != case.name), row]
+    chosen = cuda_cases if arguments.device == "cuda" else cpu_cases
+    cases = [case for case in chosen() if arguments.only in case.name]
+    run = Run(arguments.device, arguments.case_seconds, arguments.limit_seconds, arguments.processes, arguments.history)
+    for row in run.rows([case for case in cases if case.name not in done]):
+        document["rows"] = [*(r for r in document["rows"] if r["name"] != row["name"]), row]
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(document, indent=1) + "\n")
         print(_line(row), flush=True)

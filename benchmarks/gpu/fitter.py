@@ -26,10 +26,10 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor, nn
 
-from benchmarks.estimator.run import in_a_process
 from benchmarks.micro_batching.compare import EarlyLimit, trainer_of
 from benchmarks.micro_batching.models import Case, Lit
 from benchmarks.micro_batching.record import write
+from benchmarks.processes import Job, in_a_process, rows_of
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.memory import GIB, MIB
@@ -140,21 +140,29 @@ def _true_maximum(search: Search) -> int:
 
 
 def run(search: Search) -> dict[str, Any]:
-    """Search, then find out what the true maximum is."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    if search.device == "cpu":
-        torch.set_num_threads(1)
+    """What a search finds."""
+    _quiet(search.device)
     row: dict[str, Any] = {"name": search.name, "limit_bytes": search.limit_bytes, "share": search.share}
     started = time.perf_counter()
     if search.tool == "memfit":
         row |= _ours(search)
     else:
         row |= _lightnings(search, search.tool.removeprefix("lightning_"))
-    row["seconds"] = round(time.perf_counter() - started, 2)
-    row["true_maximum"] = _true_maximum(search)
-    row["fraction"] = round((row["largest"] or 0) / max(row["true_maximum"], 1), 4)
-    return row
+    return {**row, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def hold(search: Search, row: dict[str, Any]) -> dict[str, Any]:
+    """The row of a search, beside the true maximum."""
+    _quiet(search.device)
+    true_maximum = _true_maximum(search)
+    return {**row, "true_maximum": true_maximum, "fraction": round((row["largest"] or 0) / max(true_maximum, 1), 4)}
+
+
+def _quiet(device: str) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    if device == "cpu":
+        torch.set_num_threads(1)
 
 
 def _ours(search: Search) -> dict[str, Any]:
@@ -188,11 +196,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", choices=("full", "small"), default="full")
     parser.add_argument("--output", type=Path, default=None, help="default: benchmarks/results/gpu/fitter_DEVICE.json")
     parser.add_argument("--search-seconds", type=float, default=90.0, help="a search that takes longer is killed")
+    parser.add_argument("--processes", type=int, default=1, help="true maxima looked for at a time (default: 1)")
     arguments = parser.parse_args(argv)
-    rows = []
-    for search in searches(arguments.scale, arguments.device):
-        rows.append(in_a_process(run, search, seconds=arguments.search_seconds))
-        print(rows[-1], flush=True)
+    found, jobs = [], []
+    for search in searches(arguments.scale, arguments.device):  # one after the other, as they are timed
+        row = in_a_process(run, search, seconds=arguments.search_seconds)
+        print(row, flush=True)
+        if "failed" in row:
+            found.append(row)
+        else:
+            jobs.append(Job(hold, search, (row,)))
+    for row in rows_of(jobs, 2 * arguments.search_seconds, arguments.processes):
+        found.append(row)
+        print(row, flush=True)
+    order = [search.name for search in searches(arguments.scale, arguments.device)]
+    rows = sorted(found, key=lambda row: order.index(row["name"]))
     output = arguments.output or RESULTS / f"fitter_{arguments.device}.json"
     write(output, {"device": arguments.device, "scale": arguments.scale, "rows": rows})
     ours = [row for row in rows if row["name"].endswith("memfit")]

@@ -24,9 +24,9 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.estimator.run import in_a_process
 from benchmarks.micro_batching.compare import trainer_of
 from benchmarks.micro_batching.record import write
+from benchmarks.processes import Job, in_a_process, rows_of
 from lightning_memfit.estimate.target import Target, host_target, live_target
 from lightning_memfit.memory.kind import synchronize
 from lightning_memfit.models import CausalLM
@@ -126,24 +126,52 @@ def target_of(device: str) -> Target:
     return target
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """Predict and time one setting, in this process."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    if case.device == "cpu":
-        torch.set_num_threads(1)
-    target = target_of(case.device)
+def describe(case: Case) -> dict[str, Any]:
+    """What is planned for, found in a process that ends: one that has a CUDA context can't be forked."""
+    return {"name": case.name, "target": target_of(case.device)}
+
+
+def predict(case: Case, target: Target) -> dict[str, Any]:
+    """Seconds of one setting by data sheet, and what they are made of."""
+    _quiet(case.device)
     options, rates = StepOptions("32-true", 1), rates_of(target)
     module, batch = case.model.build(), case.model.batch()
     facts = facts_of(module, target, options)
     workload = Workload(module, batch, options, case.model.samples, target, rates, facts, allow=check_allow(ALLOW))
     predicted = Solver(TraceStore(workload)).solve_uniform(case.setting).time.seconds
-    return {
-        "name": case.name,
-        "rates": rates.name,
-        "predicted": dict(uncorrected(predicted, rates)),
-        "seconds": statistics.median(_timed(case)[_SKIPPED:]),
-    }
+    return {"name": case.name, "rates": rates.name, "predicted": dict(uncorrected(predicted, rates))}
+
+
+def measure(case: Case, row: dict[str, Any]) -> dict[str, Any]:
+    """The row of a prediction with the seconds that the setting takes."""
+    _quiet(case.device)
+    return {**row, "seconds": statistics.median(_timed(case)[_SKIPPED:])}
+
+
+def run(chosen: Sequence[Case], seconds: float, processes: int) -> Iterator[dict[str, Any]]:
+    """Rows of all cases: predicted several at a time, then timed one after the other.
+
+    Args:
+        chosen: Cases of one device.
+        seconds: A prediction or measurement that takes longer is killed.
+        processes: Predictions at a time.
+    """
+    about = in_a_process(describe, chosen[0], seconds=seconds)
+    if "failed" in about:
+        yield about
+        return
+    predicted = rows_of([Job(predict, case, (about["target"],)) for case in chosen], seconds, processes)
+    rows = {row["name"]: row for row in predicted}
+    for case in chosen:
+        row = rows[case.name]
+        yield row if "failed" in row else in_a_process(measure, case, row, seconds=seconds)
+
+
+def _quiet(device: str) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    if device == "cpu":
+        torch.set_num_threads(1)
 
 
 class _Clock(pl.Callback):
@@ -220,13 +248,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--learn", action="store_true", help="keep the measurements for later plans on this machine")
     parser.add_argument("--case-seconds", type=float, default=60.0, help="a setting that takes longer is killed")
+    parser.add_argument("--processes", type=int, default=1, help="predictions at a time (default: 1)")
     arguments = parser.parse_args(argv)
     rows, failed = [], []
-    for case in cases(arguments.scale, arguments.device):
-        row = in_a_process(measure, case, seconds=arguments.case_seconds)
+    for row in run(list(cases(arguments.scale, arguments.device)), arguments.case_seconds, arguments.processes):
         (failed if "failed" in row else rows).append(row)
         what = row.get("failed") or f"{row['seconds']:.4f} s, {sum(row['predicted'].values()):.4f} s by data sheet"
-        print(f"{case.name}: {what}", flush=True)
+        print(f"{row['name']}: {what}", flush=True)
         if rows and arguments.learn and row is rows[-1]:
             CalibrationFile(row["rates"]).add(row["predicted"], row["seconds"])
     found = compared(rows) if rows else {"rows": []}

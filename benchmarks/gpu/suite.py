@@ -2,12 +2,13 @@
 
     python -m benchmarks.gpu.suite [--minutes 20] [--more] [--folder benchmarks/results/gpu] [--only NAME] [--again]
 
-`ANSWERS` take 20 minutes at most, in this order: are predictions right, is step time right, does GPT-2 XL train on 12
-GiB by a plan, does the fitter find more than `BatchSizeFinder`, the table of BERT-large, offloading. `--more` goes on
-with `MORE`. Every step is a command of its own with a time limit; what it printed is in `FOLDER/NAME.log`, how it ended
-in `FOLDER/suite.json`. A step that passed is not run again, so that an interrupted suite goes on where it stopped;
-steps that keep their own results on disk go on in the middle. Pages are written at the end, whatever happened. The exit
-code is 0 if all steps passed.
+`ANSWERS` take 20 minutes at most, in this order: are predictions right, do the tests of CUDA pass, does GPT-2 XL train
+on 12 GiB by a plan, is step time right, does the fitter find more than `BatchSizeFinder`, the table of BERT-large,
+offloading. Steps that time nothing begin together; those that do have the device to themselves, one after the other.
+`--more` goes on with `MORE`. Every step is a command of its own with a time limit; what it printed is in
+`FOLDER/NAME.log`, how it ended in `FOLDER/suite.json`. A step that passed is not run again, so that an interrupted
+suite goes on where it stopped; steps that keep their own results on disk go on in the middle. Pages are written at the
+end, whatever happened. The exit code is 0 if all steps passed.
 
 `--device cpu` runs the same programs at a small scale, as the tests do.
 """
@@ -21,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ class Step:
     """The same at a small scale on the CPU; empty where there is no such thing."""
     writes: str = ""
     """A file that the command refuses to overwrite, removed before it is run again."""
+    timed: bool = True
+    """Whether it times something, so that nothing else may run beside it."""
 
     def arguments(self, folder: Path) -> list[str]:
         """The command with the folder in its place."""
@@ -71,26 +74,35 @@ _GPT2XL = _configs("recipes/gpt2xl.yaml", f"{_HERE}/random_gpt2xl.yaml")
 _TINY = (*_GPT2XL, *_configs(f"{_HERE}/tiny.yaml"))
 _OFFLOADED = _configs("recipes/gpt2xl_zero3_offload.yaml", f"{_HERE}/random_gpt2xl.yaml", f"{_HERE}/zero_offload.yaml")
 _INFINITY = ("-m", "benchmarks.gpt2xl_zero_infinity.run", "--drive", "{folder}", "--trainer.accelerator=gpu")
+_AT_ONCE = ("--processes", "6")
+_BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
 ANSWERS = (
     Step(
         "predictions",
-        ("-m", "benchmarks.estimator.run", "--device", "cuda", "--limit-seconds", "300", "--case-seconds", "60"),
-        365,
+        (
+            *("-m", "benchmarks.estimator.run", "--device", "cuda", "--limit-seconds", "150", "--case-seconds", "60"),
+            *("--history", "{folder}/history", *_AT_ONCE),
+        ),
+        215,
         ("-m", "benchmarks.estimator.run", "--device", "cpu", "--only", "mlp b64 32-true", "--out", "{folder}/e.json"),
+        timed=False,
     ),
     Step(
-        "step_time",
-        ("-m", "benchmarks.gpu.step_time", "--output", "{folder}/step_time_cuda.json", "--learn"),
-        150,
-        ("-m", "benchmarks.gpu.step_time", "--device=cpu", "--scale=small", "--output={folder}/step_time_cpu.json"),
+        "tests",
+        ("-m", "pytest", "-m", "gpu", "-n", "3", "-p", "no:cacheprovider", "--timeout", "240", "tests"),
+        300,
+        timed=False,
     ),
     Step(
         "plan_12gib",
         ("-m", "cli", "plan", *_GPT2XL, "--device", "12GiB", "--out", "{folder}/plan_12gib.yaml"),
-        60,
+        90,
         ("-m", "cli", "plan", *_TINY, "--device", "900MiB", "--out", "{folder}/plan_12gib.yaml"),
         writes="{folder}/plan_12gib.yaml",
+        timed=False,
     ),
+    Step("doctor", ("-m", "cli", "doctor"), 60, ("-m", "cli", "doctor"), timed=False),
+    Step("cpu_adam", ("-c", _BUILD), 180, timed=False),
     Step(
         "fit_12gib",
         _fit("fit_12gib", *_GPT2XL, *_configs("{folder}/plan_12gib.yaml", f"{_HERE}/limit_12gib.yaml")),
@@ -99,8 +111,14 @@ ANSWERS = (
         writes="{folder}/fit_12gib/config.yaml",
     ),
     Step(
+        "step_time",
+        ("-m", "benchmarks.gpu.step_time", "--output", "{folder}/step_time_cuda.json", "--learn", *_AT_ONCE),
+        180,
+        ("-m", "benchmarks.gpu.step_time", "--device=cpu", "--scale=small", "--output={folder}/step_time_cpu.json"),
+    ),
+    Step(
         "fitter",
-        ("-m", "benchmarks.gpu.fitter", "--output", "{folder}/fitter_cuda.json", "--search-seconds", "40"),
+        ("-m", "benchmarks.gpu.fitter", "--output", "{folder}/fitter_cuda.json", "--search-seconds", "40", *_AT_ONCE),
         135,
         ("-m", "benchmarks.gpu.fitter", "--device=cpu", "--scale=small", "--output={folder}/fitter_cpu.json"),
     ),
@@ -115,11 +133,10 @@ ANSWERS = (
     ),
     Step("zero3_offload", _fit("zero3_offload", *_OFFLOADED), 150, writes="{folder}/zero3_offload/config.yaml"),
 )
-"""What is asked first; their limits add up to 20 minutes. Offloading at a small scale is tested by its own tests."""
+"""What is asked first; they take 20 minutes at most. Offloading at a small scale is tested by its own tests."""
 
 MORE = (
     Step("attention", ("-m", "benchmarks.estimator.attention"), 60),
-    Step("tests", ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--timeout", "240"), 360),
     Step("gpt2xl", _bench("gpt2xl"), 420),
     Step("activation_budget", _bench("activation_budget"), 300),
     Step("optimizer_step", ("-m", "benchmarks.optimizer_step.run", "--device", "cuda"), 240),
@@ -143,30 +160,68 @@ MORE = (
 STEPS = (*ANSWERS, *MORE)
 
 
-def run_step(step: Step, folder: Path, limit_s: float) -> dict[str, Any]:
-    """Run one step and say how it ended; its whole process group is stopped at the limit."""
-    started = time.monotonic()
-    if step.writes:
-        Path(step.writes.replace("{folder}", str(folder))).unlink(missing_ok=True)
-    log = folder / f"{step.name}.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, *step.arguments(folder)], stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            status = "passed" if process.wait(limit_s) == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = "out of time"
-    return {
-        "name": step.name,
-        "command": " ".join(["python", *step.arguments(folder)]),
-        "status": status,
-        "exit_code": process.returncode,
-        "seconds": round(time.monotonic() - started, 1),
-        "last_lines": log.read_text(errors="replace").splitlines()[-15:],
-    }
+class Running:
+    """A step that was started; its whole process group is stopped at the limit."""
+
+    def __init__(self, step: Step, folder: Path, limit_s: float) -> None:
+        """Start it.
+
+        Args:
+            step: What to run.
+            folder: Gets its log.
+            limit_s: Seconds that it may take.
+        """
+        self.step, self._folder, self._limit_s, self._started = step, folder, limit_s, time.monotonic()
+        if step.writes:
+            Path(step.writes.replace("{folder}", str(folder))).unlink(missing_ok=True)
+        self._log = folder / f"{step.name}.log"
+        # Asking NVML whether there is a device leaves a process without CUDA context, which can still be forked.
+        environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        with self._log.open("w") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, *step.arguments(folder)],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
+
+    def row(self) -> dict[str, Any] | None:
+        """How it ended, or None while it runs."""
+        seconds = time.monotonic() - self._started
+        status = "out of time"
+        if self._process.poll() is not None:
+            status = "failed" if self._process.returncode else "passed"
+        elif seconds < self._limit_s:
+            return None
+        else:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        return {
+            "name": self.step.name,
+            "command": " ".join(["python", *self.step.arguments(self._folder)]),
+            "status": status,
+            "exit_code": self._process.returncode,
+            "seconds": round(seconds, 1),
+            "last_lines": self._log.read_text(errors="replace").splitlines()[-15:],
+        }
+
+
+def run_together(steps: Sequence[Step], folder: Path, ends: float) -> Iterator[dict[str, Any]]:
+    """Start steps at once and say of each how it ended, as it does.
+
+    Args:
+        steps: What to run.
+        folder: Gets their logs.
+        ends: `time.monotonic()` after which none may run.
+    """
+    running = [Running(step, folder, min(step.limit_s, ends - time.monotonic())) for step in steps]
+    while running:
+        for one in list(running):
+            if (row := one.row()) is not None:
+                running.remove(one)
+                yield row
+        time.sleep(0.05)
 
 
 def run_suite(steps: Sequence[Step], folder: Path, minutes: float, again: bool = False) -> list[dict[str, Any]]:
@@ -175,20 +230,18 @@ def run_suite(steps: Sequence[Step], folder: Path, minutes: float, again: bool =
     record = folder / "suite.json"
     known = {row["name"]: row for row in json.loads(record.read_text())} if record.exists() else {}
     ends = time.monotonic() + 60 * minutes
-    for step in steps:
-        if known.get(step.name, {}).get("status") == "passed" and not again:
-            continue
-        left = ends - time.monotonic()
-        if left <= 0:
-            print(f"{step.name}: no time left; run the suite again to go on.")
-            continue
-        print(f"{step.name}: {' '.join(step.arguments(folder))}", flush=True)
-        row = run_step(step, folder, min(step.limit_s, left))
-        known[step.name] = row
-        record.write_text(json.dumps(list(known.values()), indent=2) + "\n")
-        print(
-            f"{step.name}: {row['status']} in {row['seconds']:.0f} s", *row["last_lines"][-3:], sep="\n    ", flush=True
-        )
+    todo = [step for step in steps if again or known.get(step.name, {}).get("status") != "passed"]
+    for group in ([step for step in todo if not step.timed], *([step] for step in todo if step.timed)):
+        for step in group:
+            left = time.monotonic() < ends
+            what = " ".join(step.arguments(folder)) if left else "no time left; run the suite again to go on."
+            print(f"{step.name}: {what}")
+        sys.stdout.flush()
+        for row in run_together(group, folder, ends) if time.monotonic() < ends else ():
+            known[row["name"]] = row
+            record.write_text(json.dumps(list(known.values()), indent=2) + "\n")
+            last = row["last_lines"][-3:]
+            print(f"{row['name']}: {row['status']} in {row['seconds']:.0f} s", *last, sep="\n    ", flush=True)
     return [known.get(step.name, {"name": step.name, "status": "not run"}) for step in steps]
 
 
@@ -213,7 +266,8 @@ def main(argv: Sequence[str] | None = None, steps: Sequence[Step] | None = None)
     rows = run_suite(chosen, arguments.folder, arguments.minutes, arguments.again)
     passed = all(row["status"] == "passed" for row in rows)
     if steps is None and arguments.device == "cuda":
-        passed &= run_step(PAGES, arguments.folder, PAGES.limit_s)["status"] == "passed"
+        (row,) = run_together([PAGES], arguments.folder, time.monotonic() + PAGES.limit_s)
+        passed &= row["status"] == "passed"
     return 0 if passed else 1
 
 
