@@ -307,6 +307,22 @@ def test_rungs_are_given_up_one_by_one_when_the_shortage_has_passed() -> None:
     assert difference(module, trained(Blocks(num_batches=9), MicroBatching(micro_batch_size=1), max_epochs=1)) == 0
 
 
+class Present(torch.optim.AdamW):
+    """AdamW that can't step with states in host memory, as no optimizer can where that is other memory."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        assert not absent_bytes(self)
+        return super().step(lambda: loss)
+
+
+def test_states_that_leave_in_the_midst_of_a_step_are_there_when_it_needs_them(monkeypatch: Any) -> None:
+    module = Failing(RUNGS[3])
+    monkeypatch.setattr(module, "configure_optimizers", lambda: Present(module.parameters(), lr=1e-3))
+    trained(module, MemoryLimit("1GiB"), ladder(), max_epochs=2)
+    assert difference(module, trained(Blocks(), MicroBatching(micro_batch_size=1), max_epochs=2)) == 0
+
+
 class SeesNoRung(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: Failing) -> None:
         assert not pl_module.recomputed

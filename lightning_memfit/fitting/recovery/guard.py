@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.host_states import absent_bytes
+from lightning_memfit.fitting.recovery.host_states import absent_bytes, fetch_states
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot
@@ -86,7 +86,7 @@ class StepGuard:
         if closure is None:
             start.take(self._is_risky(optimizer))
         else:
-            calls = kwargs["closure"] = _Calls(closure, start, lambda: self._is_risky(optimizer))
+            calls = kwargs["closure"] = _Calls(closure, start, optimizer, lambda: self._is_risky(optimizer))
             if absent_bytes(optimizer):  # a hook before the step fetches them, and forward needs their room
                 calls()
                 calls.number = 0
@@ -217,6 +217,7 @@ class _Calls:
     Args:
         closure: The closure, which may write to weights if it puts them back: trial steps do.
         start: Where the step began.
+        optimizer: Its states are on the device again when a call returns.
         is_risky: Whether the step may fail; asked when the gradients are there.
 
     Attributes:
@@ -224,9 +225,12 @@ class _Calls:
         failure: The error that the last call ended in, if it did.
     """
 
-    def __init__(self, closure: Callable[[], Any], start: _Start, is_risky: Callable[[], bool]) -> None:
+    def __init__(
+        self, closure: Callable[[], Any], start: _Start, optimizer: Optimizer, is_risky: Callable[[], bool]
+    ) -> None:
         self._closure = closure
         self._start = start
+        self._optimizer = optimizer
         self._is_risky = is_risky
         self._is_known = False
         self._loss: Any = None
@@ -248,6 +252,7 @@ class _Calls:
             self._start.take(self._is_risky())
         if not self._is_known:
             self._is_known, self._loss = True, loss
+        fetch_states(self._optimizer)  # the closure may have sent them away, after the hook that fetches them
         return loss
 
 

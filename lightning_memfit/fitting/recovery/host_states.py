@@ -29,7 +29,8 @@ class HostStates:
 
     A state stays the tensor that it is and only its values move, so that `state_dict` is complete at any
     time. A hook of `optimizer.step` fetches them, and hooks are called before the step's closure: forward and
-    backward must have run by then, which `StepGuard` ensures.
+    backward must have run by then, and states that are sent away within a closure be fetched after it. `StepGuard`
+    ensures both.
 
     Copies run on the current stream, as nothing could run meanwhile: states leave after a step that used them, and
     forward needs the memory that they free. On CUDA the host side is pinned if there is room, and kept for reuse.
@@ -49,7 +50,8 @@ class HostStates:
         self._pins = sum(1 << (state.nbytes - 1).bit_length() for state in _present(optimizer)) <= free_bytes
         self._send()
         self.size_bytes = absent_bytes(optimizer)
-        self._handles = [optimizer.register_step_pre_hook(self._fetch), optimizer.register_step_post_hook(self._send)]
+        fetch = partial(_fetch_before_step, optimizer)
+        self._handles = [optimizer.register_step_pre_hook(fetch), optimizer.register_step_post_hook(self._send)]
 
     def stop(self) -> None:
         """Send no more states, and fetch those on the host: now, or by the next step if there is no room now."""
@@ -58,7 +60,7 @@ class HostStates:
             handle.remove()
         self._handles = [fetch]
         with suppress(RuntimeError):  # out of memory, or a device error, which the next step reports better
-            self._fetch()
+            fetch_states(self._optimizer)
             fetch.remove()
 
     @torch.no_grad()
@@ -74,16 +76,6 @@ class HostStates:
             state.data = buffer
         if device is not None and DeviceKind.of(device).is_asynchronous:
             torch.cuda.current_stream(device).synchronize()
-
-    @torch.no_grad()
-    def _fetch(self, *_: Any) -> None:
-        """Fetch all states to the device. If memory runs out midway, another call fetches the rest."""
-        for parameter, state in list(_states(self._optimizer)):
-            if state in _AWAY:
-                values = torch.empty_strided(state.size(), state.stride(), dtype=state.dtype, device=parameter.device)
-                values.copy_(state, non_blocking=True)
-                state.data = values
-                del _AWAY[state]
 
     def _host_like(self, state: Tensor) -> Tensor:
         """Allocate host memory for a state."""
@@ -120,6 +112,21 @@ def reason_to_stay(optimizer: Optimizer, free_bytes: int) -> str | None:
     if size_bytes > free_bytes:
         return f"they take {format_bytes(size_bytes)}, and {format_bytes(free_bytes)} of host memory are free for them"
     return None
+
+
+@torch.no_grad()
+def fetch_states(optimizer: Optimizer) -> None:
+    """Fetch all states to the device. If memory runs out midway, another call fetches the rest."""
+    for parameter, state in list(_states(optimizer)) if _AWAY else ():
+        if state in _AWAY:
+            values = torch.empty_strided(state.size(), state.stride(), dtype=state.dtype, device=parameter.device)
+            values.copy_(state, non_blocking=True)
+            state.data = values
+            del _AWAY[state]
+
+
+def _fetch_before_step(optimizer: Optimizer, *_: Any) -> None:
+    fetch_states(optimizer)
 
 
 def absent_bytes(optimizer: Optimizer) -> int:
