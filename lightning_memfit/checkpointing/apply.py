@@ -23,7 +23,13 @@ from typing_extensions import override
 from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.checkpointing.forward import ReplacedForward
 from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
-from lightning_memfit.checkpointing.policies import CHOICES, Choice, kept_operators, selective_contexts
+from lightning_memfit.checkpointing.policies import (
+    CHOICES,
+    Choice,
+    compiled_contexts,
+    kept_operators,
+    selective_contexts,
+)
 from lightning_memfit.checkpointing.samples import Samples
 from lightning_memfit.checkpointing.state import (
     TENSORS,
@@ -93,7 +99,7 @@ class CheckpointedForward(ReplacedForward):
     def options(self) -> dict[str, Any]:
         """Options of `torch.utils.checkpoint` for a compiled block."""
         kept = kept_operators(self.choice)
-        return {"context_fn": selective_contexts(kept)} if kept else {}
+        return {"context_fn": compiled_contexts(kept)} if kept else {}
 
 
 def _checkpointed(call: "_Call", contexts: Callable[[], tuple[Any, Any]]) -> Any:
@@ -121,7 +127,7 @@ def _checkpointed(call: "_Call", contexts: Callable[[], tuple[Any, Any]]) -> Any
 def _contexts(choice: Choice, call: "_Call") -> tuple[Any, Any]:
     """Contexts of the forward pass and of the recomputation, whose operators a selective one counts."""
     kept = kept_operators(choice)
-    forward, recompute = selective_contexts(kept)() if kept else noop_context_fn()
+    forward, recompute = selective_contexts(kept) if kept else noop_context_fn()
     return _Around(call, call.from_here_on, forward), _Around(call, call.from_its_beginning, recompute)
 
 

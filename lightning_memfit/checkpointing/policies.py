@@ -1,11 +1,16 @@
 """Policies of activation checkpointing: the modes that people name, and the choice per block that each means."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from typing_extensions import override
 
 Choice = Literal["none", "full", "keep_attention", "keep_matmul", "keep_matmul_attention", "offload"]
 """`none` keeps all activations of a block, `full` only its inputs, `keep_...` its inputs and the outputs they name;
@@ -87,10 +92,92 @@ def kept_operators(choice: Choice) -> frozenset[Any]:
     return _KEPT.get(choice, frozenset())
 
 
-def selective_contexts(kept: frozenset[Any]) -> Callable[[], tuple[Any, Any]]:
-    """Make the `context_fn` of `torch.utils.checkpoint` that keeps the outputs of these operators."""
+def compiled_contexts(kept: frozenset[Any]) -> Callable[[], tuple[Any, Any]]:
+    """Make the `context_fn` of `torch.utils.checkpoint` that keeps the outputs of these operators in a compiled block.
+
+    The compiler gives every operator that it recomputes its own random numbers.
+    """
     return partial(create_selective_checkpoint_contexts, partial(_policy, kept))
+
+
+def selective_contexts(kept: frozenset[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of one forward pass and of its recomputation, in which the outputs of these operators are kept.
+
+    torch runs no kept operator again, and leaves out the random numbers that it drew: fused attention on CUDA applies
+    its dropout itself. Without the second pair of modes, what is drawn behind it would be other numbers.
+    """
+    forward, recompute = compiled_contexts(kept)()
+    drawing = frozenset(operator for operator in kept if torch.Tag.nondeterministic_seeded in operator.tags)
+    if not drawing:
+        return forward, recompute
+    states: list[Tensor] = []
+    return _Both(forward, _Draws(drawing, states)), _Both(recompute, _Skips(drawing, states))
 
 
 def _policy(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Both:
+    """Two modes, the second seeing each operator first."""
+
+    def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
+        self._contexts = (first, second)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
+class _Draws(TorchDispatchMode):
+    """Notes the random state of the device behind every call of operators that draw.
+
+    Args:
+        operators: Operators whose outputs are kept.
+        states: Gets the states.
+    """
+
+    def __init__(self, operators: frozenset[Any], states: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operators = operators
+        self._states = states
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._operators:
+            device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            if device.type != "meta" and torch._guards.detect_fake_mode(args) is None:  # a trace has no values
+                with _disable_current_modes():
+                    self._behind(device)
+        return result
+
+    def _behind(self, device: torch.device) -> None:
+        self._states.append(
+            torch.get_rng_state()
+            if device.type == "cpu"
+            else torch.get_device_module(device.type).get_rng_state(device)
+        )
+
+
+class _Skips(_Draws):
+    """Moves the random state on to where it was behind each call, as the calls are not made again."""
+
+    @override
+    def __enter__(self) -> Any:
+        self._left = iter(self._states)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    @override
+    def _behind(self, device: torch.device) -> None:
+        state = next(self._left)
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device.type).set_rng_state(state, device)

@@ -67,9 +67,13 @@ def safety_margin_bytes(memory_bytes: int) -> int:
 def measure_runtime(index: int = 0) -> RuntimeMemory:
     """Measure the runtime memory on a CUDA device, by running a small matrix product forward and backward.
 
-    All memory in use on the device that torch did not reserve counts as the context, so nothing else should run there.
+    What this process holds and torch did not reserve counts as the context. Where the driver doesn't tell processes
+    apart (NVML is absent, or the process is in a container with its own ids), all memory in use on the device is taken
+    for this process's: nothing else should run there then.
     """
     import torch
+
+    from lightning_memfit.memory.process import nvml_usage
 
     device = cuda_device(index)
     torch._C._cuda_clearCublasWorkspaces()
@@ -80,7 +84,9 @@ def measure_runtime(index: int = 0) -> RuntimeMemory:
     del weight
     workspaces = torch.cuda.memory_allocated(device) - cleared
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    context = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
+    usage = nvml_usage(device)
+    used = total_bytes - free_bytes if usage is None or usage.process_bytes is None else usage.process_bytes
+    context = used - torch.cuda.memory_reserved(device)
     each = _workspace_bytes(torch.cuda.get_device_capability(device)[0] >= 9)
     return RuntimeMemory(context, each, round(workspaces / each), f"measured on {torch.cuda.get_device_name(device)}")
 

@@ -294,7 +294,8 @@ def test_cuda_inputs_of_recomputed_blocks_leave():
             results[name] = gradients(model, {"input_ids": ids, "labels": ids})
             peaks[name] = torch.cuda.max_memory_allocated()
         del model
-    assert_equal(results["host"], results["device"])
+    ours, plain = (torch.cat([gradient.flatten() for gradient in results[name][2].values()]) for name in peaks)
+    assert (ours - plain).norm() <= 1e-5 * plain.norm()  # CUDA kernels don't always add in one order
     assert peaks["host"] < peaks["device"] - 16 * ids.numel() * 512 * 4  # most of the 24 inputs
 
 
