@@ -32,6 +32,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from typing_extensions import override
 
+from lightning_memfit.memory.wrapping import attributes_of
+
 Place = tuple[Any, ...]
 """Where a block keeps a tensor: the number of the module and the keys on the way."""
 
@@ -193,7 +195,7 @@ def _is_plain(value: Any, of_library: bool = False) -> bool:
         return False
     if not of_library and _is_library(type(value).__module__) and not isinstance(value, _PLAIN):
         return False
-    return isinstance(getattr(value, "__dict__", None), dict) or any(True for _ in _slots(type(value)))
+    return isinstance(attributes_of(value), dict) or any(True for _ in _slots(type(value)))
 
 
 def _slots(kind: type) -> Iterator[types.MemberDescriptorType]:
@@ -359,14 +361,14 @@ class BlockState:
 
     def _add_object(self, value: Any, place: Place, depth: int) -> None:
         self._seen.add(id(value))
-        attributes = getattr(value, "__dict__", None)
+        attributes = attributes_of(value)
         if isinstance(value, threading.local):
             self._locals.append((value, dict(value.__dict__)))
             self._add(dict(value.__dict__), place, depth)
         elif isinstance(attributes, dict) and len(attributes) <= _MAX_ITEMS:
             self._add_dict(attributes, None, place, depth)
         for slot in _slots(type(value)):
-            held = getattr(value, slot.__name__, _EMPTY)
+            held = _in_slot(value, slot)
             self._slots.append((value, slot, held))
             self._add(held, (place, slot.__name__), depth)
 
@@ -530,8 +532,15 @@ def _fill(container: Any, content: Any) -> None:
         extend(content)
 
 
+def _in_slot(value: Any, slot: types.MemberDescriptorType) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:  # not a word to the class, which may have a `__getattr__`
+        return _EMPTY
+
+
 def _fill_slot(value: Any, slot: types.MemberDescriptorType, held: Any) -> None:
-    now = getattr(value, slot.__name__, _EMPTY)
+    now = _in_slot(value, slot)
     if now is held:
         return
     if held is _EMPTY:

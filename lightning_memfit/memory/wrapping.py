@@ -1,5 +1,6 @@
 """Wrap a method of one object in layers that can be removed in any order."""
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,6 +45,19 @@ def own_attribute(owner: Any, name: str) -> Any:
     value, inherited = getattr(owner, name, None), getattr(type(owner), name, None)
     is_inherited = value is inherited or getattr(value, "__func__", value) is inherited
     return None if is_inherited else value
+
+
+def attributes_of(value: Any) -> Any:
+    """Return the dictionary of an object's own attributes, or None, and run no code of its class to find it.
+
+    `getattr` would call a `__getattr__` that raises what it likes where there is none, or that answers for another.
+    """
+    if isinstance(value, threading.local):  # this thread's
+        return value.__dict__
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except Exception:  # a class may have a property of that name
+        return None
 
 
 class Layered:

@@ -28,6 +28,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from typing_extensions import override
 
+from lightning_memfit.memory.wrapping import attributes_of
 from lightning_memfit.profile.culprit import owner_of
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ def _rebind(made: Any, memo: dict[int, Any]) -> None:
     """
     cells: dict[int, types.CellType] = {}
     for owner in made.modules() if isinstance(made, torch.nn.Module) else (made,):
-        attributes = getattr(owner, "__dict__", None)
+        attributes = attributes_of(owner)
         if type(attributes) is not dict:
             continue
         for container in (attributes, *attributes.values()):

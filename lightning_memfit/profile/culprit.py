@@ -29,7 +29,13 @@ def _folders(*names: str) -> tuple[str, ...]:
     return tuple(folder for spec in found for folder in spec.submodule_search_locations or ())
 
 
-_OWN = tuple(folder + os.sep for folder in _folders("lightning_memfit", "lightning_memfit.cli"))
+_OWN = tuple(
+    folder + os.sep
+    for folder in (
+        *_folders("lightning_memfit", "lightning_memfit.cli"),
+        *(str(Path(folder).parent / "cli") for folder in _folders("lightning_memfit")),
+    )
+)
 """This package, and its command line, which a checkout's `python -m cli` imports by another name."""
 
 _MACHINERY = (*_folders("torch", "lightning", "pytorch_lightning", "lightning_fabric"), *_OWN)
@@ -55,6 +61,21 @@ def definition_of(value: type | FunctionType) -> ast.stmt | None:
 
 
 @functools.cache
+def _installed_beside() -> tuple[str, ...]:
+    """What `pip install --target` has put into folders of `sys.path` that are no site-packages."""
+    found: list[str] = []
+    for entry in map(Path, dict.fromkeys(sys.path)):
+        if any(folder in str(entry) for folder in _INSTALLED) or not entry.is_dir():
+            continue
+        for record in entry.glob("*.dist-info/RECORD"):
+            for line in record.read_text("utf-8").splitlines():
+                top, below, _ = line.rpartition(",")[0].rpartition(",")[0].partition("/")
+                if below or top.endswith(".py"):
+                    found.append(str(entry / top) + (os.sep if below else ""))
+    return tuple(dict.fromkeys(found))
+
+
+@functools.cache
 def owner_of(filename: str, is_main: bool = False) -> Owner:
     """Whose code a file holds. The user's is what lies nowhere in the installation.
 
@@ -64,7 +85,7 @@ def owner_of(filename: str, is_main: bool = False) -> Owner:
     """
     if filename.startswith(_MACHINERY):
         return "machinery"
-    if any(folder in filename for folder in _INSTALLED):
+    if any(folder in filename for folder in _INSTALLED) or filename.startswith(_installed_beside()):
         return "library"
     if filename.startswith(_STANDARD) or (filename.startswith("<") and not is_main):
         return "standard"

@@ -41,6 +41,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_memfit.memory.wrapping import attributes_of
 from lightning_memfit.profile.culprit import owner_of
 from lightning_memfit.profile.reads import meanings, names_in
 from lightning_memfit.profile.seal import RefusedError
@@ -554,7 +555,7 @@ class _Notes:
         of_threads = () if isinstance(value, threading.local) else tuple(filter(_is_of_threads, kind.__mro__))
         if kind in of_threads:
             return
-        attributes = getattr(value, "__dict__", None)
+        attributes = attributes_of(value)
         if type(attributes) is dict:
             self._keep_dict(attributes, depth, name, _attributes_of(of_threads), kind.__module__.partition(".")[0])
         bases = [base for base in kind.__mro__ if "__slots__" in vars(base) and base not in of_threads]

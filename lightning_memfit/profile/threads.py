@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_memfit.memory.wrapping import attributes_of
 from lightning_memfit.profile.culprit import owner_of, owner_of_frame
 from lightning_memfit.profile.replaced import replaced
 from lightning_memfit.profile.seal import current_seal, is_sealed_thread
@@ -119,7 +120,7 @@ class _Doings:
             if isinstance(value, _FUNCTIONS):
                 self.add_call(value, ())
             elif _is_users_class(type(value)):
-                waiting += [one for one in getattr(value, "__dict__", {}).values() if isinstance(one, _FUNCTIONS)]
+                waiting += [one for one in (attributes_of(value) or {}).values() if isinstance(one, _FUNCTIONS)]
             elif isinstance(value, dict):
                 waiting += list(dict.values(value))
             elif isinstance(value, (list, tuple, set, frozenset)):
@@ -280,7 +281,7 @@ class _Names:
             self._objects += list(value)
         else:
             parts = (getattr(value, part, None) for part in _PARTS) if isinstance(value, _WRAPPERS) else ()
-            self._objects += [type(value), *parts, getattr(value, "__dict__", None)]
+            self._objects += [type(value), *parts, attributes_of(value)]
 
     def _add_members(self, members: Mapping[str, Any], called: Collection[str] = ()) -> None:
         for name, value in list(members.items()):

@@ -25,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from typing_extensions import Self, override
 
+from lightning_memfit.memory.wrapping import attributes_of
 from lightning_memfit.profile.replaced import replaced
 
 # --- watched numbers --------------------------------------------------------------------------------------------------
@@ -665,7 +666,7 @@ class Counters:
                         yield (id(parameter), key), *found
 
     def _within(self, owner: Any, prefix: str, depth: int, known: set[int]) -> Iterator[tuple[Any, Any, str, Any]]:
-        attributes = getattr(owner, "__dict__", None)
+        attributes = attributes_of(owner)
         if type(attributes) is not dict or id(owner) in known:
             return
         known.add(id(owner))

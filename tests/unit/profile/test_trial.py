@@ -72,3 +72,34 @@ def test_what_was_tried_is_named(profile: Callable[..., Any], word: str) -> None
     reference = weakref.ref(module)
     with pytest.raises(TraceError, match=rf"can't be {word}: it reaches the module itself"):
         profile(module, batch())
+
+
+class Touchy:
+    """Answers to no name, and has no dictionary; the mocks of pydantic do so."""
+
+    __slots__ = ("value",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"asked for {name}")
+
+
+TOUCHY = Touchy()
+
+
+class HoldsTouchy(Classifier):
+    touchy = Touchy()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [Touchy()]
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert TOUCHY is not self.touchy
+        sys.modules["memfit_touchy"] = sys  # so that it is looked for what the step names
+        return super().training_step(batch, batch_idx)
+
+
+def test_objects_that_answer_to_no_name_do_not_end_a_trace() -> None:
+    assert measure_step(HoldsTouchy(), batch()).num_parameters > 0
+    assert "memfit_touchy" not in sys.modules
