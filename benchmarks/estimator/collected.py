@@ -49,6 +49,8 @@ def _estimator() -> Iterator[Comparison]:
 def _records() -> Iterator[Comparison]:
     """Folders of `memfit bench` and `memfit scale`."""
     for path in sorted(RESULTS.glob("*/*.json")):
+        if path.parent.name == "gpu":  # the suite's own
+            continue
         result = read_result(path)
         if result.prediction_error is not None:
             assert result.predicted is not None

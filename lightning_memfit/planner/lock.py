@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import site
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -20,10 +18,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from lightning_memfit.memory.cache_files import opened, sealed
+from lightning_memfit.profile.culprit import owner_of
 
 _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "deepspeed", "peft", "torchao", "lightning-memfit")
 _OWN = Path(__file__).resolve().parents[1]
-_OWN_COMMANDS = _OWN.parent / "cli"
 """The package's commands in a checkout; installed, they are in the package."""
 
 
@@ -187,16 +185,18 @@ class Sources:
         ]
 
 
+_NOT_IMPORTED_BY_NAME = ("__main__", "sitecustomize", "usercustomize")
+"""The script itself, and what Python runs at its start."""
+
+
 def imported_user_modules() -> dict[str, Path]:
     """Imported modules that no package manager installed, with their files: the user's own model and data code."""
-    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    installed += [Path(folder).resolve() for folder in (*site.getsitepackages(), site.getusersitepackages())]
     found = {}
     for module_name, module in list(sys.modules.items()):
         name = getattr(module, "__file__", None)
-        if isinstance(name, str) and name.endswith(".py") and module_name != "__main__":
+        if isinstance(name, str) and name.endswith(".py") and module_name not in _NOT_IMPORTED_BY_NAME:
             path = Path(name).resolve()
-            if not any(path.is_relative_to(folder) for folder in (*installed, _OWN, _OWN_COMMANDS)):
+            if all(owner_of(one) == "user" for one in (name, str(path))):
                 found[module_name] = path
     return dict(sorted(found.items()))
 

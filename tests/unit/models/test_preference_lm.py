@@ -169,6 +169,12 @@ def test_a_checkpoint_has_the_reference_only_if_it_is_nowhere_else(tmp_path, pre
     again.configure_model()
     again.on_load_checkpoint(checkpoint)
     again.load_state_dict(checkpoint["state_dict"])
+    for name in ("model", "reference"):
+        ours, theirs = (
+            {**dict(getattr(one, name).named_parameters()), **dict(getattr(one, name).named_buffers())}
+            for one in (again, module)
+        )
+        assert [key for key in theirs if not torch.equal(ours[key], theirs[key])] == [], name
     batch = some_batch()
     assert torch.equal(again._gains(batch), module._gains(batch))
 
