@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.suite [--minutes 20] [--more] [--folder benchmarks/results/gpu] [--only NAME] [--again]
 
 `ANSWERS` take 20 minutes at most, in this order: are predictions right, do the tests of CUDA pass, does GPT-2 XL train
-on 12 GiB by a plan, is step time right, does the fitter find more than `BatchSizeFinder`, the table of BERT-large,
-offloading. Steps that time nothing begin together; those that do have the device to themselves, one after the other.
+on 12 GiB by a plan, and offloaded, is step time right, does the fitter find more than `BatchSizeFinder`, the table of
+BERT-large. Steps that time nothing begin together; those that do have the device to themselves, one after the other.
 `--more` goes on with `MORE`. Every step is a command of its own with a time limit; what it printed is in
 `FOLDER/NAME.log`, how it ended in `FOLDER/suite.json`. A step that passed is not run again, so that an interrupted
 suite goes on where it stopped; steps that keep their own results on disk go on in the middle. Pages are written at the
@@ -110,6 +110,7 @@ ANSWERS = (
         _fit("fit_12gib", *_TINY, *_configs("{folder}/plan_12gib.yaml"), "--trainer.accelerator=cpu"),
         writes="{folder}/fit_12gib/config.yaml",
     ),
+    Step("zero3_offload", _fit("zero3_offload", *_OFFLOADED), 120, writes="{folder}/zero3_offload/config.yaml"),
     Step(
         "step_time",
         ("-m", "benchmarks.gpu.step_time", "--output", "{folder}/step_time_cuda.json", "--learn", *_AT_ONCE),
@@ -131,7 +132,6 @@ ANSWERS = (
             *("--only", "vanilla", "--folder", "{folder}"),
         ),
     ),
-    Step("zero3_offload", _fit("zero3_offload", *_OFFLOADED), 150, writes="{folder}/zero3_offload/config.yaml"),
 )
 """What is asked first; they take 20 minutes at most. Offloading at a small scale is tested by its own tests."""
 
