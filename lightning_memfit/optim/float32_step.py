@@ -107,15 +107,23 @@ class Piece:
         if self._span is None or not isinstance(value, Tensor):
             return value
         if value.shape == self.parameter.shape:
-            return self._cut(value)
+            return _as_paged(self._cut(value), value)
         if key.startswith(_PER_BLOCK):
-            return value[self._span.start // BLOCK_SIZE : -(-self._span.stop // BLOCK_SIZE)]
+            return _as_paged(value[self._span.start // BLOCK_SIZE : -(-self._span.stop // BLOCK_SIZE)], value)
         return value.clone() if value.dim() == 0 else value
 
     def _is_part(self, key: str, value: Any) -> bool:
         if self._span is None or not isinstance(value, Tensor):
             return False
         return value.shape == (self.num_elements,) or key.startswith(_PER_BLOCK)
+
+
+def _as_paged(part: Tensor, whole: Tensor) -> Tensor:
+    """Mark a part as bitsandbytes marks the whole: without it, memory that CUDA pages is taken for the host's."""
+    for mark in ("is_paged", "page_deviceid"):
+        if hasattr(whole, mark):
+            setattr(part, mark, getattr(whole, mark))
+    return part
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.optim.eight_bit import check_states, to_bitsandbytes
-from lightning_memfit.optim.float32_step import Float32Step, default_chunk
+from lightning_memfit.optim.float32_step import Float32Step, default_chunk, pieces_of
 from lightning_memfit.optim.gradient_release import GradientRelease
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.rounding import Kahan, Stochastic
@@ -264,6 +264,35 @@ def test_a_lion_of_unknown_origin_is_stepped_whole():
     optimizer = Float32Step(Lion(ours, lr=1e-2), Stochastic(), 4096)
     train(optimizer, ours, range(1))
     assert [len(list(optimizer._chunks()))] == [3]
+
+
+def test_parts_of_paged_states_are_marked_as_paged():
+    parameter = nn.Parameter(torch.zeros(3, 1024, dtype=torch.bfloat16))
+    states = {"state1": torch.zeros(3, 1024, dtype=torch.uint8), "absmax1": torch.zeros(12), "step": torch.zeros(())}
+    for name in ("state1", "absmax1"):
+        states[name].is_paged, states[name].page_deviceid = True, 2
+    for piece in pieces_of(parameter, 0, states, 1024):
+        parts = piece.state()
+        assert [getattr(parts[name], "is_paged", False) for name in states] == [True, True, False]
+        assert parts["state1"].page_deviceid == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("cls", [bnb.optim.AdamW8bit, bnb.optim.AdamW])
+def test_paged_states_are_stepped_in_parts_on_cuda(cls):
+    """bitsandbytes pages states of 100,000 elements and more."""
+    results = []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(512, 512).bfloat16().cuda())
+        optimizer = Float32Step(cls([weight], lr=1e-2, is_paged=paged), Stochastic(), 1 << 16)
+        for step in range(3):
+            weight.grad = torch.randn(512, 512, generator=torch.Generator().manual_seed(step)).bfloat16().cuda()
+            optimizer.step()
+        assert getattr(optimizer.state[weight]["state1"], "is_paged", False) is paged
+        results.append(weight.detach().clone())
+    assert torch.equal(*results)
 
 
 @pytest.mark.gpu
