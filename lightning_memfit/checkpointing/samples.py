@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
@@ -100,19 +101,22 @@ class Samples:
         for number, (kind, first_kind) in enumerate(zip(kinds, self._kinds, strict=False)):
             if kind != first_kind:
                 self._refuse(f"{self._named(number)}, was {_described(kind)} when it was recomputed")
+        must_know_now: bool | None = None  # asked once, and only of what is on a device
         for number, (first, again) in enumerate(zip(self._samples, samples, strict=False)):
             if first is None or again is None or number in self._unsteady:
                 continue
             if isinstance(first, Tensor) or isinstance(again, Tensor):
-                self._compare_on_device(number, first, again)
+                if must_know_now is None:
+                    must_know_now = torch._C._current_graph_task_id() == -1 or self._must_know_now()
+                self._compare_on_device(number, first, again, must_know_now)
             elif first != again:
                 dtype = self._kinds[number][1]
                 self._judge(number, *(torch.frombuffer(bytearray(sample), dtype=dtype) for sample in (first, again)))
 
-    def _compare_on_device(self, number: int, first: Sample, again: Sample) -> None:
+    def _compare_on_device(self, number: int, first: Sample, again: Sample, must_know_now: bool) -> None:
         if not (isinstance(first, Tensor) and isinstance(again, Tensor)):
             self._refuse(f"{self._named(number)}, was on another device when it was recomputed")
-        elif self._must_know_now() or torch._C._current_graph_task_id() == -1:
+        elif must_know_now:
             self._judge(number, first, again)
         else:
             if not self._waiting:  # as each comparison would wait for the device
@@ -210,10 +214,16 @@ def _device_sample(tensor: Tensor) -> Tensor | None:
         return None
     if tensor.dtype in _INTEGERS and tensor.numel() <= _NUM_SEEDS:
         return None
-    with _outside_of_modes(), torch.no_grad(), _set_fwd_grad_enabled(False):
-        extent, indices = _indices(tensor.shape, tensor.stride(), tensor.device)
-        tensor = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-        return tensor.detach().as_strided((extent,), (1,)).index_select(0, indices)
+    if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
+        with _outside_of_modes(), _set_fwd_grad_enabled(False):
+            return _taken(tensor)
+    return _taken(tensor)
+
+
+def _taken(tensor: Tensor) -> Tensor:
+    """As few operators as can be: every call of a block reads all that it saves, twice."""
+    tensor = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    return torch.take(tensor.detach(), _indices(tensor.shape, tensor.device))
 
 
 def _is_comparable(dtype: torch.dtype) -> bool:
@@ -237,10 +247,10 @@ def _runs(
 
 
 @lru_cache(maxsize=4096)
-def _indices(shape: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> tuple[int, Tensor]:
-    """Where elements are read on a device, counted from a tensor's first, and how far they reach."""
-    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return extent, torch.tensor(_spread(shape, stride, prod(shape), _NUM_ELEMENTS), device=device)
+def _indices(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Which elements are read on a device, in the order of rows."""
+    contiguous = torch.empty(shape, device="meta").stride()
+    return torch.tensor(_spread(shape, contiguous, prod(shape), _NUM_ELEMENTS), device=device)
 
 
 def _spread(shape: tuple[int, ...], stride: tuple[int, ...], numel: int, most: int, length: int = 1) -> list[int]:

@@ -56,6 +56,10 @@ class Mark(NamedTuple):
     """What is alive, without gradients."""
 
 
+_LEAST_PAGED = 100_000
+"""Elements from which on bitsandbytes pages a state."""
+
+
 class EventRecorder(StorageLedger):
     """Record events while the mode is active.
 
@@ -507,7 +511,7 @@ class EventRecorder(StorageLedger):
             block = OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
             tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
             for value in chain.from_iterable(map(held_tensors, tensors)):
-                if is_on_host(parameter):
+                if is_on_host(parameter) or self._is_paged(optimizer, parameter, value):
                     keep_on_host(value, Category.OPTIMIZER_STATE, parameter)
                     self.move_to_host(value, Category.OPTIMIZER_STATE, parameter)
                     continue
@@ -516,6 +520,15 @@ class EventRecorder(StorageLedger):
                 self._name_after(parameter, value)
                 if self._host_scalars and value.dim() == 0:
                     self._forget(value)
+
+    def _is_paged(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: torch.Tensor) -> bool:
+        """Whether bitsandbytes keeps a state in memory of CUDA that goes to the host under pressure.
+
+        It does so with a state that has as many elements as its parameter, from 100,000 on
+        (`Optimizer8bit.get_state_buffer` of bitsandbytes.optim.optimizer).
+        """
+        pages = self._host_scalars and getattr(optimizer, "is_paged", False)
+        return bool(pages) and state.shape == parameter.shape and state.numel() >= _LEAST_PAGED
 
     def _assign(self, tensor: torch.Tensor, block: int) -> None:
         """Move a storage, with its allocation, to the block it serves; one that serves several belongs to none."""
