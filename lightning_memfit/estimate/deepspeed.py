@@ -115,7 +115,7 @@ class DeepSpeedRun:
     ahead: GatherSizes = field(default_factory=GatherSizes)
     """Only for stage 3: how far ahead weights are gathered, where they are."""
     gathered: int = 0
-    """Most elements of weights that are gathered at once, from `gathering_as`; 0 means the largest parameter's."""
+    """Most elements of weights that are gathered at once, from `gathering_as`; 0 means `largest_gathered`."""
 
     def __post_init__(self) -> None:
         if not self.trained:
@@ -190,7 +190,7 @@ class DeepSpeedRun:
         in_place = self.on_cpu and self.world_size == 1
         if self.stage < 3 or in_place or profile.calls_itself or not self.ahead.prefetch:
             return self
-        return replace(self, gathered=int(gathered_levels(profile, self.ahead).max(initial=0)))
+        return replace(self, gathered=int(gathered_levels(profile, self.ahead)[0].max(initial=0)))
 
     @property
     def on_disk(self) -> bool:
@@ -211,6 +211,11 @@ class DeepSpeedRun:
     def largest(self) -> int:
         """Elements of the largest parameter."""
         return max(p.numel for p in self.parameters)
+
+    @cached_property
+    def largest_gathered(self) -> int:
+        """Elements of the largest parameter that stage 3 doesn't keep whole."""
+        return max((p.numel for p in self.parameters if p.numel > PERSISTENT_NUMEL), default=0)
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
@@ -643,14 +648,14 @@ def _gathered(run: DeepSpeedRun) -> int:
     """Most bytes of gathered weights in stage 3, in addition to the shares.
 
     A single rank on the CPU uses its share in place, unless that is in a swap buffer. Where nothing is gathered ahead,
-    the largest parameter is the most that is gathered at once.
+    the largest parameter that isn't whole anyway is the most that is gathered at once.
     """
     if run.stage < 3:
         return 0
     from_disk = run.offload_parameters == "nvme"
     if run.on_cpu and run.world_size == 1 and not from_disk:
         return 0
-    return (run.gathered or run.largest) * run.itemsize
+    return (run.gathered or run.largest_gathered) * run.itemsize
 
 
 def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:

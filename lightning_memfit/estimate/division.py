@@ -26,7 +26,7 @@ from lightning_memfit.estimate.deepspeed import (
 )
 from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step, predict_peak_bytes
 from lightning_memfit.estimate.placement import torch_placement
-from lightning_memfit.estimate.stage3_gathered import gathered_levels
+from lightning_memfit.estimate.stage3_gathered import gathered_levels, left_gathered
 from lightning_memfit.estimate.steady_state import HELD, SteadyState, later_phases, released_levels, second_step
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
@@ -305,6 +305,7 @@ def _backward_levels(
     arrivals = [_arrivals(profile, coming, first, stop) for first, stop in spans]
     whole = _whole_gradients(profile, run, spans, arrivals)
     levels = levels + whole
+    running = _running_gathers(profile, run)
     added = np.where(whole > 0, coming, 0)  # to the gradients of earlier micro-batches, before anything is reduced
     highest, scattered = 0, 0
     reductions: list[list[Reduction]] = []
@@ -315,7 +316,7 @@ def _backward_levels(
         for size, end in made:
             if waiting and sum(waiting) + size > run.bucket_size * run.itemsize:
                 now = int(levels[end - 1] - added[end - 1])
-                scattered = max(scattered, now + run.scattered_copies(waiting))
+                scattered = max(scattered, now + int(running[end - 1]) + run.scattered_copies(waiting))
                 reductions[-1].append(Reduction(sum(waiting), now, int(levels[end:stop].max(initial=now))))
                 waiting = []
             waiting.append(size)
@@ -363,16 +364,31 @@ def _whole_gradients(
 
 
 def _gathered_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
-    """Bytes of gathered weights beyond those that `DeepSpeedMemory` counts in every pass, after every event."""
-    recomputed = _recomputed_weights(profile, run)
-    if not run.gathered:
-        return recomputed
-    ahead = gathered_levels(profile, run.ahead) * run.itemsize
-    return np.maximum(ahead, run.largest * run.itemsize + recomputed) - run.gathered * run.itemsize
+    """Bytes of gathered weights beyond those that `DeepSpeedMemory` counts in every pass, after every event.
+
+    Where nothing is gathered ahead, the largest one counts until backward ends.
+    """
+    levels = run.largest_gathered * run.itemsize + _recomputed_weights(profile, run)
+    if run.gathered:
+        levels = np.maximum(levels, gathered_levels(profile, run.ahead)[0] * run.itemsize)
+    for _, stop in later_phases(profile.events, "backward"):
+        levels[stop - 1] = left_gathered(profile, PERSISTENT_NUMEL) * run.itemsize
+    return levels - (run.gathered or run.largest_gathered) * run.itemsize
+
+
+def _running_gathers(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
+    """Bytes that gloo takes for a gather that has just begun, after every event.
+
+    Its thread has a buffer as large as the result until every rank has come to the gather. With small modules that is
+    after a bucket's reduction has begun.
+    """
+    if not run.on_cpu or not run.gathered:
+        return np.zeros(len(profile.events), dtype=np.int64)
+    return gathered_levels(profile, run.ahead)[1] * run.itemsize
 
 
 def _recomputed_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
-    """Bytes of gathered weights beyond the largest parameter, after every event.
+    """Bytes of gathered weights beyond the largest, after every event.
 
     While a block is recomputed, `torch.utils.checkpoint` keeps what its operators save for their gradients, of weights
     the tensors that are gathered at that moment. So all of the block's are there at once, although stage 3 lets go of
@@ -393,7 +409,7 @@ def _recomputed_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
                 if p.numel > PERSISTENT_NUMEL and p.name.rpartition(".")[0] in owners and not p.shared_with
             ]
             here = within[events.event_blocks[first:stop] == block]
-            extra[here] = max(0, sum(numels) - run.largest) * run.itemsize
+            extra[here] = max(0, sum(numels) - run.largest_gathered) * run.itemsize
     return extra
 
 
