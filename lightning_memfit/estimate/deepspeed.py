@@ -247,6 +247,13 @@ class DeepSpeedRun:
         return tuple(spans)
 
     @cached_property
+    def owned(self) -> tuple[int, ...]:
+        """Elements of the whole parameters of the rank that has most of them, in stages 1 and 2: see `spans`."""
+        first, last = max(self.spans, key=lambda span: span[1] - span[0])
+        stops = accumulate(self.trained)
+        return tuple(n for n, stop in zip(self.trained, stops, strict=True) if first < stop <= last)
+
+    @cached_property
     def persistent(self) -> int:
         """Elements of the parameters that stage 3 keeps whole beside the shares; a single rank's share is whole."""
         if self.stage < 3 or self.world_size == 1:
@@ -434,14 +441,15 @@ def _below_stage_3(run: DeepSpeedRun) -> MemoryBreakdown:
     - masters (`single_partition_of_fp32_groups`) and their fp32 gradients,
     - new weights on their way back (`param_buffer_of_bit16_for_cpu_offload_groups`),
     - `temp_grad_buffer_for_cpu_offload`, with the size of the largest parameter, and one like it on the device,
-    - if micro-batches are accumulated, `accumulated_grads_in_cpu`: a buffer for each parameter.
+    - if micro-batches are accumulated, `accumulated_grads_in_cpu`: a buffer for each parameter of the rank, as large as
+      the parameter even if the rank steps a part of it. Stage 1 accumulates on the device instead.
     """
     weights = MemoryBreakdown.device({Category.PARAMETER: run.whole * run.itemsize})
     masters, states = run.share * _FP32, round(run.state_bytes * run.share)
     if run.offload_optimizer == "none":
         return weights + MemoryBreakdown.device({Category.OPTIMIZER_STATE: masters + states})
     moved = run.largest * run.itemsize
-    accumulated = [numel * run.itemsize for numel in run.shares] if run.accumulates else []
+    accumulated = [numel * run.itemsize for numel in run.owned] if run.accumulates and run.stage == 2 else []
     return (
         weights
         + MemoryBreakdown.device({Category.COMMUNICATION: moved})
