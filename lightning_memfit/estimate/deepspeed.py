@@ -190,7 +190,7 @@ class DeepSpeedRun:
         in_place = self.on_cpu and self.world_size == 1
         if self.stage < 3 or in_place or profile.calls_itself or not self.ahead.prefetch:
             return self
-        return replace(self, gathered=int(gathered_levels(profile, self.ahead)[0].max(initial=0)))
+        return replace(self, gathered=int(gathered_levels(profile, self.ahead).max(initial=0)))
 
     @property
     def on_disk(self) -> bool:

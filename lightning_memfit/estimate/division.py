@@ -305,7 +305,6 @@ def _backward_levels(
     arrivals = [_arrivals(profile, coming, first, stop) for first, stop in spans]
     whole = _whole_gradients(profile, run, spans, arrivals)
     levels = levels + whole
-    running = _running_gathers(profile, run)
     added = np.where(whole > 0, coming, 0)  # to the gradients of earlier micro-batches, before anything is reduced
     highest, scattered = 0, 0
     reductions: list[list[Reduction]] = []
@@ -316,7 +315,7 @@ def _backward_levels(
         for size, end in made:
             if waiting and sum(waiting) + size > run.bucket_size * run.itemsize:
                 now = int(levels[end - 1] - added[end - 1])
-                scattered = max(scattered, now + int(running[end - 1]) + run.scattered_copies(waiting))
+                scattered = max(scattered, now + run.scattered_copies(waiting))
                 reductions[-1].append(Reduction(sum(waiting), now, int(levels[end:stop].max(initial=now))))
                 waiting = []
             waiting.append(size)
@@ -370,21 +369,10 @@ def _gathered_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
     """
     levels = run.largest_gathered * run.itemsize + _recomputed_weights(profile, run)
     if run.gathered:
-        levels = np.maximum(levels, gathered_levels(profile, run.ahead)[0] * run.itemsize)
+        levels = np.maximum(levels, gathered_levels(profile, run.ahead) * run.itemsize)
     for _, stop in later_phases(profile.events, "backward"):
         levels[stop - 1] = left_gathered(profile, PERSISTENT_NUMEL) * run.itemsize
     return levels - (run.gathered or run.largest_gathered) * run.itemsize
-
-
-def _running_gathers(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
-    """Bytes that gloo takes for a gather that has just begun, after every event.
-
-    Its thread has a buffer as large as the result until every rank has come to the gather. With small modules that is
-    after a bucket's reduction has begun.
-    """
-    if not run.on_cpu or not run.gathered:
-        return np.zeros(len(profile.events), dtype=np.int64)
-    return gathered_levels(profile, run.ahead)[1] * run.itemsize
 
 
 def _recomputed_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:

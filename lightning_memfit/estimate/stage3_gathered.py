@@ -71,12 +71,8 @@ class _Gathering:
     def __post_init__(self) -> None:
         self.coming.extend((weight, numel, step) for step, use in enumerate(self.uses) for weight, numel in use.weights)
 
-    def fetch(self, step: int) -> tuple[int, int]:
-        """Gather what a use needs, then what comes next.
-
-        Returns:
-            Elements of buffers that are beside the copies, and of what comes next.
-        """
+    def fetch(self, step: int) -> int:
+        """Gather what a use needs, then what comes next; return the elements of buffers that are beside the copies."""
         weights = self.uses[step].weights
         self.live |= dict(weights)
         awaited = {weight for weight, _ in weights if self.fetched_for.get(weight, -1) < step}
@@ -85,10 +81,11 @@ class _Gathering:
             self.fetched_for[weight] = at
             awaited.discard(weight)
         beside = self._copy_out({weight for weight, _ in weights})
-        return beside, self.fetch_ahead()
+        self.fetch_ahead()
+        return beside
 
-    def fetch_ahead(self) -> int:
-        """Gather what comes next, as far as sizes allow; return its elements. The last weight may exceed the sizes."""
+    def fetch_ahead(self) -> None:
+        """Gather what comes next, as far as sizes allow. The last weight may exceed them."""
         allowed = min(self.sizes.live - sum(self.live.values()), self.sizes.prefetch)
         ahead: dict[Weight, int] = {}
         while self.coming and sum(ahead.values()) < allowed:
@@ -99,7 +96,6 @@ class _Gathering:
         self.live |= ahead
         if len(ahead) > 1:
             self.buffers.append(_Buffer(sum(ahead.values()), set(ahead)))
-        return sum(ahead.values())
 
     def release(self, step: int) -> None:
         """Let go of a use's weights, but for those that are needed soon, or that were fetched for a later use."""
@@ -122,49 +118,40 @@ class _Gathering:
         return sum(buffer.elements for buffer in self.buffers if buffer.copied)
 
 
-def gathered_elements(uses: Sequence[Use], sizes: GatherSizes) -> list[tuple[int, int]]:
-    """Follow DeepSpeed through a forward and a backward pass.
+def gathered_elements(uses: Sequence[Use], sizes: GatherSizes) -> list[int]:
+    """Elements of weights and of collectives' buffers from the start of each use to that of the next one.
 
     Args:
-        uses: Of the passes, in order.
+        uses: Of a forward and a backward pass, in order.
         sizes: How far ahead weights are gathered.
-
-    Returns:
-        Elements of weights and of collectives' buffers from the start of each use to that of the next one, and those
-        of them that a collective has just begun to gather.
     """
-    gathering = _Gathering(uses, sizes)
-    found: list[tuple[int, int]] = []
-    begun = gathering.fetch_ahead()  # when the root module begins
+    gathering, found = _Gathering(uses, sizes), []
+    gathering.fetch_ahead()  # when the root module begins
     for step in range(len(uses)):
-        buffers, ahead = gathering.fetch(step)
-        found.append((sum(gathering.live.values()) + buffers, begun + ahead))
+        buffers = gathering.fetch(step)
+        found.append(sum(gathering.live.values()) + buffers)
         gathering.release(step)
-        begun = gathering.fetch_ahead()  # when the next module begins, which usually has no weights: an activation
+        gathering.fetch_ahead()  # when the next module begins, which usually has no weights: a norm, an activation
     return found
 
 
-def gathered_levels(profile: ModelProfile, sizes: GatherSizes) -> tuple[Integers, Integers]:
+def gathered_levels(profile: ModelProfile, sizes: GatherSizes) -> Integers:
     """Elements of gathered weights after every event of a trace, 0 outside the passes of later steps.
 
     Args:
         profile: Of one device that holds everything.
         sizes: How far ahead weights are gathered.
-
-    Returns:
-        All of them, and those that a collective has just begun to gather.
     """
     events = profile.events
-    levels, begun = np.zeros((2, len(events)), dtype=np.int64)
+    levels = np.zeros(len(events), dtype=np.int64)
     passes = zip(later_phases(events, "forward"), later_phases(events, "backward"), strict=False)
     for (first, _), (middle, stop) in passes:
         if not (uses := uses_of(profile, first, middle, stop, sizes.persistent)):
             continue
         starts = [first, *(use.at for use in uses[1:]), stop]
         for number, elements in enumerate(gathered_elements(uses, sizes)):
-            within = slice(starts[number], starts[number + 1])
-            levels[within], begun[within] = elements
-    return levels, begun
+            levels[starts[number] : starts[number + 1]] = elements
+    return levels
 
 
 def uses_of(profile: ModelProfile, first: int, middle: int, stop: int, persistent: int = 0) -> list[Use]:

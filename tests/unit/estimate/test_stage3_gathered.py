@@ -78,27 +78,20 @@ def test_a_profile_knows_whether_the_step_calls_its_module(calls_itself: bool) -
 
 def test_nothing_ahead_means_the_weight_in_use() -> None:
     order = uses("a5", "b3", "c7", "c7", "b3", "a5")
-    assert gathered_elements(order, GatherSizes()) == [(5, 0), (3, 0), (7, 0), (7, 0), (3, 0), (5, 0)]
+    assert gathered_elements(order, GatherSizes()) == [5, 3, 7, 7, 3, 5]
 
 
 def test_a_buffer_for_several_weights_stays_until_all_were_copied_and_used() -> None:
     order = uses("a2", "b3", "c4", "d5")
     found = gathered_elements(order, GatherSizes(prefetch=5, live=9, reuse=0))
-    assert [elements for elements, _ in found] == [5 + 4 + 5, 3 + 4 + 5, 4 + 5, 5]
+    assert found == [5 + 4 + 5, 3 + 4 + 5, 4 + 5, 5]
 
 
 def test_weights_that_are_needed_again_soon_stay() -> None:
     order = uses("a2", "b3", "b3", "a2")
     for reuse, kept in ((3, [2, 3, 3, 2]), (100, [2, 5, 5, 2])):
         found = gathered_elements(order, GatherSizes(prefetch=0, live=0, reuse=reuse))
-        assert [elements for elements, _ in found] == kept
-
-
-def test_gathers_that_have_just_begun_are_those_ahead_of_a_use() -> None:
-    """Before the first use: what the root module and the use gather. Then what the last release made room for."""
-    order = uses("a2", "b2", "c2", "d2", "e2")
-    found = gathered_elements(order, GatherSizes(prefetch=2, live=6, reuse=0))
-    assert found == [(4, 4), (6, 4), (6, 2), (4, 0), (2, 0)]
+        assert found == kept
 
 
 def test_a_module_whose_weights_stay_whole_lets_go_of_those_before_it() -> None:
@@ -148,7 +141,7 @@ def without_buffers(order: list[Use], sizes: GatherSizes) -> list[int]:
     """What is gathered, without the buffers of collectives, which the coordinator doesn't count."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage3_gathered._Gathering, "_copy_out", lambda *_: 0)
-        return [elements for elements, _ in gathered_elements(order, sizes)]
+        return gathered_elements(order, sizes)
 
 
 def by_coordinator(order: list[Use], sizes: GatherSizes, monkeypatch: pytest.MonkeyPatch) -> list[int]:
