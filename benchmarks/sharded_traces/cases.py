@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ ZERO: dict[str, dict[str, Any]] = {
     "zero 1": {"stage": 1},
     "zero 2": {"stage": 2},
     "zero 3": {"stage": 3},
+    "zero 1 offload": {"stage": 1, "offload_optimizer": True},
     "zero 2 offload": {"stage": 2, "offload_optimizer": True},
     "zero 3 offload optimizer": {"stage": 3, "offload_optimizer": True},
     "zero 3 offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
@@ -35,7 +37,7 @@ class Case:
     """`ddp`, `fsdp2`, `hybrid` (two copies), `tp` (two ranks a block), `tp x hybrid`, or one of `ZERO`."""
     world_size: int
     rank: int = 0
-    """The rank that is compared: under DeepSpeed's stages 1 and 2 the last one, which needs most."""
+    """The rank that is compared: under DeepSpeed the one that needs most, in stages 1 and 2 the last one as a rule."""
     techniques: tuple[str, ...] = ()
     precision: Any = "32-true"
     accumulate: int = 1
@@ -152,6 +154,55 @@ class Perceptron(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
+class SmallConvNet(pl.LightningModule):
+    """Convolutions that grow, and a linear layer with more weights than all of them."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        layers: list[torch.nn.Module] = []
+        for channels, more in pairwise([3, width // 4, width // 2, width]):
+            layers += [torch.nn.Conv2d(channels, more, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
+        self.convolutions = torch.nn.Sequential(*layers)
+        self.head = torch.nn.Sequential(torch.nn.Linear(width * 16, 2 * width + 1), torch.nn.Linear(2 * width + 1, 10))
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """The loss of its classes."""
+        images, labels = batch
+        return torch.nn.functional.cross_entropy(self.head(self.convolutions(images).flatten(1)), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW, as for the language models."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class GatedRecurrence(pl.LightningModule):
+    """An LSTM written out, whose largest parameter is its embedding with an odd number of elements."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(1031, 3 * width + 1)
+        self.inputs = torch.nn.Linear(3 * width + 1, 4 * width)
+        self.recurrent = torch.nn.Linear(width, 4 * width, bias=False)
+        self.head = torch.nn.Linear(width, 1031)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        """The loss of each next token."""
+        inputs = self.inputs(self.embedding(batch))
+        hidden = cell = inputs.new_zeros(len(batch), self.recurrent.in_features)
+        outputs = []
+        for at in range(batch.shape[1] - 1):
+            keep, take, show, new = (inputs[:, at] + self.recurrent(hidden)).chunk(4, dim=1)
+            cell = keep.sigmoid() * cell + take.sigmoid() * new.tanh()
+            hidden = show.sigmoid() * cell.tanh()
+            outputs.append(hidden)
+        scores = self.head(torch.stack(outputs, 1))
+        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW, as for the language models."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
 def _language_model(config: dict[str, Any]) -> Made:
     from lightning_memfit.models import CausalLM
 
@@ -192,7 +243,23 @@ def _mlp(width: int) -> Made:
     return Perceptron(width), torch.rand(ROWS, width)
 
 
-MODELS: dict[str, Callable[[int], Made]] = {"GPT-2": _gpt2, "Llama": _llama, "T5": _t5, "ViT": _vit, "MLP": _mlp}
+def _conv_net(width: int) -> Made:
+    return SmallConvNet(width), (torch.rand(ROWS, 3, 32, 32), torch.randint(0, 10, (ROWS,)))
+
+
+def _lstm(width: int) -> Made:
+    return GatedRecurrence(width), torch.randint(0, 1031, (ROWS, TOKENS // 4))
+
+
+MODELS: dict[str, Callable[[int], Made]] = {
+    "GPT-2": _gpt2,
+    "Llama": _llama,
+    "T5": _t5,
+    "ViT": _vit,
+    "MLP": _mlp,
+    "CNN": _conv_net,
+    "LSTM": _lstm,
+}
 
 _CHECKPOINTED, _CHUNKED = ("checkpointing",), ("chunked loss",)
 
@@ -252,4 +319,24 @@ CASES = (
     Case("T5", "zero infinity optimizer", 3, 2, options={"pipeline": True}, width=512),
     Case("Llama", "zero infinity", 2, 0, options={"params_in_host": 2_000_000}, width=512),
     Case("ViT", "zero infinity parameters", 2, 0, width=768),
+    Case("MLP", "zero 1", 2, 1),
+    Case("MLP", "zero 1", 2, 1, accumulate=2),
+    Case("MLP", "zero 2", 2, 1),
+    Case("MLP", "zero 2", 2, 1, accumulate=2),
+    Case("MLP", "zero 1 offload", 2, 1, accumulate=3),
+    Case("MLP", "zero 1", 2, 1, width=64),
+    Case("MLP", "zero 2", 2, 1, accumulate=2, width=64),
+    Case("MLP", "zero 2", 3, 2, width=64),
+    Case("MLP", "zero 3", 2, 1, width=64),
+    Case("MLP", "zero 1", 2, 1, accumulate=2, width=512),
+    Case("MLP", "zero 2", 2, 1, width=512),
+    Case("MLP", "zero 2", 2, 1, accumulate=2, width=512),
+    Case("CNN", "zero 1", 2, 1, accumulate=2),
+    Case("CNN", "zero 2", 2, 1),
+    Case("CNN", "zero 2", 2, 0, accumulate=2),
+    Case("CNN", "zero 3", 2, 1),
+    Case("LSTM", "zero 1", 2, 1),
+    Case("LSTM", "zero 1", 2, 1, accumulate=2),
+    Case("LSTM", "zero 2", 2, 1, accumulate=2),
+    Case("LSTM", "zero 3", 2, 1, accumulate=2),
 )

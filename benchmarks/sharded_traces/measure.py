@@ -175,8 +175,8 @@ def measured(cases: Sequence[Case], seconds: float) -> dict[str, dict[str, Any]]
         that failed are missing.
     """
     found: dict[str, dict[str, Any]] = {}
-    # What is lost before the first step isn't noticed: ZeRO-Infinity's ranks scatter and gather most until then.
-    least = 0.01 if any(case.to_disk for case in cases) else 0.002
+    # What is lost before the first step isn't noticed: ranks that divide their weights gather most until then.
+    least = 0.01 if any(case.to_disk or case.strategy.startswith("zero 3") for case in cases) else 0.002
     for patience in (least, 0.01, 0.05):
         lacking = [case for case in cases if not found.get(case.name, {}).get("is_complete")]
         if lacking:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from lightning_memfit.estimate.deepspeed_sizes import (
@@ -61,14 +61,17 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardLevels:
-    """Highest bytes of activations, temporary tensors and of gradients that are on their way to a bucket."""
+    """Highest bytes of activations, temporary tensors and of gradients that are on their way to a bucket.
+
+    With them are the whole gradients of earlier micro-batches that stage 1 has.
+    """
 
     highest_bytes: int
     """Over forward and backward."""
     reductions: tuple[tuple[Reduction, ...], ...] = ()
     """In every backward pass, one after the other."""
     scattered_bytes: int = 0
-    """While a bucket is reduced, with the copies that `DeepSpeedRun.scatter_copies` says."""
+    """While stage 3 reduces a bucket, with the copies that `DeepSpeedRun.scattered_copies` counts."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class DeepSpeedRun:
     ahead: GatherSizes = field(default_factory=GatherSizes)
     """Only for stage 3: how far ahead weights are gathered, where they are."""
     gathered: int = 0
-    """Most elements of weights that are gathered at once, from `gathering_as`; 0 means the largest parameter's."""
+    """Most elements of weights that are gathered at once, from `gathering_as`; 0 means `largest_gathered`."""
 
     def __post_init__(self) -> None:
         if not self.trained:
@@ -210,6 +213,11 @@ class DeepSpeedRun:
         return max(p.numel for p in self.parameters)
 
     @cached_property
+    def largest_gathered(self) -> int:
+        """Elements of the largest parameter that stage 3 doesn't keep whole."""
+        return max((p.numel for p in self.parameters if p.numel > PERSISTENT_NUMEL), default=0)
+
+    @cached_property
     def shares(self) -> tuple[int, ...]:
         """This rank's elements of each trained parameter."""
         return tuple(-(-numel // self.world_size) for numel in self.trained)
@@ -239,19 +247,33 @@ class DeepSpeedRun:
         return tuple(spans)
 
     @cached_property
+    def owned(self) -> tuple[int, ...]:
+        """Elements of the whole parameters of the rank that has most of them, in stages 1 and 2: see `spans`."""
+        first, last = max(self.spans, key=lambda span: span[1] - span[0])
+        stops = accumulate(self.trained)
+        return tuple(n for n, stop in zip(self.trained, stops, strict=True) if first < stop <= last)
+
+    @cached_property
     def persistent(self) -> int:
         """Elements of the parameters that stage 3 keeps whole beside the shares; a single rank's share is whole."""
         if self.stage < 3 or self.world_size == 1:
             return 0
         return sum(p.numel for p in self.parameters if p.numel <= PERSISTENT_NUMEL and not p.shared_with)
 
-    @property
-    def scatter_copies(self) -> int:
-        """Copies of a full bucket that exist while stage 3 reduces it.
+    def scattered_copies(self, sizes: Sequence[int]) -> int:
+        """Bytes of the copies of a bucket that exist while stage 3 reduces it.
 
-        `reduce_scatter_coalesced` makes a flat one, and gloo works on another.
+        `reduce_scatter_coalesced` makes a flat one with every gradient filled up to equal shares, unless there is only
+        one that needs no filling, and gloo works on another.
+
+        Args:
+            sizes: Bytes of each gradient in the bucket.
         """
-        return (1 + self.on_cpu) * (self.stage == 3 and self.world_size > 1)
+        if self.stage < 3 or self.world_size == 1:
+            return 0
+        share = self.world_size * self.itemsize
+        filled = sum(-(-size // share) * share for size in sizes)
+        return filled * ((len(sizes) > 1 or filled > sum(sizes)) + self.on_cpu)
 
     @property
     def stepped(self) -> int:
@@ -419,14 +441,15 @@ def _below_stage_3(run: DeepSpeedRun) -> MemoryBreakdown:
     - masters (`single_partition_of_fp32_groups`) and their fp32 gradients,
     - new weights on their way back (`param_buffer_of_bit16_for_cpu_offload_groups`),
     - `temp_grad_buffer_for_cpu_offload`, with the size of the largest parameter, and one like it on the device,
-    - if micro-batches are accumulated, `accumulated_grads_in_cpu`: a buffer for each parameter.
+    - if micro-batches are accumulated, `accumulated_grads_in_cpu`: a buffer for each parameter of the rank, as large as
+      the parameter even if the rank steps a part of it. Stage 1 accumulates on the device instead.
     """
     weights = MemoryBreakdown.device({Category.PARAMETER: run.whole * run.itemsize})
     masters, states = run.share * _FP32, round(run.state_bytes * run.share)
     if run.offload_optimizer == "none":
         return weights + MemoryBreakdown.device({Category.OPTIMIZER_STATE: masters + states})
     moved = run.largest * run.itemsize
-    accumulated = [numel * run.itemsize for numel in run.shares] if run.accumulates else []
+    accumulated = [numel * run.itemsize for numel in run.owned] if run.accumulates and run.stage == 2 else []
     return (
         weights
         + MemoryBreakdown.device({Category.COMMUNICATION: moved})
@@ -574,37 +597,40 @@ def _reduced(run: DeepSpeedRun) -> int:
 def _reducing(run: DeepSpeedRun, levels: BackwardLevels, earlier: int) -> int:
     """Highest bytes from the first reduced bucket on, with the gradients that a rank keeps.
 
-    A bucket is reduced in flat copies of each rank's part, one by one (`allreduce_bucket`). Then the buffer for all
-    it keeps is made, if one of these gradients is in the bucket: on the last rank, whose parameters are the last,
-    when backward has just begun.
-    Of the `earlier` gradients of stage 1, those that are in a bucket are freed.
+    Once it is, the buffer for all gradients that a rank keeps is made, if one of these is in the bucket: on the last
+    rank, whose parameters are the last, when backward has just begun.
 
     Args:
         run: The run, of stage 1 or 2.
         levels: Its backward passes.
-        earlier: Bytes of gradients of earlier micro-batches.
+        earlier: Bytes of gradients of earlier micro-batches that the levels don't count.
     """
     highest = 0
     for reductions in levels.reductions:
         reduced = held = 0
         for size, now, later in reductions:
-            copied = _largest_piece(run, reduced, reduced + size)
+            highest = max(highest, earlier + held + now + _flat_copy(run, reduced, reduced + size))
             reduced += size
-            left = max(0, earlier - reduced) if run.stage == 1 else earlier
-            highest = max(highest, left + held + now + copied)
             held = _kept_of(run, reduced)
-            highest = max(highest, left + held + later)
+            highest = max(highest, earlier + held + later)
     return highest
 
 
-def _largest_piece(run: DeepSpeedRun, before: int, after: int) -> int:
-    """Most bytes for one rank among those between two numbers of reduced bytes, from the last parameter on."""
-    whole = sum(run.trained) * run.itemsize
-    size = -(-sum(run.trained) // run.world_size) * run.itemsize
+def _flat_copy(run: DeepSpeedRun, before: int, after: int) -> int:
+    """Bytes of the copy in which a bucket of stages 1 and 2 is reduced: of all of it, or none.
+
+    `average_tensor` cuts a bucket where the share of one rank ends and that of another begins. All parts are reduced
+    together (`use_multi_rank_bucket_allreduce`, on by default), in a flat copy (`allreduce_bucket`): torch's
+    `_flatten_dense_tensors`, which of a single part makes a view. So a bucket without a cut is reduced in place.
+
+    Args:
+        run: The run.
+        before: Bytes reduced before this bucket, from the last parameter on.
+        after: The same with this bucket.
+    """
+    whole, share = sum(run.trained) * run.itemsize, -(-sum(run.trained) // run.world_size) * run.itemsize
     first, last = max(0, whole - after), whole - before
-    cuts = [first, *range(first - first % size + size, last, size), last]
-    piece: int = max(stop - start for start, stop in pairwise(cuts))
-    return piece
+    return last - first if first // share < (last - 1) // share else 0
 
 
 def _kept_of(run: DeepSpeedRun, reduced: int) -> int:
@@ -619,9 +645,9 @@ def _kept_of(run: DeepSpeedRun, reduced: int) -> int:
 def _accumulated(run: DeepSpeedRun, reduced: int) -> int:
     """Bytes of gradients of earlier micro-batches, beside a new buffer for those of the last one.
 
-    Stage 1 reduces in the last micro-batch only, and keeps whole gradients until then.
+    Stage 1 reduces in the last micro-batch only, and keeps whole gradients until then, wherever the optimizer is.
     """
-    if not run.accumulates or run.stage == 3 or run.offload_optimizer != "none":
+    if not run.accumulates or run.stage == 3:
         return 0
     return sum(run.trained) * run.itemsize if run.stage == 1 else reduced
 
@@ -630,14 +656,14 @@ def _gathered(run: DeepSpeedRun) -> int:
     """Most bytes of gathered weights in stage 3, in addition to the shares.
 
     A single rank on the CPU uses its share in place, unless that is in a swap buffer. Where nothing is gathered ahead,
-    the largest parameter is the most that is gathered at once.
+    the largest parameter that isn't whole anyway is the most that is gathered at once.
     """
     if run.stage < 3:
         return 0
     from_disk = run.offload_parameters == "nvme"
     if run.on_cpu and run.world_size == 1 and not from_disk:
         return 0
-    return (run.gathered or run.largest) * run.itemsize
+    return (run.gathered or run.largest_gathered) * run.itemsize
 
 
 def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:
@@ -650,7 +676,7 @@ def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:
     levels = run.levels or _untraced(run)
     if run.stage < 3:
         norm = min(run.largest, run.share) * _FP64 * offloaded
-        earlier = _accumulated(run, reduced)
+        earlier = _accumulated(run, reduced) if run.stage == 2 else 0  # levels have those of stage 1
         widest = max(earlier + levels.highest_bytes, _reducing(run, levels, earlier), reduced + norm)
         return MemoryBreakdown.device({Category.TEMPORARY: buckets + widest})
     norm = min(run.largest // run.world_size, _NORM_CHUNK) * _FP64 * offloaded
@@ -665,6 +691,7 @@ def _passes(run: DeepSpeedRun, buckets: int, reduced: int) -> MemoryBreakdown:
 def _untraced(run: DeepSpeedRun) -> BackwardLevels:
     """Without a trace, all activations and the largest gradient are there when the first bucket is reduced."""
     bucket, level = run.bucket_size * run.itemsize, run.largest * run.itemsize + run.activation_bytes
+    level += _accumulated(run, 0)
     return BackwardLevels(level, ((Reduction(bucket, level, level),),))
 
 

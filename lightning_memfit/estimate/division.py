@@ -26,7 +26,7 @@ from lightning_memfit.estimate.deepspeed import (
 )
 from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step, predict_peak_bytes
 from lightning_memfit.estimate.placement import torch_placement
-from lightning_memfit.estimate.stage3_gathered import gathered_levels
+from lightning_memfit.estimate.stage3_gathered import gathered_levels, left_gathered
 from lightning_memfit.estimate.steady_state import HELD, SteadyState, later_phases, released_levels, second_step
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
@@ -294,52 +294,89 @@ def _backward_levels(
 ) -> BackwardLevels:
     """Read off a trace what gradients add on their way to a bucket, and when DeepSpeed reduces a bucket.
 
-    A gradient for which a bucket has no room lets it be reduced first. Of gradients that are made together, as those of
-    a weight and its bias, the smaller ones are taken to come first.
+    A gradient for which a bucket has no room lets it be reduced first, when what made the gradient is gone already. The
+    last gradients are in a bucket, too, when what is left is reduced.
     """
-    events, rounding = profile.events, profile.device_kind.rounding_bytes
-    kept, on_their_way = released_levels(events, rounding, HELD)
-    levels = moving + on_their_way - kept
+    kept, on_their_way = released_levels(profile.events, profile.device_kind.rounding_bytes, HELD)
+    coming = on_their_way - kept
+    levels = moving + coming
     if run.stage == 3 and (run.world_size > 1 or not run.on_cpu):
         levels = levels + _gathered_weights(profile, run)
-    coming = on_their_way - kept
-    is_gradient = (events.categories == CATEGORIES.index(Category.GRADIENT))[events.storages] & (events.events > 0)
-    handed_on = np.append(np.flatnonzero(coming == 0), len(events))
+    arrivals = [_arrivals(profile, coming, first, stop) for first, stop in spans]
+    whole = _whole_gradients(profile, run, spans, arrivals)
+    levels = levels + whole
+    added = np.where(whole > 0, coming, 0)  # to the gradients of earlier micro-batches, before anything is reduced
     highest, scattered = 0, 0
     reductions: list[list[Reduction]] = []
-    for first, stop in spans:
+    for (first, stop), made in zip(spans, arrivals, strict=True):
         highest = max(highest, int(levels[first:stop].max()))
-        waiting, last, group = 0, first, 0
         reductions.append([])
-        made = []
-        for at in (first + np.flatnonzero(is_gradient[first:stop])).tolist():
-            group += not coming[last:at].all()
-            last = at
-            made.append((group, int(events.sizes[events.storages[at]]), at))
-        for _, size, at in sorted(made):
-            if waiting and waiting + size > run.bucket_size * run.itemsize:
-                freed = int(handed_on[np.searchsorted(handed_on, at)]) - 1  # what made the gradient is gone by then
-                scattered = max(scattered, int(levels[freed]) + run.scatter_copies * waiting)
-                reductions[-1].append(Reduction(waiting, int(levels[at]), int(levels[at:stop].max())))
-                waiting = 0
-            waiting += size
-        if waiting:  # what is left when backward ends
-            scattered = max(scattered, int(levels[stop - 1]) + run.scatter_copies * waiting)
-            reductions[-1].append(Reduction(waiting, int(levels[stop - 1]), int(levels[stop - 1])))
+        waiting: list[int] = []
+        for size, end in made:
+            if waiting and sum(waiting) + size > run.bucket_size * run.itemsize:
+                now = int(levels[end - 1] - added[end - 1])
+                scattered = max(scattered, now + run.scattered_copies(waiting))
+                reductions[-1].append(Reduction(sum(waiting), now, int(levels[end:stop].max(initial=now))))
+                waiting = []
+            waiting.append(size)
+        if waiting:
+            now = int(levels[stop - 1] - coming[stop - 1])
+            scattered = max(scattered, now + run.scattered_copies(waiting))
+            reductions[-1].append(Reduction(sum(waiting), now, now))
     return BackwardLevels(highest, tuple(map(tuple, reductions)), scattered)
 
 
+def _arrivals(profile: ModelProfile, coming: Integers, first: int, stop: int) -> list[tuple[int, int]]:
+    """Gradients made between two events: the bytes of each, and the event from which on it is no longer on its way.
+
+    Of gradients that are made together, as those of a weight and its bias, the smaller ones are taken to come first.
+    """
+    events = profile.events
+    is_made = (events.categories == CATEGORIES.index(Category.GRADIENT))[events.storages] & (events.events > 0)
+    made = first + np.flatnonzero(is_made[first:stop])
+    handed_on = np.append(np.flatnonzero(coming == 0), len(events))
+    ends = np.minimum(handed_on[np.searchsorted(handed_on, made)], stop)
+    found = sorted(zip(ends.tolist(), events.sizes[events.storages[made]].tolist(), strict=True))
+    return [(int(size), int(end)) for end, size in found]
+
+
+def _whole_gradients(
+    profile: ModelProfile, run: DeepSpeedRun, spans: list[tuple[int, int]], arrivals: list[list[tuple[int, int]]]
+) -> Integers:
+    """Bytes of gradients that stage 1 has of earlier micro-batches, after every event.
+
+    It reduces in the last micro-batch only (`reduce_ready_partitions_and_remove_grads`). Until then gradients stay
+    whole: a new one is added to its own, and both are gone when that is copied to a bucket. A trace shows as gradients
+    those of the first micro-batch, which stands for the last one here. The backward pass of its second micro-batch is
+    one of those in between, if there are any.
+    """
+    whole = np.zeros(len(profile.events), dtype=np.int64)
+    if run.stage != 1 or not run.accumulates:
+        return whole
+    backward = later_phases(profile.events, "backward")
+    for (first, stop), made in zip(spans, arrivals, strict=True):
+        if made or profile.accumulate_grad_batches > 2 or (first, stop) not in backward:
+            whole[first:stop] = sum(run.trained) * run.itemsize
+        for size, end in made:
+            whole[end:stop] -= size
+    return whole
+
+
 def _gathered_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
-    """Bytes of gathered weights beyond those that `DeepSpeedMemory` counts in every pass, after every event."""
-    recomputed = _recomputed_weights(profile, run)
-    if not run.gathered:
-        return recomputed
-    ahead = gathered_levels(profile, run.ahead) * run.itemsize
-    return np.maximum(ahead, run.largest * run.itemsize + recomputed) - run.gathered * run.itemsize
+    """Bytes of gathered weights beyond those that `DeepSpeedMemory` counts in every pass, after every event.
+
+    Where nothing is gathered ahead, the largest one counts until backward ends.
+    """
+    levels = run.largest_gathered * run.itemsize + _recomputed_weights(profile, run)
+    if run.gathered:
+        levels = np.maximum(levels, gathered_levels(profile, run.ahead) * run.itemsize)
+    for _, stop in later_phases(profile.events, "backward"):
+        levels[stop - 1] = left_gathered(profile, PERSISTENT_NUMEL) * run.itemsize
+    return levels - (run.gathered or run.largest_gathered) * run.itemsize
 
 
 def _recomputed_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
-    """Bytes of gathered weights beyond the largest parameter, after every event.
+    """Bytes of gathered weights beyond the largest, after every event.
 
     While a block is recomputed, `torch.utils.checkpoint` keeps what its operators save for their gradients, of weights
     the tensors that are gathered at that moment. So all of the block's are there at once, although stage 3 lets go of
@@ -360,7 +397,7 @@ def _recomputed_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
                 if p.numel > PERSISTENT_NUMEL and p.name.rpartition(".")[0] in owners and not p.shared_with
             ]
             here = within[events.event_blocks[first:stop] == block]
-            extra[here] = max(0, sum(numels) - run.largest) * run.itemsize
+            extra[here] = max(0, sum(numels) - run.largest_gathered) * run.itemsize
     return extra
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_memfit.estimate.steady_state import later_phases
 from lightning_memfit.memory import Category
-from lightning_memfit.profile.events import CATEGORIES, Integers
+from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
 from lightning_memfit.profile.record import ModelProfile, ParameterInfo
 
 Weight = Hashable
@@ -157,7 +157,8 @@ def gathered_levels(profile: ModelProfile, sizes: GatherSizes) -> Integers:
 def uses_of(profile: ModelProfile, first: int, middle: int, stop: int, persistent: int = 0) -> list[Use]:
     """Uses of weights in a forward and a backward pass, by the modules and gradients that allocate.
 
-    A recomputed module is used once more. A frozen weight is taken to be used in backward where its place in forward
+    A module whose weights all stay gathered is a use without weights: what was used before it is let go of. A
+    recomputed module is used once more. A frozen weight is taken to be used in backward where its place in forward
     says, unless no weight before it is trained.
 
     Args:
@@ -168,12 +169,13 @@ def uses_of(profile: ModelProfile, first: int, middle: int, stop: int, persisten
         persistent: Elements up to which a weight stays gathered, and is left out.
     """
     events = profile.events
-    large = [p for p in profile.parameters if p.numel > persistent]
-    by_module, by_name = _by(large, lambda p: p.name.rpartition(".")[0]), _by(large, lambda p: p.name)
+    by_module = _by(profile.parameters, lambda p: p.name.rpartition(".")[0])
+    by_name = _by(profile.parameters, lambda p: p.name)
     of_site = [_of_site(name, by_module, by_name) for name in events.site_names]
     known = np.array([bool(owned) for owned in of_site], dtype=bool)
     is_gradient = events.categories == CATEGORIES.index(Category.GRADIENT)
     passes: tuple[list[Use], list[Use]] = ([], [])
+    last_module = ""
     within = np.arange(first, stop)
     makes = (events.events[first:stop] > 0) & known[events.sites[events.storages[first:stop]]]
     for at in within[makes].tolist():
@@ -181,11 +183,33 @@ def uses_of(profile: ModelProfile, first: int, middle: int, stop: int, persisten
         name = events.site_names[events.sites[storage]]
         if " | " not in name and not is_gradient[storage]:
             continue  # a state
-        weights = tuple(((p.shared_with or p.name, block), p.numel) for p in of_site[events.sites[storage]])
+        module, last_module = last_module, _module_of(name)
+        large = [p for p in of_site[events.sites[storage]] if p.numel > persistent]
+        weights = tuple(((p.shared_with or p.name, block), p.numel) for p in large)
         found = passes[at >= middle]
-        if not (found and found[-1].weights == weights):
+        same = not weights and module == last_module  # the gradient of a bias, which its weight's came with
+        if not same and not (found and found[-1].weights == weights):
             found.append(Use(at, weights))
     return [*passes[0], *_with_frozen(*passes)]
+
+
+def left_gathered(profile: ModelProfile, persistent: int) -> int:
+    """Elements of weights that are still gathered when a backward pass ends.
+
+    A module lets go of its weights when the gradient of its input has been computed (`PostBackwardFunctionModule`),
+    which one that reads the batch never does. Those are taken to be the modules that run after all blocks, or where
+    there are none the one that runs last.
+
+    Args:
+        profile: A trace.
+        persistent: Elements up to which a weight stays gathered, and is left out.
+    """
+    events = profile.events
+    (first, _), (middle, stop) = (later_phases(events, name)[0] for name in ("forward", "backward"))
+    uses = [use for use in uses_of(profile, first, middle, stop, persistent) if use.at >= middle]
+    outside = [events.event_blocks[use.at] == OUTSIDE for use in uses]
+    behind = len(uses) - outside[::-1].index(False) if False in outside else len(uses) - 1
+    return sum(dict(weight for use in uses[max(0, behind) :] for weight in use.weights).values())
 
 
 def _of_site(
@@ -194,6 +218,12 @@ def _of_site(
     """Weights that are used where a storage is made: by a module that runs, or the one whose gradient it is."""
     place, is_module, _ = name.partition(" | ")
     return (by_module if is_module else by_name).get(place, [])
+
+
+def _module_of(name: str) -> str:
+    """The module that runs where a storage is made, or the one whose gradient it is."""
+    place, is_module, _ = name.partition(" | ")
+    return place if is_module else place.rpartition(".")[0]
 
 
 def _with_frozen(forward: Sequence[Use], backward: Sequence[Use]) -> list[Use]:

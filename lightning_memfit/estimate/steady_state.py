@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.events import CATEGORIES, EventList, Integers
@@ -58,7 +60,8 @@ def released_levels(events: EventList, rounding: int, released: ReleasedGradient
 
     A gradient is on its way from its allocation until another operator allocates: before that, the inputs of its own
     operator are freed, autograd hands the gradient on, and it is stepped with the extra memory that this takes. A
-    product that follows a single gradient is the other half of the same operator: the gradient of its input.
+    product that follows a single gradient is the other half of the same operator: the gradient of its input. Where
+    gradients follow each other, those of a module are complete if something is freed before those of another module.
 
     Args:
         events: Events of steps that keep their gradients.
@@ -80,6 +83,8 @@ def released_levels(events: EventList, rounding: int, released: ReleasedGradient
     others = np.append(others, [len(events), len(events)])
     halves = alone & np.append(of_product, False)[np.append(events.storages, -1)[others[nexts]]]
     ends = others[nexts + halves]
+    for at in np.flatnonzero(_complete_before_next(events, made, nexts))[::-1].tolist():
+        ends[: at + 1][nexts[: at + 1] == nexts[at]] = made[at + 1] - 1  # where something was freed
     sizes = rounded[events.storages[made]]
     on_their_way = np.zeros(len(events), dtype=np.int64)
     last_end, pending, stepping = -1, 0, 0
@@ -91,6 +96,24 @@ def released_levels(events: EventList, rounding: int, released: ReleasedGradient
         on_their_way[at:end] = pending
         on_their_way[end - 1] += stepping
     return levels, levels + on_their_way
+
+
+def _complete_before_next(events: EventList, made: Integers, nexts: Integers) -> npt.NDArray[np.bool_]:
+    """Which gradients are complete before the next one is made, though no other operator allocates in between.
+
+    Args:
+        events: All events.
+        made: Those that make gradients.
+        nexts: How many others allocate before each.
+    """
+    modules = [
+        events.site_names[site].partition(" | ")[0].rpartition(".")[0]
+        for site in events.sites[events.storages[made]].tolist()
+    ]
+    others = np.array([one != other for one, other in pairwise(modules)], dtype=bool)
+    freed = np.cumsum(events.events < 0)
+    complete: npt.NDArray[np.bool_] = (np.diff(nexts) == 0) & others & (np.diff(freed[made]) > 0)
+    return complete
 
 
 def _highest_level(released: ReleasedGradients, size: int) -> int:

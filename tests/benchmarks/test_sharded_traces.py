@@ -39,6 +39,18 @@ def test_a_sample_of_real_runs_has_the_predicted_peaks() -> None:
     assert not lacking, {case.name: (predicted[case.name], found[case.name]) for case in lacking}
 
 
+SMALL = [case for case in CASES if case.under_deepspeed and case.model in ("MLP", "LSTM") and case.width < 200]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_models_no_larger_than_a_few_buckets_are_predicted_as_they_were_measured(case: Case) -> None:
+    """Buckets that are cut between ranks, that hold one rank's part, or that all gradients fit in."""
+    (row,) = (row for row in json.loads(RESULT.read_text())["rows"] if row["name"] == case.name)
+    over = 0.025 if case.name == "LSTM, zero 1, 2 ranks, rank 1, 2 accumulated" else 0.002
+    assert -0.002 <= apart(row | predict(case)) <= over
+
+
 def is_as_predicted(found: dict[str, Any], predicted: int) -> bool:
     return len(set(found["at_starts"][1:])) == 1 and found["true_bytes"] == pytest.approx(predicted, rel=0.001)
 
@@ -53,7 +65,7 @@ def test_the_results_meet_their_bar() -> None:
     assert figures["farthest"] <= 0.03
     assert figures["worst_under"] >= -0.01
     figures = summary(zero_rows)
-    assert figures["compared"] == figures["runs"] >= 22
+    assert figures["compared"] == figures["runs"] >= 44
     assert figures["farthest"] <= 0.03
     assert figures["worst_under"] >= -0.02
     to_disk = [row for row in zero_rows if "zero infinity" in row["name"]]

@@ -9,7 +9,7 @@ import torch
 
 from lightning_memfit.estimate import deepspeed, stage3_gathered
 from lightning_memfit.estimate.division import Division, estimate_rank
-from lightning_memfit.estimate.stage3_gathered import GatherSizes, Use, gathered_elements, uses_of
+from lightning_memfit.estimate.stage3_gathered import GatherSizes, Use, gathered_elements, left_gathered, uses_of
 from lightning_memfit.estimate.steady_state import second_step
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.record import ModelProfile
@@ -89,9 +89,25 @@ def test_a_buffer_for_several_weights_stays_until_all_were_copied_and_used() -> 
 
 def test_weights_that_are_needed_again_soon_stay() -> None:
     order = uses("a2", "b3", "b3", "a2")
-    kept = gathered_elements(order, GatherSizes(prefetch=0, live=0, reuse=3))
-    assert kept == [2, 3, 3, 2]
-    assert gathered_elements(order, GatherSizes(prefetch=0, live=0, reuse=100)) == [2, 5, 5, 2]
+    for reuse, kept in ((3, [2, 3, 3, 2]), (100, [2, 5, 5, 2])):
+        found = gathered_elements(order, GatherSizes(prefetch=0, live=0, reuse=reuse))
+        assert found == kept
+
+
+def test_a_module_whose_weights_stay_whole_lets_go_of_those_before_it() -> None:
+    profile = profile_of()
+    first, middle, stop = (*second_step(profile.events)["forward"][:1], *second_step(profile.events)["backward"])
+    assert not any(use.weights for use in uses_of(profile, first, middle, stop, persistent=WEIGHT))
+    assert left_gathered(profile, HIDDEN) == WEIGHT  # of the first layer, which reads the batch
+    assert left_gathered(profile, WEIGHT) == 0
+
+
+def test_the_weights_of_a_last_module_that_stay_whole_are_not_gathered_when_backward_ends() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, HIDDEN))
+    wrapped = Stack()
+    wrapped.model = module
+    profile = profile_module(wrapped, torch.rand(ROWS, WIDTH), emulation=Emulation("cpu"), any_micro_batch=False)
+    assert left_gathered(profile, WIDTH * WIDTH) == 0
 
 
 def test_a_step_that_calls_its_module_gathers_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
