@@ -40,7 +40,7 @@ def test_a_sample_of_real_runs_has_the_predicted_peaks() -> None:
 
 
 _GATHERED_AHEAD = ("MLP, zero 3, 2 ranks, rank 1", "MLP, zero 3, 2 ranks, rank 1, 2 accumulated")
-"""Runs in which gloo's buffers for gathers that run ahead, which no estimate counts, are a large part of little memory."""
+"""Runs in which buffers of gloo for gathers that run ahead, which no estimate counts, are much of little memory."""
 
 SMALL = [
     case
