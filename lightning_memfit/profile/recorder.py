@@ -25,6 +25,7 @@ from lightning_memfit.memory.ledger import (
     tensors_among,
 )
 from lightning_memfit.profile.collectives import buffers, communicates, composed_of, scratch_bytes
+from lightning_memfit.profile.dispatch import CUDA_RESULTS
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, SCRATCH_SITE, EventList
 from lightning_memfit.profile.kernel_records import Kernel
 from lightning_memfit.profile.kernels import KernelMemory
@@ -39,6 +40,8 @@ _IN_PLACE = {
 """Operators by which autograd's formulas fill zeros under dispatch modes, and those that they use without.
 
 By identity, as torch's hash of an operator is written in Python."""
+
+_HALF = (torch.float16, torch.bfloat16)
 
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 
@@ -61,8 +64,9 @@ class EventRecorder(StorageLedger):
 
     Args:
         blocks: Repeated blocks in order; events in their forward and backward carry their number.
-        host_scalars: Leave zero-dimensional optimizer states out, as they stay on the host (torch's non-capturable
-            optimizers on CUDA keep `step` there).
+        as_cuda: Count results as CUDA's kernels allocate them (`dispatch.CUDA_RESULTS`), and leave zero-dimensional
+            optimizer states out where they stay on the host (torch's optimizers on CUDA keep `step` there, unless they
+            are capturable or fused).
         python_kernels: Look inside CPU kernels that are written in Python, and count the scratch memory of others.
         wrappers: Classes of tensors that are made of others, such as DTensors: their operators are seen as those of the
             tensors inside. With any, collectives are followed, too.
@@ -74,7 +78,7 @@ class EventRecorder(StorageLedger):
     def __init__(
         self,
         blocks: tuple[torch.nn.Module, ...] = (),
-        host_scalars: bool = False,
+        as_cuda: bool = False,
         python_kernels: bool = False,
         wrappers: Collection[type] = (),
     ) -> None:
@@ -105,7 +109,7 @@ class EventRecorder(StorageLedger):
         self._pending_block: int | None = None
         self._module_path: list[str] = []
         self._blocks = {id(block): number for number, block in enumerate(blocks)}
-        self._host_scalars = host_scalars
+        self._as_cuda = as_cuda
         self._host: list[tuple[Tier, Category, int, int | None]] = []
         self._on_host: dict[int, int | None] = {}
         self._flops: dict[tuple[int, int], int] = {}
@@ -246,7 +250,7 @@ class EventRecorder(StorageLedger):
 
     def note_pinned(self, size_bytes: int, category: Category, serves: torch.Tensor) -> None:
         """Count pinned host memory, which a run on the CPU does not have."""
-        if self._host_scalars:
+        if self._as_cuda:
             self._host.append((Tier.PINNED_HOST, category, size_bytes, self._owner_of(serves)))
 
     def _owner_of(self, tensor: torch.Tensor | None) -> int | None:
@@ -312,6 +316,9 @@ class EventRecorder(StorageLedger):
         taken = None if self.kernels is None else self.kernels.of(func, args, kwargs or {}, result)
         if taken is not None and taken.dtypes:
             result = _retyped(result, taken.dtypes)
+        as_cuda = CUDA_RESULTS.get(id(func)) if self._as_cuda else None
+        if as_cuda is not None and args[0].dtype in _HALF:
+            result = _retyped(result, as_cuda.dtypes(result))
         self._count(func, args, kwargs or {}, result)
         if isinstance(result, torch.Tensor):
             self._see(func, args, result)
@@ -319,7 +326,8 @@ class EventRecorder(StorageLedger):
                 self.gathered_bytes = max(self.gathered_bytes, result.nbytes)
         elif isinstance(result, (list, tuple)):
             lists = args[0] if args and isinstance(args[0], (list, tuple)) and len(args[0]) == len(result) else None
-            for place, value in enumerate(result):
+            for place in range(len(result)) if as_cuda is None else as_cuda.order:
+                value = result[place]
                 if isinstance(value, torch.Tensor):
                     self._see(func, (lists[place],) if lists is not None else args, value)
                 elif isinstance(value, (list, tuple)):
@@ -502,6 +510,7 @@ class EventRecorder(StorageLedger):
 
     @override
     def _label_states(self, optimizer: torch.optim.Optimizer) -> None:
+        on_device = _with_steps_on_device(optimizer)
         for parameter, state in optimizer.state.items():
             entry = self._entry_of(parameter)
             block = OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
@@ -514,7 +523,7 @@ class EventRecorder(StorageLedger):
                 self.track(value, Category.OPTIMIZER_STATE)
                 self._assign(value, block)
                 self._name_after(parameter, value)
-                if self._host_scalars and value.dim() == 0:
+                if self._as_cuda and value.dim() == 0 and id(parameter) not in on_device:
                     self._forget(value)
 
     def _assign(self, tensor: torch.Tensor, block: int) -> None:
@@ -572,6 +581,12 @@ class EventRecorder(StorageLedger):
             phases=tuple(self._phases),
             between=np.array(self._between, dtype=np.int64),
         )
+
+
+def _with_steps_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Identities of the parameters whose count of steps is a tensor on their device."""
+    groups = (group for group in optimizer.param_groups if group.get("capturable") or group.get("fused"))
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def _retyped(result: Any, dtypes: tuple[str, ...]) -> Any:
