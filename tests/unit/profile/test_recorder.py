@@ -32,7 +32,7 @@ def recorded():
     torch.manual_seed(0)
     module = Four()
     optimizer = torch.optim.AdamW(module.parameters())
-    recorder = EventRecorder(tuple(module.blocks), as_cuda=True)
+    recorder = EventRecorder(tuple(module.blocks), cuda=(9, 0))
     recorder.track_module(module)
     recorder.track_optimizer(optimizer)
     x = torch.randn(4, 8)
@@ -162,7 +162,7 @@ def test_work_is_counted_by_phase_without_views():
 def test_cuda_allocates_the_mask_of_dropout_first():
     x, made = torch.ones(2, 1000), {}
     for as_cuda in (False, True):
-        with EventRecorder(as_cuda=as_cuda) as recorder:
+        with EventRecorder(cuda=(9, 0) if as_cuda else None) as recorder:
             torch.native_dropout(x, 0.5, True)
         made[as_cuda] = recorder.result().sizes.tolist()
     assert made == {False: [8000, 2000], True: [2000, 8000]}
@@ -172,7 +172,7 @@ def test_cuda_allocates_the_mask_of_dropout_first():
 def test_cuda_keeps_statistics_of_16_bits_in_32(dtype, itemsize):
     with FakeTensorMode():
         x, weight = torch.empty(64, 32, dtype=dtype, requires_grad=True), torch.empty(32, dtype=dtype)
-        with EventRecorder(as_cuda=True) as recorder:
+        with EventRecorder(cuda=(9, 0)) as recorder:
             kept = torch.native_layer_norm(x, [32], weight, weight, 1e-5)
             kept[0].sum().backward()
     assert recorder.result().sizes.tolist()[1:3] == [64 * itemsize] * 2
@@ -191,7 +191,7 @@ class Counting(torch.optim.Optimizer):
 @pytest.mark.parametrize(("options", "on_device"), [({}, 0), ({"fused": True}, 4), ({"capturable": True}, 4)])
 def test_counts_of_steps_are_on_the_device_where_its_kernel_reads_them(options, on_device):
     optimizer = Counting([nn.Parameter(torch.ones(1000))], options)
-    recorder = EventRecorder(as_cuda=True)
+    recorder = EventRecorder(cuda=(9, 0))
     recorder.track_optimizer(optimizer)
     with recorder:
         recorder.phase("step")
