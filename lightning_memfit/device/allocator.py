@@ -10,7 +10,7 @@ allocated ones.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from lightning_memfit.memory import MIB
 
@@ -220,6 +220,7 @@ class CachingAllocator:
         max_split_size_bytes: Blocks of this size and more are not split (`max_split_size_mb`). None splits all.
         large_segment_bytes: Segment for requests between 1 and 10 MiB (`large_segment_size_mb`).
         roundup_power2_divisions: Round requests up to one of that many steps between powers of two; not with 0.
+        place: Gives the address of a new segment by its size, where addresses are known; `DriverAddresses` by default.
         expandable_segments: Use one growing segment per pool, mapped in pages of 2 MiB and `large_segment_bytes`.
 
     Attributes:
@@ -241,6 +242,7 @@ class CachingAllocator:
         max_split_size_bytes: int | None = None,
         large_segment_bytes: int = 20 * MIB,
         roundup_power2_divisions: int = 0,
+        place: Callable[[int], int] | None = None,
         expandable_segments: bool = False,
     ) -> None:
         for name, size in (("limit_bytes", limit_bytes), ("large_segment_bytes", large_segment_bytes)):
@@ -265,11 +267,11 @@ class CachingAllocator:
         self.num_ooms = 0
         self._small = Pool(is_small=True)
         self._large = Pool(is_small=False)
-        self._addresses = DriverAddresses()
+        self._place = place or DriverAddresses().take
         self._expandable: dict[Pool, ExpandableSegment] = {}
         if expandable_segments:
             for pool, page in ((self._small, _SMALL_BUFFER), (self._large, large_segment_bytes)):
-                self._expandable[pool] = ExpandableSegment(pool, self._addresses.take(ADDRESSES), page)
+                self._expandable[pool] = ExpandableSegment(pool, self._place(ADDRESSES), page)
         self._owners: dict[Hashable, Block | None] = {}
 
     # --- requests of a program --------------------------------------------------------------------------------------
@@ -408,7 +410,7 @@ class CachingAllocator:
         if self.expandable_segments:
             block, mapped_bytes = self._expandable[pool].grow(size)
         else:
-            block, mapped_bytes = Block(self._addresses.take(segment_bytes), segment_bytes, pool), segment_bytes
+            block, mapped_bytes = Block(self._place(segment_bytes), segment_bytes, pool), segment_bytes
         self.reserved_bytes += mapped_bytes
         if self.reserved_bytes > self.peak_reserved_bytes:
             self.peak_reserved_bytes = self.reserved_bytes

@@ -320,6 +320,18 @@ def test_a_hundred_thousand_events_take_half_a_second():
     assert min(seconds() for _ in range(3)) < 0.5
 
 
+def test_known_addresses_are_used():
+    addresses = iter([300, 100, 200])
+    allocator = CachingAllocator(place=lambda size_bytes: next(addresses) * MIB)
+    for name in "abc":
+        allocator.malloc(name, 32 * MIB)
+    assert [address_of(allocator, name) // MIB for name in "abc"] == [300, 100, 200]
+    for name in "abc":
+        allocator.free(name)
+    allocator.malloc("d", 32 * MIB)
+    assert address_of(allocator, "d") == 100 * MIB
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("seed", range(3))
@@ -328,12 +340,22 @@ def test_a_real_device_agrees_after_every_event(seed):
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     if (allocated, reserved) != (0, 0):
         pytest.skip("something else in this process holds CUDA memory")
-    allocator, tensors = CachingAllocator(), {}
+    known = set()
+
+    def place(size_bytes):
+        """Where the driver has put the segment that the real allocator has just taken, which decides ties."""
+        new = [(one["address"], one["total_size"]) for one in torch.cuda.memory_snapshot()]
+        ((address, size),) = [segment for segment in new if segment[0] not in known]
+        known.add(address)
+        assert size == size_bytes
+        return address
+
+    allocator, tensors = CachingAllocator(place=place), {}
     for identity, size in events(seed, 3000):
-        replay(allocator, [(identity, size)])
         if size is None:
             del tensors[identity]
         else:
             tensors[identity] = torch.empty(size, dtype=torch.uint8, device="cuda")
+        replay(allocator, [(identity, size)])
         assert torch.cuda.memory_allocated() == allocator.allocated_bytes
         assert torch.cuda.memory_reserved() == allocator.reserved_bytes
