@@ -286,8 +286,9 @@ def _lines(report: EstimateReport) -> list[str]:
     lines = [f"Peak by phase: {phases}"]
     if report.target.device_kind.has_caching_allocator:
         lines.append(
-            f"Allocated {format_bytes(estimate.allocated_bytes)} in the allocator's whole blocks, "
-            f"reserved {format_bytes(estimate.reserved_bytes)}"
+            f"Allocated {format_bytes(estimate.allocated_bytes)} in the allocator's whole blocks"
+            + (f" ({format_bytes(estimate.spare_bytes)} of it to spare)" if estimate.spare_bytes else "")
+            + f", reserved {format_bytes(estimate.reserved_bytes)}"
             + (f", with the CUDA context {format_bytes(estimate.total_bytes)}" if report.target.runtime else "")
         )
     elif estimate.total_bytes > estimate.allocated_bytes:

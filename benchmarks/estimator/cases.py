@@ -182,6 +182,21 @@ def build_batch(case: Case) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+class Batches:
+    """One batch, repeated; every iteration gives fresh tensors, as a loader does."""
+
+    def __init__(self, batch: dict[str, torch.Tensor], count: int) -> None:
+        self.batch = batch
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Any:
+        for _ in range(self.count):
+            yield {name: tensor.clone() for name, tensor in self.batch.items()}
+
+
 def build_callbacks(case: Case) -> tuple[Any, ...]:
     """The techniques of a case as callbacks."""
     callbacks: list[Any] = []

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.estimator.cases import Case, build_batch, build_callbacks, build_module
+from benchmarks.estimator.cases import Batches, Case, build_batch, build_callbacks, build_module
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -20,21 +20,6 @@ BACKENDS = {
     "math": SDPBackend.MATH,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-
-
-class _Batches:
-    """One batch, repeated; every iteration gives fresh tensors, as a loader does."""
-
-    def __init__(self, batch: dict[str, torch.Tensor], count: int) -> None:
-        self.batch = batch
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Any:
-        for _ in range(self.count):
-            yield {name: tensor.clone() for name, tensor in self.batch.items()}
 
 
 class _Start(pl.Callback):
@@ -69,7 +54,7 @@ def _fit(case: Case, batch: dict[str, torch.Tensor], accelerator: str, on_start:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, _Batches(batch, steps * count))
+    trainer.fit(module, Batches(batch, steps * count))
 
 
 def measure_cpu(case: Case) -> dict[str, int]:

@@ -3,6 +3,9 @@
 Every case runs in a child process of its own, so that one's memory doesn't touch another's, and that one which dies or
 hangs is a row. Cases whose result is in the output file already are skipped, so that an interrupted run goes on where
 it stopped. The exit code is 1 if a case failed or none was run.
+
+With `--predict-only` nothing is measured: the predictions of the rows that are there are renewed, for the device that
+each was measured on, which need not be here.
 """
 
 import argparse
@@ -20,8 +23,9 @@ import lightning.pytorch  # noqa: F401  (imported before the fork: children star
 import torch
 import transformers  # noqa: F401
 
-from benchmarks.estimator.cases import Case, build_batch, build_callbacks, build_module, cpu_cases, cuda_cases
+from benchmarks.estimator.cases import Batches, Case, build_batch, build_callbacks, build_module, cpu_cases, cuda_cases
 from benchmarks.processes import Job, in_a_process, rows_of
+from lightning_memfit.device.catalogue import find_device
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -45,13 +49,20 @@ def predict(case: Case, device: str, capability: tuple[int, int]) -> dict[str, A
     started = time.perf_counter()
     module = build_module(case, "meta")
     profile = profile_module(
-        module, build_batch(case), options, emulation, build_callbacks(case), any_micro_batch=False
+        module,
+        next(iter(Batches(build_batch(case), 1))),
+        options,
+        emulation,
+        build_callbacks(case),
+        any_micro_batch=False,
     )
     runtime = runtime_memory(capability) if device == "cuda" else None
     result = estimate_step(profile, runtime=runtime)
     predicted = {
         "allocated_bytes": result.allocated_bytes,
         "reserved_bytes": result.reserved_bytes,
+        "workspace_bytes": result.workspace_bytes,
+        "spare_bytes": result.spare_bytes,
         "phase": result.phase,
         "breakdown": result.breakdown.to_dict(),
         "by_phase": result.by_phase,
@@ -72,9 +83,7 @@ def measure_case(case: Case, device: str, row: dict[str, Any], history: Path | N
     started = time.perf_counter()
     row["measured"] = measure.measure_cuda(case, history) if device == "cuda" else measure.measure_cpu(case)
     row["measured"]["seconds"] = time.perf_counter() - started
-    for key in ("allocated_bytes", "reserved_bytes"):
-        if key in row["measured"]:
-            row[f"error_{key.removesuffix('_bytes')}"] = row["predicted"][key] / row["measured"][key] - 1
+    row = _with_errors(row)
     if device == "cpu" and case.optimizer != "adamw_8bit" and case.precision != "16-mixed":
         started = time.perf_counter()
         try:
@@ -87,6 +96,33 @@ def measure_case(case: Case, device: str, row: dict[str, Any], history: Path | N
         except Exception as error:
             row["mem_tracker"] = {"failed": f"{type(error).__name__}: {error}"[:200]}
     return row
+
+
+def _with_errors(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with its relative errors."""
+    predicted, measured = row["predicted"], row["measured"]
+    keys = [key for key in ("allocated_bytes", "reserved_bytes") if key in measured]
+    return row | {f"error_{key.removesuffix('_bytes')}": predicted[key] / measured[key] - 1 for key in keys}
+
+
+def predicted_anew(
+    rows: list[dict[str, Any]], device: str, case_seconds: float, processes: int
+) -> Iterator[dict[str, Any]]:
+    """Rows with new predictions beside what was measured, as they end; one whose prediction fails says so alone.
+
+    Args:
+        rows: Rows of a results file that were measured.
+        device: What they were measured on, `cpu` or `cuda`.
+        case_seconds: A prediction that takes longer is killed.
+        processes: Predictions at a time.
+    """
+    old = {row["name"]: row for row in rows}
+    jobs = []
+    for row in rows:
+        capability = find_device(row["gpu"]).compute_capability if "gpu" in row else (8, 0)
+        jobs.append(Job(predict, Case(**row["case"]), (device, capability)))
+    for row in rows_of(jobs, case_seconds, processes):
+        yield row if "failed" in row else _with_errors(old[row["name"]] | row)
 
 
 @dataclass(frozen=True)
@@ -148,9 +184,12 @@ def main() -> int:
     parser.add_argument("--case-seconds", type=float, default=600.0, help="a case that takes longer is killed")
     parser.add_argument("--processes", type=int, default=1, help="cases at a time (default: 1)")
     parser.add_argument("--history", type=Path, help="on CUDA, keep every event of the allocator in this folder")
+    parser.add_argument("--predict-only", action="store_true", help="renew the predictions of rows that were measured")
     arguments = parser.parse_args()
     out = arguments.out or RESULTS / f"estimator_{arguments.device}.json"
     document = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    if arguments.predict_only:
+        return _predict_only(document, out, arguments)
     document |= {"command": f"python -m benchmarks.estimator.run --device {arguments.device}", "versions": versions()}
     done = {row["name"] for row in document["rows"] if "failed" not in row}
     chosen = cuda_cases if arguments.device == "cuda" else cpu_cases
@@ -158,11 +197,31 @@ def main() -> int:
     run = Run(arguments.device, arguments.case_seconds, arguments.limit_seconds, arguments.processes, arguments.history)
     for row in run.rows([case for case in cases if case.name not in done]):
         document["rows"] = [*(r for r in document["rows"] if r["name"] != row["name"]), row]
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(document, indent=1) + "\n")
+        _write(document, out)
         print(_line(row), flush=True)
     rows = {row["name"]: row for row in document["rows"]}
     return 0 if cases and all("failed" not in rows.get(case.name, {"failed": "not run"}) for case in cases) else 1
+
+
+def _predict_only(document: dict[str, Any], out: Path, arguments: argparse.Namespace) -> int:
+    """Renew predictions in a results file, in which each row keeps its place; a failure leaves its row as it was."""
+    rows = document["rows"]
+    chosen = [row for row in rows if "measured" in row and arguments.only in row["name"]]
+    document["predicted_with"] = versions()
+    failed = not chosen
+    for row in predicted_anew(chosen, arguments.device, arguments.case_seconds, arguments.processes):
+        print(_line(row), flush=True)
+        if "failed" in row:
+            failed = True
+            continue
+        rows[next(at for at, other in enumerate(rows) if other["name"] == row["name"])] = row
+        _write(document, out)
+    return int(failed)
+
+
+def _write(document: dict[str, Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -5,13 +5,20 @@ Workspaces are inside the caching allocator, so they count as `allocated`; the c
 differs by driver, card and the kernels that get loaded: `measure_runtime` replaces it where there is a card.
 """
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lightning_memfit.memory import MIB
 from lightning_memfit.memory.kind import cuda_device
 
+if TYPE_CHECKING:
+    import torch
+
 _ENVIRONMENT = "CUBLAS_WORKSPACE_CONFIG"
+_LT_ENVIRONMENT = "CUBLASLT_WORKSPACE_SIZE"
 
 
 @dataclass(frozen=True)
@@ -21,15 +28,17 @@ class RuntimeMemory:
     context_bytes: int
     """CUDA context, loaded kernels and library handles; outside the caching allocator."""
     workspace_bytes: int
-    """One cuBLAS workspace; cuBLASLt shares it since torch 2.7 (`TORCH_CUBLASLT_UNIFIED_WORKSPACE`)."""
+    """One cuBLAS workspace."""
     num_workspaces: int
     """One per cuBLAS handle and stream. A training step has two handles: the caller's thread and autograd's."""
     source: str
+    lt_workspace_bytes: int = 0
+    """What cuBLASLt takes beside it once a handle's thread has multiplied matrices and added a bias in one kernel."""
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that the workspaces add to `torch.cuda.memory_allocated`."""
-        return self.workspace_bytes * self.num_workspaces
+        """Most bytes that the workspaces add to `torch.cuda.memory_allocated`, with products of every kind."""
+        return (self.workspace_bytes + self.lt_workspace_bytes) * self.num_workspaces
 
 
 def runtime_memory(compute_capability: tuple[int, int] | None, *, training: bool = True) -> RuntimeMemory:
@@ -42,16 +51,18 @@ def runtime_memory(compute_capability: tuple[int, int] | None, *, training: bool
         training: Whether a backward pass runs, in a thread with its own cuBLAS handle.
 
     Raises:
-        ValueError: If the environment variable `CUBLAS_WORKSPACE_CONFIG` is malformed.
+        ValueError: If the environment variable `CUBLAS_WORKSPACE_CONFIG` or `CUBLASLT_WORKSPACE_SIZE` is malformed.
     """
     recent = compute_capability is None or compute_capability[0] >= 9
     return RuntimeMemory(
         context_bytes=(600 if recent else 450) * MIB,
         workspace_bytes=_workspace_bytes(recent),
         num_workspaces=2 if training else 1,
+        lt_workspace_bytes=_lt_workspace_bytes(),
         source=(
             "workspace: torch's aten/src/ATen/cuda/CublasHandlePool.cpp (32 MiB on Hopper, on Blackwell as of 2026, "
-            ":4096:2:16:8 elsewhere); context: 250 to 600 MiB reported with lazy module loading, upper end taken"
+            ":4096:2:16:8 elsewhere) and aten/src/ATen/cuda/CUDABlas.cpp (1 MiB for cuBLASLt); "
+            "context: 250 to 600 MiB reported with lazy module loading, upper end taken"
         ),
     )
 
@@ -65,7 +76,7 @@ def safety_margin_bytes(memory_bytes: int) -> int:
 
 
 def measure_runtime(index: int = 0) -> RuntimeMemory:
-    """Measure the runtime memory on a CUDA device, by running a small matrix product forward and backward.
+    """Measure the runtime memory on a CUDA device, by running small matrix products forward and backward.
 
     What this process holds and torch did not reserve counts as the context. Where the driver doesn't tell processes
     apart (NVML is absent, or the process is in a container with its own ids), all memory in use on the device is taken
@@ -78,17 +89,26 @@ def measure_runtime(index: int = 0) -> RuntimeMemory:
     device = cuda_device(index)
     torch._C._cuda_clearCublasWorkspaces()
     cleared = torch.cuda.memory_allocated(device)
-    weight = torch.zeros(64, 64, device=device, requires_grad=True)
-    (weight @ weight).sum().backward()
+    _multiply(device)
     torch.cuda.synchronize(device)
-    del weight
     workspaces = torch.cuda.memory_allocated(device) - cleared
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     usage = nvml_usage(device)
     used = total_bytes - free_bytes if usage is None or usage.process_bytes is None else usage.process_bytes
     context = used - torch.cuda.memory_reserved(device)
-    each = _workspace_bytes(torch.cuda.get_device_capability(device)[0] >= 9)
-    return RuntimeMemory(context, each, round(workspaces / each), f"measured on {torch.cuda.get_device_name(device)}")
+    each, lt_each = _workspace_bytes(torch.cuda.get_device_capability(device)[0] >= 9), _lt_workspace_bytes()
+    source = f"measured on {torch.cuda.get_device_name(device)}"
+    return RuntimeMemory(context, each, round(workspaces / (each + lt_each)), source, lt_each)
+
+
+def _multiply(device: torch.device) -> None:
+    """Run a matrix product with a bias in forward, and another in backward."""
+    import torch
+
+    weight, bias = torch.zeros(64, 64, device=device, requires_grad=True), torch.zeros(64, device=device)
+    product = torch.addmm(bias, weight, weight)
+    product.register_hook(lambda gradient: torch.addmm(bias, gradient, gradient))
+    product.sum().backward()
 
 
 def _workspace_bytes(recent: bool) -> int:
@@ -96,6 +116,16 @@ def _workspace_bytes(recent: bool) -> int:
     if config:
         return _parse_workspace(config)
     return 32 * MIB if recent else _parse_workspace(":4096:2:16:8")
+
+
+def _lt_workspace_bytes() -> int:
+    """What cuBLASLt takes for itself: nothing where torch lets it use the workspace of cuBLAS."""
+    if os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE") == "1":
+        return 0
+    size = os.environ.get(_LT_ENVIRONMENT, "1024")
+    if not size.isdecimal():
+        raise ValueError(f"`{_LT_ENVIRONMENT}={size}` is not a number of KiB, for example 1024.")
+    return int(size) * 1024
 
 
 def _parse_workspace(config: str) -> int:

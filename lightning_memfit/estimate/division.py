@@ -231,23 +231,24 @@ def estimate_rank(
     by_phase, phase, breakdown = _on_rank(at, division)
     workspace = runtime.allocated_bytes if runtime is not None else 0
     context = runtime.context_bytes if runtime is not None else 0
-    fragmentation = whole.reserved_bytes - whole.allocated_bytes
+    fragmentation = whole.reserved_bytes - whole.allocated_bytes + whole.spare_bytes
     outside = breakdown.get(Category.FRAGMENTATION) + breakdown.get(Category.RUNTIME_CONTEXT)  # not tensors
-    allocated = breakdown.total() - outside + workspace
+    tensors = breakdown.total() - outside + workspace
     around = {
         Category.TEMPORARY: workspace,
         Category.FRAGMENTATION: fragmentation,
         Category.RUNTIME_CONTEXT: context,
     }
-    reserved = allocated + fragmentation
+    reserved = tensors + fragmentation
     return replace(
         whole,
         breakdown=breakdown + MemoryBreakdown.device(around) + MemoryBreakdown.from_dict(profile.host),
         phase=phase,
-        allocated_bytes=allocated,
+        allocated_bytes=tensors + whole.spare_bytes,
         reserved_bytes=reserved,
         total_bytes=reserved + context + outside,
-        by_phase={name: size + workspace for name, size in by_phase.items()},
+        workspace_bytes=workspace,
+        by_phase={name: size + workspace + whole.spare_bytes for name, size in by_phase.items()},
         largest=_largest(at, num_largest),
         timeline=None,
     )

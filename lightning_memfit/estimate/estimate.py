@@ -5,12 +5,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_memfit.device.allocator import CachingAllocator
 from lightning_memfit.device.runtime import RuntimeMemory
 from lightning_memfit.memory import Category, MemoryBreakdown
 from lightning_memfit.memory.kind import CUDA, DeviceKind
-from lightning_memfit.profile.events import CATEGORIES, EventList
+from lightning_memfit.profile.events import CATEGORIES, EventList, Integers
 from lightning_memfit.profile.record import ModelProfile
 
 CUDA_ROUNDING = DeviceKind.of(CUDA).rounding_bytes
@@ -46,15 +47,21 @@ class Estimate:
 
     micro_batch_size: int
     breakdown: MemoryBreakdown
-    """Bytes at the device's peak by category, with fragmentation, runtime context and host memory."""
+    """Bytes at the device's peak by category, with fragmentation, runtime context and host memory. Fragmentation is all
+    that is reserved beyond live tensors and workspaces: cached blocks, and what blocks in use have to spare."""
     phase: str
     """Phase of the peak: forward, backward or step."""
     allocated_bytes: int
-    """Peak of `torch.cuda.max_memory_allocated`; on the CPU, of live tensor bytes."""
+    """Peak of `torch.cuda.max_memory_allocated`, which counts whole blocks; on the CPU, of live tensor bytes."""
     reserved_bytes: int
     """Peak of `torch.cuda.max_memory_reserved`; on the CPU the same as allocated."""
     total_bytes: int
     """Memory that the device must have: reserved bytes and the runtime context, which is outside the allocator."""
+    workspace_bytes: int = 0
+    """Part of the allocated bytes that is workspaces of CUDA's libraries."""
+    spare_bytes: int = 0
+    """Part of the allocated bytes that nothing uses: a cached block is handed out whole if no more than 1 MiB of it
+    would remain."""
     by_phase: dict[str, int] = field(default_factory=dict)
     """Peak of allocated bytes in every phase."""
     largest: tuple[LargeTensor, ...] = ()
@@ -67,12 +74,19 @@ class Estimate:
     cautions: tuple[str, ...] = ()
     """What the figures don't cover, in sentences."""
 
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of live tensors at the peak, each rounded up as the allocator does."""
+        return self.allocated_bytes - self.workspace_bytes - self.spare_bytes
+
     def to_dict(self) -> dict[str, Any]:
         """Plain figures, ready for JSON; the timeline is left out."""
         return {
             "micro_batch_size": self.micro_batch_size,
             "phase": self.phase,
             "allocated_bytes": self.allocated_bytes,
+            "workspace_bytes": self.workspace_bytes,
+            "spare_bytes": self.spare_bytes,
             "reserved_bytes": self.reserved_bytes,
             "total_bytes": self.total_bytes,
             "breakdown": self.breakdown.to_dict(),
@@ -106,19 +120,17 @@ def estimate_step(
     """
     events = profile.events_at(micro_batch_size)
     kind = profile.device_kind
-    live = events.live_bytes(kind.rounding_bytes)
-    start = _first_step(events)
-    peak = start + int(live[start:].argmax())
-    breakdown = events.breakdown_at(peak, kind.rounding_bytes)
-    workspace = runtime.allocated_bytes if runtime is not None else 0
-    allocated = int(live[peak]) + workspace
-    reserved = _reserved(events, start, workspace) if kind.has_caching_allocator else allocated
+    course = _Course.of(events, kind, runtime)
+    peak = course.start + int(course.allocated[course.start :].argmax())
+    allocated, reserved = int(course.allocated[peak]), course.reserved_bytes
+    workspaces = int(course.workspaces[peak])
+    tensors = int(course.live[peak]) + workspaces
     context = runtime.context_bytes if runtime is not None else 0
-    breakdown += MemoryBreakdown.from_dict(profile.host)
+    breakdown = events.breakdown_at(peak, kind.rounding_bytes) + MemoryBreakdown.from_dict(profile.host)
     breakdown += MemoryBreakdown.device(
         {
-            Category.TEMPORARY: workspace,
-            Category.FRAGMENTATION: reserved - allocated,
+            Category.TEMPORARY: workspaces,
+            Category.FRAGMENTATION: reserved - tensors,
             Category.RUNTIME_CONTEXT: context,
         }
     )
@@ -129,7 +141,9 @@ def estimate_step(
         allocated_bytes=allocated,
         reserved_bytes=reserved,
         total_bytes=reserved + context,
-        by_phase=_by_phase(events, live, workspace),
+        workspace_bytes=workspaces,
+        spare_bytes=allocated - tensors,
+        by_phase=_by_phase(events, course.allocated),
         largest=tuple(LargeTensor(*item) for item in events.largest_at(peak, num_largest)),
         timeline=timeline(events, kind.rounding_bytes),
         assumptions=profile.assumptions,
@@ -140,19 +154,24 @@ def estimate_step(
 
 
 def predict_peak_bytes(profile: ModelProfile, micro_batch_size: int, runtime: RuntimeMemory | None = None) -> int:
-    """Allocated bytes at the peak alone, for searches over micro-batch sizes, which ask thousands of times."""
+    """Bytes of live tensors and workspaces at the peak alone, for searches that ask for thousands of micro-batch sizes.
+
+    It bounds what must be allocated, without what the allocator's blocks have to spare.
+    """
     events = profile.events_at(micro_batch_size)
     live = events.live_bytes(profile.device_kind.rounding_bytes)
-    return int(live[_first_step(events) :].max()) + (runtime.allocated_bytes if runtime is not None else 0)
+    start = _first_step(events)
+    if runtime is not None:
+        live = live + _workspace_levels(events, start, runtime)
+    return int(live[start:].max())
 
 
 def predict_total_bytes(profile: ModelProfile, micro_batch_size: int, runtime: RuntimeMemory | None = None) -> int:
     """Memory that the device must have: `Estimate.total_bytes` alone."""
+    context = runtime.context_bytes if runtime is not None else 0
     if not profile.device_kind.has_caching_allocator:
-        return predict_peak_bytes(profile, micro_batch_size, runtime) + (runtime.context_bytes if runtime else 0)
-    events = profile.events_at(micro_batch_size)
-    workspace, context = (runtime.allocated_bytes, runtime.context_bytes) if runtime is not None else (0, 0)
-    return _reserved(events, _first_step(events), workspace) + context
+        return predict_peak_bytes(profile, micro_batch_size, runtime) + context
+    return _Course.of(profile.events_at(micro_batch_size), profile.device_kind, runtime).reserved_bytes + context
 
 
 def _first_step(events: EventList) -> int:
@@ -160,29 +179,127 @@ def _first_step(events: EventList) -> int:
     return min(events.phases[0][0] if events.phases else 0, max(len(events) - 1, 0))
 
 
-def _reserved(events: EventList, start: int, workspace_bytes: int) -> int:
-    """Replay the events through the allocator: storages alive before the first step, then the steps in order."""
+@dataclass(frozen=True)
+class _Course:
+    """Levels after every event, each of shape (events,); before `start` those of `allocated` are 0."""
+
+    start: int
+    """First event of the first step."""
+    live: Integers
+    """Live tensors, rounded."""
+    workspaces: Integers
+    """Workspaces of CUDA's libraries."""
+    allocated: Integers
+    """What the device's allocator counts as allocated: blocks of both, with what they have to spare."""
+    reserved_bytes: int
+    """Peak of what it reserves."""
+
+    @staticmethod
+    def of(events: EventList, kind: DeviceKind, runtime: RuntimeMemory | None) -> "_Course":
+        """Follow a trace."""
+        start, live = _first_step(events), events.live_bytes(kind.rounding_bytes)
+        made = _workspaces(events, start, runtime) if runtime is not None else []
+        workspaces = _levels(len(events), made)
+        if not kind.has_caching_allocator:
+            allocated = live + workspaces
+            return _Course(start, live, workspaces, allocated, int(allocated[start:].max()))
+        return _Course(start, live, workspaces, *_replayed(events, start, made))
+
+
+def _replayed(events: EventList, start: int, workspaces: list[tuple[int, int]]) -> tuple[Integers, int]:
+    """Replay events through the caching allocator: storages alive before the first step, then the steps in order.
+
+    Returns:
+        Allocated bytes after every event of the steps, and the peak of the reserved bytes.
+    """
     allocator = CachingAllocator()
-    if workspace_bytes:
-        allocator.malloc("workspace", workspace_bytes)
     sizes = events.sizes.tolist()
     alive_at_start = set(events.alive_at(start - 1).tolist()) if start else set()
     for storage in sorted(alive_at_start):
         allocator.malloc(storage, sizes[storage])
-    for event in events.events[start:].tolist():
+    allocated = [0] * len(events)
+    made: dict[int, list[int]] = {}
+    for at, size_bytes in workspaces:
+        made.setdefault(at, []).append(size_bytes)
+    for at, event in enumerate(events.events[start:].tolist(), start):
         if event > 0:
             allocator.malloc(event - 1, sizes[event - 1])
         else:
             allocator.free(-event - 1)
-    return allocator.peak_reserved_bytes
+        for number, size_bytes in enumerate(made.get(at, ())):
+            allocator.malloc(("workspace", at, number), size_bytes)
+        allocated[at] = allocator.allocated_bytes
+    return np.array(allocated, dtype=np.int64), allocator.peak_reserved_bytes
 
 
-def _by_phase(events: EventList, live: np.ndarray, workspace_bytes: int) -> dict[str, int]:
+# --- workspaces of CUDA's libraries -----------------------------------------------------------------------------------
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv")
+"""Operators of `aten` that run cuBLAS."""
+
+_WITH_BIAS = ("addmm",)
+"""Those of them that run cuBLASLt, which adds the bias in the same kernel."""
+
+
+def _workspaces(events: EventList, start: int, runtime: RuntimeMemory) -> list[tuple[int, int]]:
+    """`(event, bytes)` of workspaces, which are made by a thread's first product and stay.
+
+    Backward has a thread of its own with a second handle of cuBLAS, and recomputes there what was checkpointed. Where a
+    trace shows no product, the workspace counts from the thread's first event, as some operators hide theirs.
+    """
+    backward = np.zeros(len(events), dtype=bool)
+    bounds = [*(at for at, _ in events.phases), len(events)]
+    for (first, name), stop in zip(events.phases, bounds[1:], strict=True):
+        backward[first:stop] = name == "backward"
+    threads = [~backward, backward][: runtime.num_workspaces]
+    products, with_bias = (_makes(events, names) for names in (_PRODUCTS, _WITH_BIAS))
+    # A weight's gradient has the weight's name: that of a product comes first in the backward of most networks.
+    gradients = (events.events > 0) & (events.categories[events.storages] == CATEGORIES.index(Category.GRADIENT))
+    made = []
+    for of_thread in threads:
+        of_thread[:start] = False
+        its_own = int(of_thread.argmax()) if of_thread.any() else start
+        found = np.flatnonzero(of_thread & (products | gradients))
+        made.append((int(found[0]) if len(found) else its_own, runtime.workspace_bytes))
+        found = np.flatnonzero(of_thread & with_bias)
+        if len(found) and runtime.lt_workspace_bytes:
+            made.append((int(found[0]), runtime.lt_workspace_bytes))
+    return made
+
+
+def _makes(events: EventList, operators: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+    """Shape (events,): whether an event allocates the result of one of some operators."""
+    named = np.array([_operator(name) in operators for name in events.site_names], dtype=bool)
+    found: npt.NDArray[np.bool_] = (events.events > 0) & named[events.sites][events.storages]
+    return found
+
+
+def _operator(site: str) -> str:
+    """Name of the operator of `aten` in a site; empty if there is none."""
+    namespace, _, name = site.rpartition("| ")[2].strip().partition(".")
+    return name.partition(".")[0] if namespace == "aten" else ""
+
+
+def _workspace_levels(events: EventList, start: int, runtime: RuntimeMemory) -> Integers:
+    """Bytes of workspaces after every event, shape (events,)."""
+    return _levels(len(events), _workspaces(events, start, runtime))
+
+
+def _levels(count: int, made: list[tuple[int, int]]) -> Integers:
+    """Sum of what was made up to every one of `count` events."""
+    steps = np.zeros(count, dtype=np.int64)
+    for at, size_bytes in made:
+        steps[at] += size_bytes
+    return np.cumsum(steps)
+
+
+def _by_phase(events: EventList, allocated: Integers) -> dict[str, int]:
     bounds = [*(at for at, _ in events.phases), len(events)]
     peaks: dict[str, int] = {}
     for (first, name), stop in zip(events.phases, bounds[1:], strict=True):
         if stop > first and name != "end":
-            peaks[name] = max(peaks.get(name, 0), int(live[first:stop].max()) + workspace_bytes)
+            peaks[name] = max(peaks.get(name, 0), int(allocated[first:stop].max()))
     return peaks
 
 

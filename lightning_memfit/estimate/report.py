@@ -85,7 +85,7 @@ def judge(estimate: Estimate, target: Target, division: Division | None = None) 
 
 def _needed(estimate: Estimate, target: Target, division: Division | None) -> int:
     if target.counts_tensors:  # of one process
-        return estimate.allocated_bytes
+        return estimate.tensor_bytes
     shared = division.ranks_per_machine if division is not None and target.device_kind.is_host else 1
     return estimate.total_bytes * shared
 

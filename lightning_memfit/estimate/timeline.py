@@ -98,13 +98,14 @@ def render(report: EstimateReport) -> str:
 
 def _beside_tensors(report: EstimateReport) -> str:
     """Say what the table of `memfit estimate` counts as allocated and this page doesn't draw."""
-    runtime = report.target.runtime
-    if runtime is None or not runtime.allocated_bytes:
+    estimate = report.estimate
+    if not estimate.workspace_bytes:
         return ""
     return (
-        f" The {format_bytes(report.estimate.allocated_bytes)} that the table has as allocated are this peak and "
-        f"{format_bytes(runtime.allocated_bytes)} of workspaces of CUDA's libraries, which are no tensors. "
-        "In the table they are among the temporary memory."
+        f" The {format_bytes(estimate.allocated_bytes)} that the table has as allocated are tensors, "
+        f"{format_bytes(estimate.workspace_bytes)} of workspaces of CUDA's libraries, which it has among the temporary "
+        f"memory, and {format_bytes(estimate.spare_bytes)} to spare in blocks of the allocator, which it has "
+        "among the fragmentation."
     )
 
 

@@ -197,7 +197,7 @@ class Search:
         waiting = self.workload.waiting_bytes(size or 1)
         return replace(
             solution,
-            peak_bytes=found.allocated_bytes + waiting,
+            peak_bytes=found.allocated_bytes - found.spare_bytes + waiting,
             needed_bytes=found.total_bytes + waiting,
             breakdown=found.breakdown + MemoryBreakdown.device({Category.INPUT: waiting}),
         )

@@ -1,14 +1,16 @@
 """Make a trace on fake CPU tensors issue the operators that a CUDA device would.
 
-Three things differ between the two in what they allocate: dropout (CUDA keeps a boolean mask), scaled dot-product
-attention (which kernel is chosen, and what it saves) and the list of operators that autocast runs in fp32. The rules
-are those of torch 2.11-2.13: `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and
-`aten/src/ATen/autocast_mode.h`.
+Four things differ between the two in what they allocate: dropout (CUDA keeps a boolean mask), scaled dot-product
+attention (which kernel is chosen, and what it saves), the list of operators that autocast runs in fp32, and what some
+kernels return (`CUDA_RESULTS`). The rules are those of torch 2.11-2.13: `aten/src/ATen/native/Dropout.cpp`,
+`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`, `aten/src/ATen/autocast_mode.h` and the kernels in
+`aten/src/ATen/native/cuda`.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -55,11 +57,34 @@ def choose_attention(
     return "math"
 
 
-class CudaDispatch:
-    """Patch `torch.nn.functional` while active, and what other modules have imported from it.
+@dataclass(frozen=True)
+class CudaResults:
+    """How the results of an operator's CUDA kernel differ from those of its fake one."""
 
-    A `TorchFunctionMode` would be popped while backward runs, so that a checkpoint's recomputation would differ from
-    its forward; patched functions stay.
+    order: tuple[int, ...]
+    """Places of the results in the order in which they are allocated."""
+    float32: tuple[int, ...] = ()
+    """Places of results that are float32 for operands of 16 bits, as what is summed up in float32 is kept so."""
+
+    def dtypes(self, results: Sequence[torch.Tensor]) -> tuple[str, ...]:
+        """Names of the types of the results for operands of 16 bits."""
+        kept = (str(result.dtype).removeprefix("torch.") for result in results)
+        return tuple("float32" if place in self.float32 else name for place, name in enumerate(kept))
+
+
+CUDA_RESULTS = {
+    id(aten.native_dropout.default): CudaResults(order=(1, 0)),  # Dropout.cu, `dropout_cuda`
+    id(aten.native_layer_norm.default): CudaResults(order=(0, 1, 2), float32=(1, 2)),  # layer_norm_kernel.cu
+}
+"""By identity, as torch's hash of an operator is written in Python."""
+
+
+class CudaDispatch:
+    """While active, let attention choose its kernel, and dropout run its operator, as on CUDA.
+
+    Attention is patched in `torch.nn.functional` and where other modules have imported it from there; dropout in
+    torch's dispatcher, as operators such as attention call it from C++. A `TorchFunctionMode` would be popped while
+    backward runs, so that a checkpoint's recomputation would differ from its forward.
 
     Args:
         capability: Compute capability of the device to emulate.
@@ -70,23 +95,15 @@ class CudaDispatch:
         self.capability = capability
         self.attention = attention
         self.used: dict[str, int] = {}
-        self._dropout: Callable[..., Any] = F.dropout
-        self._attention: Callable[..., Any] = F.scaled_dot_product_attention
         self._stack = ExitStack()
 
     def __enter__(self) -> "CudaDispatch":
-        self._dropout, self._attention = F.dropout, F.scaled_dot_product_attention
-        others = {self._dropout: self._fused_dropout, self._attention: self._chosen_attention}
-        self._stack.enter_context(replaced_everywhere(others))
+        self._stack.enter_context(replaced_everywhere({F.scaled_dot_product_attention: self._chosen_attention}))
+        self._stack.enter_context(_fused_dropout())
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
-
-    def _fused_dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if not training or inplace or p in (0.0, 1.0):
-            return self._dropout(input, p, training, inplace)
-        return torch.native_dropout(input, p, True)[0]
 
     def _chosen_attention(
         self,
@@ -158,6 +175,25 @@ def _masked(
             0
         ]
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, statistics, dropout, causal, scale=scale)[0]
+
+
+@contextmanager
+def _fused_dropout() -> Iterator[None]:
+    """Let `aten::dropout` run `aten::native_dropout` where CUDA does, in C++ as in Python; removed on exit."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def dropout(input: torch.Tensor, p: float, train: bool) -> Any:
+        if not train or p == 0 or input.numel() == 0:
+            return input
+        if p == 1:
+            return input * torch.zeros((), dtype=input.dtype, device=input.device)
+        return torch.native_dropout(input, p, True)[0]
+
+    try:
+        library.impl("dropout", dropout, "AutogradCPU", allow_override=True)
+        yield
+    finally:
+        library._destroy()
 
 
 _FP32 = [

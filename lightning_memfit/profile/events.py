@@ -216,6 +216,10 @@ SCRATCH_SITE = "kernel scratch"
 """Where memory is made that a kernel gives back before it ends; such a storage is freed by the event after its own."""
 
 
+BOUNDED_SCRATCH_SITE = f"sum of rows: {SCRATCH_SITE}"
+"""Scratch memory that grows with the micro-batch up to a bound, most of which small ones reach."""
+
+
 def _with_equal_scratch(first: EventList, second: EventList) -> tuple[EventList, EventList]:
     """The traces with as much scratch memory between two other events in both, where one kernel takes another path.
 
@@ -330,7 +334,10 @@ def fit_slopes(first: EventList, second: EventList, first_size: int, second_size
             f"the step does not allocate in the same order at micro-batch sizes {first_size} and {second_size} "
             f"({len(first)} and {len(second)} events)"
         )
-    return first, (second.sizes - first.sizes) / (second_size - first_size)
+    slopes = (second.sizes - first.sizes) / (second_size - first_size)
+    bounded = np.array([name.endswith(BOUNDED_SCRATCH_SITE) for name in first.site_names], dtype=bool)[first.sites]
+    sizes = np.where(bounded, np.maximum(first.sizes, second.sizes), first.sizes)
+    return replace(first, sizes=sizes), np.where(bounded, 0, slopes)
 
 
 def at_size(events: EventList, slopes: Floats, traced_size: int, micro_batch_size: int) -> EventList:

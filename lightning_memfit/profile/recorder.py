@@ -25,6 +25,8 @@ from lightning_memfit.memory.ledger import (
     tensors_among,
 )
 from lightning_memfit.profile.collectives import buffers, communicates, composed_of, scratch_bytes
+from lightning_memfit.profile.cuda_scratch import scratch
+from lightning_memfit.profile.dispatch import CUDA_RESULTS
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, SCRATCH_SITE, EventList
 from lightning_memfit.profile.kernel_records import Kernel
 from lightning_memfit.profile.kernels import KernelMemory
@@ -39,6 +41,8 @@ _IN_PLACE = {
 """Operators by which autograd's formulas fill zeros under dispatch modes, and those that they use without.
 
 By identity, as torch's hash of an operator is written in Python."""
+
+_HALF = (torch.float16, torch.bfloat16)
 
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 
@@ -65,8 +69,10 @@ class EventRecorder(StorageLedger):
 
     Args:
         blocks: Repeated blocks in order; events in their forward and backward carry their number.
-        host_scalars: Leave zero-dimensional optimizer states out, as they stay on the host (torch's non-capturable
-            optimizers on CUDA keep `step` there).
+        cuda: Compute capability of the CUDA device that is emulated, if one is: results count as its kernels allocate
+            them (`dispatch.CUDA_RESULTS`), what those take meanwhile counts (`cuda_scratch`), and zero-dimensional
+            optimizer states don't where they stay on the host (torch's optimizers on CUDA keep `step` there, unless
+            they are capturable or fused).
         python_kernels: Look inside CPU kernels that are written in Python, and count the scratch memory of others.
         wrappers: Classes of tensors that are made of others, such as DTensors: their operators are seen as those of the
             tensors inside. With any, collectives are followed, too.
@@ -78,7 +84,7 @@ class EventRecorder(StorageLedger):
     def __init__(
         self,
         blocks: tuple[torch.nn.Module, ...] = (),
-        host_scalars: bool = False,
+        cuda: tuple[int, int] | None = None,
         python_kernels: bool = False,
         wrappers: Collection[type] = (),
     ) -> None:
@@ -109,7 +115,7 @@ class EventRecorder(StorageLedger):
         self._pending_block: int | None = None
         self._module_path: list[str] = []
         self._blocks = {id(block): number for number, block in enumerate(blocks)}
-        self._host_scalars = host_scalars
+        self._cuda = cuda
         self._host: list[tuple[Tier, Category, int, int | None]] = []
         self._on_host: dict[int, int | None] = {}
         self._flops: dict[tuple[int, int], int] = {}
@@ -250,7 +256,7 @@ class EventRecorder(StorageLedger):
 
     def note_pinned(self, size_bytes: int, category: Category, serves: torch.Tensor) -> None:
         """Count pinned host memory, which a run on the CPU does not have."""
-        if self._host_scalars:
+        if self._cuda is not None:
             self._host.append((Tier.PINNED_HOST, category, size_bytes, self._owner_of(serves)))
 
     def _owner_of(self, tensor: torch.Tensor | None) -> int | None:
@@ -316,6 +322,9 @@ class EventRecorder(StorageLedger):
         taken = None if self.kernels is None else self.kernels.of(func, args, kwargs or {}, result)
         if taken is not None and taken.dtypes:
             result = _retyped(result, taken.dtypes)
+        as_cuda = CUDA_RESULTS.get(id(func)) if self._cuda is not None else None
+        if as_cuda is not None and args[0].dtype in _HALF:
+            result = _retyped(result, as_cuda.dtypes(result))
         self._count(func, args, kwargs or {}, result)
         if isinstance(result, torch.Tensor):
             self._see(func, args, result)
@@ -323,7 +332,8 @@ class EventRecorder(StorageLedger):
                 self.gathered_bytes = max(self.gathered_bytes, result.nbytes)
         elif isinstance(result, (list, tuple)):
             lists = args[0] if args and isinstance(args[0], (list, tuple)) and len(args[0]) == len(result) else None
-            for place, value in enumerate(result):
+            for place in range(len(result)) if as_cuda is None else as_cuda.order:
+                value = result[place]
                 if isinstance(value, torch.Tensor):
                     self._see(func, (lists[place],) if lists is not None else args, value)
                 elif isinstance(value, (list, tuple)):
@@ -332,6 +342,9 @@ class EventRecorder(StorageLedger):
                             self._see(func, args, inner)
         if taken is not None:
             self._record_kernel(args, result, taken)
+        elif self._cuda is not None and (on_cuda := scratch(func, args, result, self._cuda)) is not None:
+            site, sizes = on_cuda
+            self._record_kernel(args, result, Kernel(sizes), site)
         return result
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -393,7 +406,7 @@ class EventRecorder(StorageLedger):
             frame = frame.f_back
         return frame.f_code.co_name == "_engine_run_backward"
 
-    def _record_kernel(self, args: Any, result: Any, kernel: Kernel) -> None:
+    def _record_kernel(self, args: Any, result: Any, kernel: Kernel, site: str = SCRATCH_SITE) -> None:
         """Write down what an operator's kernel took beyond its results."""
         if self._block == OUTSIDE and args:
             self._pending_block = self._block_of_argument(args[0])
@@ -401,7 +414,7 @@ class EventRecorder(StorageLedger):
             for tensor, extra in zip(tensors_among((result,)), kernel.extra, strict=False):
                 self._enter_extra(tensor, extra)
         for size_bytes in kernel.peaks:
-            self._record_scratch(size_bytes)
+            self._record_scratch(size_bytes, site)
         self._pending_block = None
 
     def _enter_extra(self, tensor: torch.Tensor, extra_bytes: int) -> None:
@@ -413,11 +426,11 @@ class EventRecorder(StorageLedger):
             category = self._entries[storage._cdata].category
             self._enter_key(key, storage, missing, category, "rest of a kernel's result")
 
-    def _record_scratch(self, size_bytes: int) -> None:
+    def _record_scratch(self, size_bytes: int, site: str = SCRATCH_SITE) -> None:
         """Write scratch memory down, even none: at another size there may be some, and traces must stay aligned."""
         identity = self._next_identity
         self._next_identity += 1
-        self.on_allocate(identity, size_bytes, Category.TEMPORARY, SCRATCH_SITE)
+        self.on_allocate(identity, size_bytes, Category.TEMPORARY, site)
         self.on_free(identity, size_bytes, Category.TEMPORARY)
 
     def _spans_blocks(self, tensors: Any) -> bool:
@@ -506,6 +519,7 @@ class EventRecorder(StorageLedger):
 
     @override
     def _label_states(self, optimizer: torch.optim.Optimizer) -> None:
+        on_device = _with_steps_on_device(optimizer)
         for parameter, state in optimizer.state.items():
             entry = self._entry_of(parameter)
             block = OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
@@ -518,7 +532,7 @@ class EventRecorder(StorageLedger):
                 self.track(value, Category.OPTIMIZER_STATE)
                 self._assign(value, block)
                 self._name_after(parameter, value)
-                if self._host_scalars and value.dim() == 0:
+                if self._cuda is not None and value.dim() == 0 and id(parameter) not in on_device:
                     self._forget(value)
 
     def _is_paged(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: torch.Tensor) -> bool:
@@ -585,6 +599,12 @@ class EventRecorder(StorageLedger):
             phases=tuple(self._phases),
             between=np.array(self._between, dtype=np.int64),
         )
+
+
+def _with_steps_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Identities of the parameters whose count of steps is a tensor on their device."""
+    groups = (group for group in optimizer.param_groups if group.get("capturable") or group.get("fused"))
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def _retyped(result: Any, dtypes: tuple[str, ...]) -> Any:

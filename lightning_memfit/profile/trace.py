@@ -445,7 +445,10 @@ def _trace(
                 fold = plan.apply(clone) if plan else fold_blocks(clone, shorten)
             cuda = DeviceKind.of(emulation.device).emulated_dispatch
             recorder = EventRecorder(
-                fold.blocks, host_scalars=cuda, python_kernels=not cuda, wrappers=_wrappers() if ranks else ()
+                fold.blocks,
+                cuda=emulation.capability if cuda else None,
+                python_kernels=not cuda,
+                wrappers=_wrappers() if ranks else (),
             )
             own_batch, numbers = integers.fake_batch(batch), TensorAccess(integers.number_of, integers.set_number)
             settings = (options, techniques, others, make_optimizer, start_hooks, budget, outside)

@@ -37,6 +37,21 @@ def test_estimates_on_the_cpu_keep_their_bar() -> None:
     assert figures["under"] <= 0.01
 
 
+def test_estimates_for_cuda_keep_their_bar() -> None:
+    from benchmarks.estimator.table import summary
+
+    document = json.loads((ROOT / "benchmarks/results/estimator_cuda.json").read_text())
+    assert not [row["name"] for row in document["rows"] if "failed" in row]
+    allocated, reserved = (summary([row[f"error_{name}"] for row in document["rows"]]) for name in _FIGURES)
+    assert allocated["runs"] >= 49
+    assert allocated["max"] <= 0.005
+    assert reserved["median"] <= 0.001
+    assert reserved["under"] <= 0.03
+
+
+_FIGURES = ("allocated", "reserved")
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=lambda path: path.name)
 def test_every_result_names_its_command_and_versions(path: Path) -> None:
     document = json.loads(path.read_text())

@@ -6,10 +6,11 @@ from lightning_memfit.memory import GIB, MIB
 
 
 def test_torchs_default_workspaces(monkeypatch):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    assert runtime_memory((8, 6)).allocated_bytes == 2 * (2 * 4096 + 8 * 16) * 1024
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"):
+        monkeypatch.delenv(name, raising=False)
+    assert runtime_memory((8, 6)).allocated_bytes == 2 * (2 * 4096 + 8 * 16 + 1024) * 1024
     assert runtime_memory((9, 0)).workspace_bytes == 32 * MIB
-    assert runtime_memory((9, 0), training=False).allocated_bytes == 32 * MIB
+    assert runtime_memory((9, 0), training=False).allocated_bytes == 33 * MIB
     assert runtime_memory(None) == runtime_memory((9, 0))
 
 
@@ -18,6 +19,15 @@ def test_the_environment_decides(monkeypatch):
     assert runtime_memory((9, 0)).workspace_bytes == 128 * 1024
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "lots")
     with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG=lots"):
+        runtime_memory((9, 0))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "4096")
+    assert runtime_memory((9, 0)).lt_workspace_bytes == 4 * MIB
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
+    assert runtime_memory((9, 0)).lt_workspace_bytes == 0
+    monkeypatch.delenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "lots")
+    with pytest.raises(ValueError, match="CUBLASLT_WORKSPACE_SIZE=lots"):
         runtime_memory((9, 0))
 
 

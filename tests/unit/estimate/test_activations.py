@@ -34,15 +34,15 @@ def formula(recompute):
 
 
 def test_layer_as_the_paper_has_it():
-    # + 0.016: mean and reciprocal deviation of two layer norms
+    # + 0.031: mean and reciprocal deviation of two layer norms, which CUDA keeps in fp32
     assert formula("none") == 74
-    assert traced_layer("bf16-true", "eager", "none", "gelu") == pytest.approx(74.016, abs=0.001)
+    assert traced_layer("bf16-true", "eager", "none", "gelu") == pytest.approx(74.031, abs=0.001)
 
 
 def test_flash_attention_is_the_selective_case():
     # + 0.063: flash attention keeps its log-sum-exp in fp32, 4·a·s·b bytes
     assert formula("selective") == 34
-    assert traced_layer("bf16-true", "sdpa", "none", "gelu") == pytest.approx(34.078, abs=0.001)
+    assert traced_layer("bf16-true", "sdpa", "none", "gelu") == pytest.approx(34.094, abs=0.001)
 
 
 def test_checkpointed_layer_keeps_its_input():

@@ -128,6 +128,8 @@ def at_the_steps_peak(profile, category):
 def test_states_and_scratch_memory_agree_with_traces(name, precision):
     profile, family = traced(name, precision), optimizer_family(name)
     states = family.total_bytes(profile.parameters, CUDA_ROUNDING)
+    if name == "adamw_fused":  # its kernel reads the counts of steps, which are on the host for others
+        states += CUDA_ROUNDING * len(trained(profile.parameters))
     assert at_the_steps_peak(profile, Category.OPTIMIZER_STATE) == pytest.approx(states, abs=2048)  # 8-bit code tables
     weights = sum(-(-p.numel * p.itemsize // CUDA_ROUNDING) * CUDA_ROUNDING for p in trained(profile.parameters))
     scratch = (family.scratch_copies or 0) * weights

@@ -50,11 +50,12 @@ def test_limit_far_above_is_said_in_words():
 
 def test_what_the_table_has_beside_the_tensors_is_said(page):
     report = build_report(step_profile(), named_target("1GiB"))
-    allocated, workspaces = report.estimate.allocated_bytes, report.target.runtime.allocated_bytes
-    assert workspaces
-    assert f"The {format_bytes(allocated)} that the table has as allocated are this peak" in page
-    assert f"{format_bytes(workspaces)} of workspaces" in page
-    assert f"Peak of live tensors {format_bytes(allocated - workspaces)} in" in page
+    estimate = report.estimate
+    assert estimate.workspace_bytes
+    assert f"The {format_bytes(estimate.allocated_bytes)} that the table has as allocated are tensors" in page
+    assert f"{format_bytes(estimate.workspace_bytes)} of workspaces" in page
+    assert f"{format_bytes(estimate.spare_bytes)} to spare in blocks of the allocator" in page
+    assert f"Peak of live tensors {format_bytes(estimate.tensor_bytes)} in" in page
     assert "the table" not in render(build_report(step_profile(), Target("a card", "cuda", 300 * MIB)))
 
 

@@ -1,3 +1,5 @@
+import functools
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -76,8 +78,22 @@ def test_dropout_keeps_one_byte_per_element_on_cuda_and_a_float_on_the_cpu(fake)
     with CudaDispatch():
         assert saved_bytes(lambda: F.dropout(x, 0.1)) == 1000
         assert saved_bytes(lambda: nn.Dropout(0.1)(x)) == 1000
+        assert saved_bytes(lambda: torch.dropout(x, 0.1, True)) == 1000
         assert saved_bytes(lambda: F.dropout(x, 0.1, training=False)) == 0
+        assert F.dropout(x, 0.0) is x
+        assert saved_bytes(lambda: F.dropout(x, 1.0)) <= 8
     assert saved_bytes(lambda: F.dropout(x, 0.1)) >= 4000
+
+
+def test_dropout_inside_of_attention_keeps_one_byte_per_score(fake):
+    q = torch.randn(2, 4, 128, 64, requires_grad=True)
+    kept = {}
+    with CudaDispatch(attention="math"):
+        for dropout in (0.0, 0.1):
+            attention = functools.partial(F.scaled_dot_product_attention, q, q, q, dropout_p=dropout)
+            kept[dropout] = saved_bytes(attention)
+    scores = 2 * 4 * 128 * 128
+    assert kept[0.1] - kept[0.0] == scores + 4 * scores  # the mask, and what it leaves of the probabilities
 
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "math"])
@@ -173,13 +189,16 @@ def test_functions_that_were_imported_by_name_are_followed(fake):
 def test_the_functions_are_put_back_after_an_error():
     def fail():
         with CudaDispatch():
-            assert before[0] is not F.dropout
+            assert before[0] is not F.scaled_dot_product_attention
+            assert saved_bytes(lambda: torch.dropout(x, 0.1, True)) == 1000
             raise KeyError
 
-    before = [F.dropout, F.scaled_dot_product_attention, imported_by_name]
+    x = torch.randn(1000, requires_grad=True)
+    before = [F.scaled_dot_product_attention, imported_by_name]
     with pytest.raises(KeyError):
         fail()
-    assert before == [F.dropout, F.scaled_dot_product_attention, imported_by_name]
+    assert saved_bytes(lambda: torch.dropout(x, 0.1, True)) == 4000
+    assert before == [F.scaled_dot_product_attention, imported_by_name]
 
 
 def test_a_module_that_fails_leaves_nothing_patched():
@@ -187,10 +206,10 @@ def test_a_module_that_fails_leaves_nothing_patched():
         def training_step(self, batch, batch_idx):
             raise KeyError
 
-    before = [F.dropout, F.scaled_dot_product_attention, torch.tensor, torch.as_tensor]
+    before = [F.scaled_dot_product_attention, torch.tensor, torch.as_tensor]
     with pytest.raises(RuntimeError):
         trace_cpu(Fails(), batch())
-    assert before == [F.dropout, F.scaled_dot_product_attention, torch.tensor, torch.as_tensor]
+    assert before == [F.scaled_dot_product_attention, torch.tensor, torch.as_tensor]
     assert "numpy" not in vars(torch._subclasses.fake_tensor.FakeTensor)
 
 

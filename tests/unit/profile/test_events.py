@@ -5,6 +5,7 @@ import pytest
 
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.events import (
+    BOUNDED_SCRATCH_SITE,
     CATEGORIES,
     OUTSIDE,
     SCRATCH_SITE,
@@ -116,6 +117,13 @@ def test_the_replayed_peak_need_not_be_affine():
 def test_traces_of_other_structure_are_refused():
     with pytest.raises(AlignmentError, match="sizes 2 and 3"):
         fit_slopes(events_of([1, 2], [1, 1]), events_of([1, -1, 2], [1, 1]), 2, 3)
+
+
+def test_scratch_that_has_a_bound_does_not_grow_with_the_batch():
+    two, three = (events_of([1, 2, -2, -1], [10 * size, 30 * size]) for size in (2, 3))
+    names = {"site_names": ("layer | op", f"layer | {BOUNDED_SCRATCH_SITE}"), "sites": np.array([0, 1])}
+    events, slopes = fit_slopes(replace(two, **names), replace(three, **names), 2, 3)
+    assert at_size(events, slopes, 2, 32).sizes.tolist() == [320, 90]
 
 
 def test_small_storages_can_be_left_out():

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE
@@ -31,7 +32,7 @@ def recorded():
     torch.manual_seed(0)
     module = Four()
     optimizer = torch.optim.AdamW(module.parameters())
-    recorder = EventRecorder(tuple(module.blocks), host_scalars=True)
+    recorder = EventRecorder(tuple(module.blocks), cuda=(9, 0))
     recorder.track_module(module)
     recorder.track_optimizer(optimizer)
     x = torch.randn(4, 8)
@@ -156,3 +157,46 @@ def test_work_is_counted_by_phase_without_views():
     assert operators == {"forward": 3}  # ones, mm, relu_
     assert traffic == {"forward": a.nbytes + 2 * product.nbytes}  # written; read and written; the product has FLOPs
     assert recorder.flops()[0] == {"forward": 2 * 16 * 16 * 8}
+
+
+def test_cuda_allocates_the_mask_of_dropout_first():
+    x, made = torch.ones(2, 1000), {}
+    for as_cuda in (False, True):
+        with EventRecorder(cuda=(9, 0) if as_cuda else None) as recorder:
+            torch.native_dropout(x, 0.5, True)
+        made[as_cuda] = recorder.result().sizes.tolist()
+    assert made == {False: [8000, 2000], True: [2000, 8000]}
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.bfloat16, 4), (torch.float16, 4), (torch.float64, 8)])
+def test_cuda_keeps_statistics_of_16_bits_in_32(dtype, itemsize):
+    with FakeTensorMode():
+        x, weight = torch.empty(64, 32, dtype=dtype, requires_grad=True), torch.empty(32, dtype=dtype)
+        with EventRecorder(cuda=(9, 0)) as recorder:
+            kept = torch.native_layer_norm(x, [32], weight, weight, 1e-5)
+            kept[0].sum().backward()
+    assert recorder.result().sizes.tolist()[1:3] == [64 * itemsize] * 2
+    assert kept[0].dtype is x.grad.dtype is dtype
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps what Adam keeps, for any of its options: a CPU refuses some."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(weight)}
+
+
+@pytest.mark.parametrize(("options", "on_device"), [({}, 0), ({"fused": True}, 4), ({"capturable": True}, 4)])
+def test_counts_of_steps_are_on_the_device_where_its_kernel_reads_them(options, on_device):
+    optimizer = Counting([nn.Parameter(torch.ones(1000))], options)
+    recorder = EventRecorder(cuda=(9, 0))
+    recorder.track_optimizer(optimizer)
+    with recorder:
+        recorder.phase("step")
+        optimizer.step()
+    recorder.close()
+    events = recorder.result()
+    states = events.sizes[events.categories == CATEGORIES.index(Category.OPTIMIZER_STATE)]
+    assert states.tolist() == [on_device, 4000]
