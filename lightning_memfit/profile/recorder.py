@@ -541,7 +541,7 @@ class EventRecorder(StorageLedger):
         It does so with a state that has as many elements as its parameter, from 100,000 on
         (`Optimizer8bit.get_state_buffer` of bitsandbytes.optim.optimizer).
         """
-        pages = self._host_scalars and getattr(optimizer, "is_paged", False)
+        pages = self._cuda is not None and getattr(optimizer, "is_paged", False)
         return bool(pages) and state.shape == parameter.shape and state.numel() >= _LEAST_PAGED
 
     def _assign(self, tensor: torch.Tensor, block: int) -> None:
