@@ -41,6 +41,7 @@ from lightning_memfit.profile.fake import (
     initialized_at_once,
     transformers_not_tracing,
 )
+from lightning_memfit.profile.fake_mode import TracingFakeMode
 from lightning_memfit.profile.hooks import StartHooks, with_start_hooks
 from lightning_memfit.profile.integers import (
     ROUTINGS,
@@ -414,7 +415,7 @@ def _trace(
     limits: TraceLimits,
     ranks: Ranks | None,
 ) -> Trace:
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = TracingFakeMode(allow_non_fake_inputs=True)
     integers, budget = RealIntegers(fake_mode, assumed), Budget(limits)
     # A ledger of a run around this one, as where a plan is made within a measured step, must not count the fakes.
     with (
@@ -554,7 +555,7 @@ def built_shape(module: torch.nn.Module) -> torch.nn.Module:
     """
     if not _builds_itself(module):
         return module
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = TracingFakeMode(allow_non_fake_inputs=True)
     integers = RealIntegers(fake_mode)
     with one_at_a_time(), _disable_current_modes(), _explained(module, integers), trial(module):
         clone = fake_clone(module, fake_mode, None, integers.remember_counter)

@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.memory_zoo.modules import ZOO
 from benchmarks.memory_zoo.table import PAGE, RESULT, apart, page, summary
+from tests.helpers.strategy_launch import run_program
 
 SAMPLE = (
     "MSELoss",
@@ -43,22 +41,19 @@ SAMPLE = (
 )
 """Of every kind, and fast."""
 
-ROOT = Path(__file__).parents[2]
 CODE = """
-import json, os, sys
+import json, sys
 from benchmarks.memory_zoo.examine import examine
-os.chdir(sys.argv[1])
-print("ROWS " + json.dumps({name: examine(name) for name in json.loads(sys.argv[2])}))
+print("ROWS " + json.dumps({name: examine(name) for name in json.loads(sys.argv[1])}))
 """
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
     """In a process of its own, as others have read allocation events before."""
-    command = [sys.executable, "-c", CODE, str(tmp_path_factory.mktemp("empty")), json.dumps(SAMPLE)]
-    cache = str(tmp_path_factory.mktemp("cache"))
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEMFIT_CACHE": cache}
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    empty, cache = tmp_path_factory.mktemp("empty"), str(tmp_path_factory.mktemp("cache"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEMFIT_CACHE": cache}
+    done = run_program(CODE, json.dumps(SAMPLE), cwd=empty, env=environment, timeout=280)
     line = next((line for line in done.stdout.splitlines() if line.startswith("ROWS ")), "")
     assert line, done.stderr[-3000:]
     found: dict[str, dict[str, object]] = json.loads(line.removeprefix("ROWS "))

@@ -1,6 +1,7 @@
 """Run a function in one process per rank, and find out how and when each of them ends."""
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import random
@@ -10,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,7 @@ def run_ranks(
     which a rank has waited for a core doesn't count. What is killed says so in its output, and where it was.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    _import_what_ranks_did()
     port = free_port()
     context = multiprocessing.get_context("fork")
     begin = time.monotonic()
@@ -73,7 +76,25 @@ def run_ranks(
         os.kill(processes[rank].pid, signal.SIGKILL)
     for process in processes:
         process.join()
+    for names in folder.glob("imported-*.txt"):
+        _imported_by_ranks.update(names.read_text().split())
+        names.unlink()
     return [_ended(folder, rank, process.exitcode, ends.get(rank, seconds)) for rank, process in enumerate(processes)]
+
+
+_imported_by_ranks: set[str] = set()
+
+
+def _import_what_ranks_did() -> None:
+    """Import what earlier ranks imported of libraries that this process has: later ones are forked with it.
+
+    An engine of DeepSpeed takes a second for it, in every rank.
+    """
+    for name in sorted(_imported_by_ranks):
+        if name.partition(".")[0] in sys.modules:
+            with suppress(ImportError):
+                importlib.import_module(name)
+    _imported_by_ranks.clear()
 
 
 def _waited(process: Any) -> float:
@@ -116,12 +137,25 @@ def _run(function: Callable[..., Any], rank: int, world_size: int, port: int, fo
     num_ranks = world_size
     torch.set_num_threads(1)
     outcome = folder / f"outcome-{rank}.pt"
+    known = set(sys.modules)
     try:
         torch.save((function(*args), ""), outcome)
     except BaseException as error:
         torch.save((None, f"{type(error).__name__}: {error}"), outcome)
         traceback.print_exc()
         sys.stderr.flush()
+        _tell_imports(folder, rank, known)
         os._exit(1)
     sys.stdout.flush()
+    _tell_imports(folder, rank, known)
     os._exit(0)  # without the handlers of the process that it was forked from
+
+
+def _tell_imports(folder: Path, rank: int, known: set[str]) -> None:
+    """Leave the names of modules that a rank imported, where it didn't end in another folder or take it away."""
+    libraries = {name for name in sys.modules.keys() - known if name.partition(".")[0] in _LIBRARIES}
+    with suppress(OSError):
+        (folder / f"imported-{rank}.txt").write_text("\n".join(libraries))
+
+
+_LIBRARIES = ("deepspeed", "lightning", "sympy", "networkx", "torch", "torchmetrics", "transformers")

@@ -1,4 +1,4 @@
-"""Run the cases of `tests.helpers.strategy_runs` in one process per rank, and collect what they found."""
+"""Run programs, and the cases of `tests.helpers.strategy_runs` in one process per rank, and collect what they found."""
 
 import contextlib
 import json
@@ -7,8 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +36,11 @@ def launch(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     environment = _environment()
     if ranks > 1:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tests.helpers.preloaded"])
     processes = []
-    with _environment_of_server(environment):
-        for rank in range(ranks):
-            of_rank = {"NODE_RANK": "0", "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            processes.append(server.Process(target=_run, args=(folder, environment | of_rank)))
-            processes[-1].start()
+    for rank in range(ranks):
+        of_rank = {"NODE_RANK": "0", "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        log = folder / "log.txt"
+        processes.append(_forked(_run_cases, folder, environment | of_rank, log, log))
     end = time.monotonic() + SECONDS
     try:
         while any(process.is_alive() for process in processes) and time.monotonic() < end:
@@ -53,6 +53,37 @@ def launch(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)
             process.join()
     return _results(folder, [process.exitcode for process in processes])
+
+
+def run_program(
+    program: str, *arguments: str, cwd: Path, env: dict[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Do what `python -c PROGRAM ARGUMENTS` does, in a process that has imported the libraries, as `launch` does.
+
+    For programs of one process: it is not one that Lightning could start again.
+
+    Args:
+        program: Text of the program.
+        arguments: The rest of `sys.argv`.
+        cwd: The working directory, and the first entry of `sys.path`.
+        env: All of its environment.
+        timeout: Seconds until it is killed.
+
+    Raises:
+        subprocess.TimeoutExpired: If it was.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out.txt"), Path(folder, "err.txt")
+        process = _forked(_run_text, cwd, env, out, err, program, arguments)
+        try:
+            process.join(timeout)
+            if process.is_alive():
+                raise subprocess.TimeoutExpired(["python", "-c", program, *arguments], timeout, err.read_bytes())
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
 
 
 def launch_anew(folder: Path, cases: dict[str, dict[str, Any]], *command: str) -> dict[str, Any]:
@@ -110,17 +141,40 @@ def _environment_of_server(environment: dict[str, str]):
         os.environ.update(before)
 
 
-def _run(folder: Path, environment: dict[str, str]) -> None:
-    """In the process of a rank."""
+def _forked(
+    function: Callable[..., None], folder: Path, environment: dict[str, str], out: Path, err: Path, *arguments: Any
+) -> BaseProcess:
+    """Start a process that the server forks, and that calls a function as a new interpreter would run a program."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["tests.helpers.preloaded"])
+    with _environment_of_server(_environment()):
+        process = server.Process(target=_run, args=(function, folder, environment, out, err, arguments))
+        process.start()
+    return process
+
+
+def _run(
+    function: Callable[..., None], folder: Path, environment: dict[str, str], out: Path, err: Path, arguments: Any
+) -> None:
+    """In the process."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     # As a user's process has it: workers that a server of this process starts would import everything anew.
     multiprocessing.set_start_method("fork", force=True)
+    function(*arguments)
+
+
+def _run_cases() -> None:
     from tests.helpers.strategy_runs import main
 
-    main(str(folder / "cases.json"), str(folder / "results.json"))
+    main("cases.json", "results.json")
+
+
+def _run_text(program: str, arguments: tuple[str, ...]) -> None:
+    sys.argv = ["-c", *arguments]
+    sys.path.insert(0, "")
+    exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})

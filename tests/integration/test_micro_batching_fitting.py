@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from tests.helpers.fitting import Tagger
+from tests.helpers.strategy_launch import run_program
 from tests.helpers.trainers import difference, fit, fit_on_two_ranks, quiet_trainer
 
 LIMIT = "500KiB"
@@ -316,10 +316,7 @@ def test_killed_while_probing_leaves_no_files_and_the_next_run_starts_clean(tmp_
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", script, *arguments]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, timeout=120, check=False, capture_output=True, text=True
-        )
+        return run_program(script, *arguments, cwd=tmp_path, env=environment, timeout=120)
 
     untouched = run()
     assert run("killed").returncode == -signal.SIGKILL

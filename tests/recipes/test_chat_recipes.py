@@ -4,8 +4,6 @@ listed with figures that are still what an estimate says."""
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from cli.main import main
 from cli.recipe_files import SIZES, TASKS, available, resolve
 from cli.recipes import by_task_and_memory
 from lightning_memfit.estimate.architectures import known_configuration
+from tests.helpers.strategy_launch import run_program
 
 ROOT = Path(__file__).parents[2]
 RUN_ALL = """
@@ -38,8 +37,7 @@ def read(name):
 @pytest.mark.slow
 def test_each_runs_with_its_quick_override(tmp_path):
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", RUN_ALL, *TASKS]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=420)
+    run = run_program(RUN_ALL, *TASKS, cwd=tmp_path, env=environment, timeout=420)
     assert len(TASKS) == 10
     for name in TASKS:
         assert f"RESULT {name} 0" in run.stdout, run.stderr[-4000:]

@@ -11,6 +11,7 @@ import yaml
 from cli.recipe_files import available, resolve
 from lightning_memfit.estimate.architectures import ARCHITECTURES
 from tests.helpers.aio import needs_aio
+from tests.helpers.strategy_launch import run_program
 
 pytest.importorskip("deepspeed")
 ROOT = Path(__file__).parents[2]
@@ -34,10 +35,9 @@ def read(name):
 
 
 def run_all(folder, *names, **variables):
-    command = [sys.executable, "-c", RUN_ALL, *names]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     environment |= variables
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=420)
+    run = run_program(RUN_ALL, *names, cwd=folder, env=environment, timeout=420)
     for name in names:
         assert f"RESULT {name} 0" in run.stdout, run.stderr[-4000:]
         assert list((folder / "runs" / name).rglob("*.ckpt"))

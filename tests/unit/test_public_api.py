@@ -30,9 +30,12 @@ def public(base):
 
 
 def own_classes():
-    """Names of all classes that the package defines."""
-    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
-    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    """Names of all classes that the package defines; by the lines, as parsing it all takes seconds in every worker."""
+    return {
+        name
+        for path in PACKAGE.rglob("*.py")
+        for name in re.findall(r"^ *class (\w+)[(:]", path.read_text(), re.MULTILINE)
+    }
 
 
 def names_in_docs():
