@@ -46,6 +46,9 @@ class QuantizedWeights(TechniqueCallback):
             raise ValueError(f"`bits={bits}` must be 4 or 8.")
         if bits == 4:
             require("bitsandbytes", "QuantizedWeights")
+            # Not first within a trace: an error that this import catches and logs leads to the frames around it, and
+            # who keeps the log keeps their tensors.
+            import bitsandbytes.functional  # noqa: F401
         self.bits = bits
         self.target_modules = target_modules
         self._quantized: list[FrozenLinear] = []
