@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from benchmarks.micro_batching.compare import EarlyLimit, trainer_of
 from benchmarks.micro_batching.models import Case, Lit
-from benchmarks.micro_batching.record import write
+from benchmarks.micro_batching.record import write_aside
 from benchmarks.processes import Job, in_a_process, rows_of
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
@@ -198,23 +198,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--search-seconds", type=float, default=90.0, help="a search that takes longer is killed")
     parser.add_argument("--processes", type=int, default=1, help="true maxima looked for at a time (default: 1)")
     arguments = parser.parse_args(argv)
-    found, jobs = [], []
-    for search in searches(arguments.scale, arguments.device):  # one after the other, as they are timed
-        row = in_a_process(run, search, seconds=arguments.search_seconds)
-        print(row, flush=True)
-        if "failed" in row:
-            found.append(row)
-        else:
-            jobs.append(Job(hold, search, (row,)))
-    for row in rows_of(jobs, 2 * arguments.search_seconds, arguments.processes):
-        found.append(row)
-        print(row, flush=True)
-    order = [search.name for search in searches(arguments.scale, arguments.device)]
-    rows = sorted(found, key=lambda row: order.index(row["name"]))
     output = arguments.output or RESULTS / f"fitter_{arguments.device}.json"
-    write(output, {"device": arguments.device, "scale": arguments.scale, "rows": rows})
-    ours = [row for row in rows if row["name"].endswith("memfit")]
-    return int(any("failed" in row for row in rows) or any(row["fraction"] > 1 for row in ours))
+    chosen = searches(arguments.scale, arguments.device)
+    found: dict[str, dict[str, Any]] = {}
+
+    def keep(row: dict[str, Any]) -> None:
+        print(row, flush=True)
+        found[row["name"]] = row
+        rows = [found[search.name] for search in chosen if search.name in found]
+        write_aside(output, {"device": arguments.device, "scale": arguments.scale, "rows": rows})
+
+    for search in chosen:  # one after the other, as they are timed
+        keep(in_a_process(run, search, seconds=arguments.search_seconds))
+    jobs = [Job(hold, search, (found[search.name],)) for search in chosen if "failed" not in found[search.name]]
+    for row in rows_of(jobs, 2 * arguments.search_seconds, arguments.processes):
+        keep(row)
+    ours = [row for name, row in found.items() if name.endswith("memfit")]
+    return int(any("failed" in row for row in found.values()) or any(row["fraction"] > 1 for row in ours))
 
 
 if __name__ == "__main__":

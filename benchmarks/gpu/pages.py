@@ -83,7 +83,9 @@ def fitter(record: dict[str, Any] | None) -> str:
         else [
             row["name"],
             format_bytes(row["limit_bytes"]),
-            f"{row['largest']} of {row['true_maximum']} ({row['fraction']:.2f})",
+            f"{row['largest']} of {row['true_maximum']} ({row['fraction']:.2f})"
+            if "true_maximum" in row
+            else f"{row['largest']}, its maximum not looked for",
             str(row["steps"]),
             str(row["errors"]),
             f"{row['seconds']:.1f}",

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.micro_batching.compare import trainer_of
-from benchmarks.micro_batching.record import write
+from benchmarks.micro_batching.record import write_aside
 from benchmarks.processes import Job, in_a_process, rows_of
 from lightning_memfit.estimate.target import Target, host_target, live_target
 from lightning_memfit.memory.kind import synchronize
@@ -254,16 +254,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--case-seconds", type=float, default=60.0, help="a setting that takes longer is killed")
     parser.add_argument("--processes", type=int, default=1, help="predictions at a time (default: 1)")
     arguments = parser.parse_args(argv)
-    rows, failed = [], []
+    output = arguments.output or RESULTS / f"step_time_{arguments.device}.json"
+    rows, failed = list[dict[str, Any]](), list[dict[str, Any]]()
+    found: dict[str, Any] = {"rows": rows}
     for row in run(list(cases(arguments.scale, arguments.device)), arguments.case_seconds, arguments.processes):
         (failed if "failed" in row else rows).append(row)
         what = row.get("failed") or f"{row['seconds']:.4f} s, {sum(row['predicted'].values()):.4f} s by data sheet"
         print(f"{row['name']}: {what}", flush=True)
         if rows and arguments.learn and row is rows[-1]:
             CalibrationFile(row["rates"]).add(row["predicted"], row["seconds"])
-    found = compared(rows) if rows else {"rows": []}
-    output = arguments.output or RESULTS / f"step_time_{arguments.device}.json"
-    write(output, {"device": arguments.device, "scale": arguments.scale, **found, "failed": failed})
+        found = compared(rows) if rows else found
+        write_aside(output, {"device": arguments.device, "scale": arguments.scale, **found, "failed": failed})
     for name, error in found.get("median_error", {}).items():
         print(f"{name}: median error {error:.1%}, largest {found['largest_error'][name]:.1%}")
     return int(bool(failed) or not rows)

@@ -50,6 +50,11 @@ class Step:
         """The command with the folder in its place."""
         return [part.replace("{folder}", str(folder)) for part in self.command]
 
+    def is_done(self, row: dict[str, Any], folder: Path) -> bool:
+        """Whether it passed, and what it wrote for others is still there."""
+        is_there = not self.writes or Path(self.writes.replace("{folder}", str(folder))).exists()
+        return row.get("status") == "passed" and is_there
+
     def on_cpu(self) -> Step:
         """The step with its small command."""
         return replace(self, command=self.small, small=())
@@ -230,7 +235,7 @@ def run_suite(steps: Sequence[Step], folder: Path, minutes: float, again: bool =
     record = folder / "suite.json"
     known = {row["name"]: row for row in json.loads(record.read_text())} if record.exists() else {}
     ends = time.monotonic() + 60 * minutes
-    todo = [step for step in steps if again or known.get(step.name, {}).get("status") != "passed"]
+    todo = [step for step in steps if again or not step.is_done(known.get(step.name, {}), folder)]
     for group in ([step for step in todo if not step.timed], *([step] for step in todo if step.timed)):
         for step in group:
             left = time.monotonic() < ends

@@ -1,6 +1,7 @@
 """Write a benchmark's figures with what they depend on."""
 
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
@@ -31,3 +32,10 @@ def write(path: Path, figures: dict[str, Any]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def write_aside(path: Path, figures: dict[str, Any]) -> None:
+    """Write in a process of its own: asking a device for its name leaves a context, which can't be forked."""
+    process = multiprocessing.get_context("fork").Process(target=write, args=(path, figures))
+    process.start()
+    process.join()

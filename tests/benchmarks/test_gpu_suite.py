@@ -65,6 +65,9 @@ def test_a_file_that_is_not_overwritten_is_removed_before_the_step_runs_again(tm
     for again in (False, True):
         (row,) = run_suite((step,), tmp_path, minutes=1, again=again)
         assert row["status"] == "passed", row
+    (tmp_path / "plan.yaml").unlink()
+    run_suite((step,), tmp_path, minutes=1)
+    assert (tmp_path / "plan.yaml").exists(), "a step that passed elsewhere is run where its file is not"
 
 
 def test_the_answers_take_twenty_minutes_at_most() -> None:

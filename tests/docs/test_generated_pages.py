@@ -166,6 +166,20 @@ def test_readme_states_the_accuracy_that_was_measured() -> None:
     assert sentence in " ".join((ROOT / "README.md").read_text().split())
 
 
+def test_readme_states_what_was_measured_on_cuda() -> None:
+    from benchmarks.estimator.table import summary
+
+    rows = json.loads((ROOT / "benchmarks/results/estimator_cuda.json").read_text())["rows"]
+    allocated = summary([row["error_allocated"] for row in rows])
+    reserved = summary([row["error_reserved"] for row in rows])
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"Over {allocated['runs']} on an H200" in readme
+    assert (
+        f"it is {100 * allocated['median']:.3f} % of allocated memory, the largest {100 * allocated['max']:.2f} %, and "
+        f"{100 * reserved['median']:.2f} % and {100 * reserved['max']:.1f} % of reserved memory"
+    ) in readme
+
+
 def test_readme_shows_the_recorded_quickstart() -> None:
     from benchmarks.marks import insert
     from benchmarks.quickstart.run import RESULTS
