@@ -95,11 +95,29 @@ def fitter(record: dict[str, Any] | None) -> str:
     return _of(record) + _table(["search", "limit", "found", "steps", "errors", "seconds"], rows)
 
 
+def offload(record: dict[str, Any] | None) -> str:
+    """Predicted and measured memory of GPT-2 XL with its optimizer in host memory."""
+    if record is None:
+        return _NOT_YET
+    rows = [
+        [
+            row["what"],
+            f"{row['measured_gib']:.2f}",
+            f"{row['predicted_gib']:.2f}",
+            f"{row['predicted_gib'] / row['measured_gib'] - 1:+.1%}",
+        ]
+        for row in record["rows"]
+    ]
+    speed = f"\n{record['tokens_per_s']} tokens/s, {record['step_seconds']:.2f} s per optimizer step.\n"
+    return _of(record) + _table(["memory", "measured GiB", "predicted GiB", "error"], rows) + speed
+
+
 def page(folder: Path = FOLDER) -> str:
     """The whole page, from the suite's folder."""
     return (
         f"{_HEAD}\n## Step time\n{step_time(_read(folder / 'step_time_cuda.json'))}"
         f"\n## The largest batch\n{fitter(_read(folder / 'fitter_cuda.json'))}"
+        f"\n## GPT-2 XL, ZeRO-3 with the optimizer offloaded\n{offload(_read(folder / 'zero3_offload_cuda.json'))}"
         f"\n## Steps of the suite\n{steps(_read(folder / 'suite.json'))}"
     )
 
