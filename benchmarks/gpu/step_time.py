@@ -156,6 +156,8 @@ def run(chosen: Sequence[Case], seconds: float, processes: int) -> Iterator[dict
         seconds: A prediction or measurement that takes longer is killed.
         processes: Predictions at a time.
     """
+    with torch.device("meta"):
+        chosen[0].model.build().configure_model()  # imports here what every process would import again
     about = in_a_process(describe, chosen[0], seconds=seconds)
     if "failed" in about:
         yield about
