@@ -29,6 +29,24 @@ _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
+class ReachedRates:
+    """What training programs reach of a device's data sheet."""
+
+    flops: Mapping[str, float]
+    """FLOP/s of matrix products by dtype."""
+    bytes_per_s: float | None
+    """Of the device's memory."""
+    link_bytes_per_s: float | None
+    """Between the device and host memory, one direction."""
+
+
+_OF_FLOPS, _OF_FLOAT32, _OF_BANDWIDTH, _OF_LINK = 0.5, 0.75, 0.75, 0.8
+"""Shares of the data sheet's figures that training reaches: llm.c reports 49 % of an H100's FLOP/s in bfloat16.
+Products in float32 run on the vector units, which are easier to keep busy: GPT-2 and GPT-2 medium reached 75 to 80 % on
+an H200 (docs/benchmarks/gpu.md)."""
+
+
+@dataclass(frozen=True)
 class DeviceSpec:
     """One device. Unknown figures (for a bare size) are None or absent from `flops`."""
 
@@ -54,6 +72,15 @@ class DeviceSpec:
     def peer_bytes_per_s(self) -> float | None:
         """Bandwidth to the other devices of its machine over NVLink, one direction; None if they use the host link."""
         return _NVLINK.get(self.name)
+
+    def reached(self) -> ReachedRates:
+        """Rates to plan with as long as nothing was measured on the device."""
+        link, bandwidth = self.host_link_bytes_per_s, self.bandwidth_bytes_per_s
+        return ReachedRates(
+            {name: (_OF_FLOAT32 if name == "float32" else _OF_FLOPS) * rate for name, rate in self.flops.items()},
+            None if bandwidth is None else _OF_BANDWIDTH * bandwidth,
+            None if link is None else _OF_LINK * link,
+        )
 
     def flops_for(self, dtype: torch.dtype | str) -> float:
         """FLOP/s of matrix products in one dtype.

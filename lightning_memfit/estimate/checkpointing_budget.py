@@ -250,13 +250,8 @@ def _peak(events: EventList, rounding: int) -> tuple[int, int]:
     return int(live[peak]), events.breakdown_at(peak, rounding).get(Category.ACTIVATION)
 
 
-# --- rates: the catalogue's, reduced to the share that training programs reach ----------------------------------------
+# --- rates before anything was measured -------------------------------------------------------------------------------
 
-
-_OF_FLOPS = 0.5
-"""Share of the peak that matrix products of training reach (llm.c reports 49 % on an H100)."""
-_OF_BANDWIDTH = 0.75
-_OF_LINK = 0.8
 
 _UNKNOWN = "A100 80GB"
 """Used for devices that are not in the catalogue: a plan needs only the ratios of the rates."""
@@ -276,13 +271,10 @@ def device_rate(name: str, dtype: torch.dtype) -> ComputeRate:
     if spec.bandwidth_bytes_per_s is None or not spec.flops:
         spec = find_device(_UNKNOWN)
     kind = "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else str(dtype)
-    known = kind.removeprefix("torch.") in spec.flops
-    flops = spec.flops_for(kind) if known else spec.flops_for(torch.float32)
-    link = spec.host_link_bytes_per_s
-    assert spec.bandwidth_bytes_per_s is not None
-    return ComputeRate(
-        _OF_FLOPS * flops, _OF_BANDWIDTH * spec.bandwidth_bytes_per_s, None if link is None else _OF_LINK * link
-    )
+    reached = spec.reached()
+    assert reached.bytes_per_s is not None
+    flops = reached.flops.get(kind.removeprefix("torch."), reached.flops["float32"])
+    return ComputeRate(flops, reached.bytes_per_s, reached.link_bytes_per_s)
 
 
 def cpu_rate(dtype: torch.dtype) -> ComputeRate:

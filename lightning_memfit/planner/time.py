@@ -306,9 +306,6 @@ def _optimizer_seconds(step: Work, plain: ModelProfile, rates: Rates) -> float:
 # --- rates before anything was measured on a device ------------------------------------------------------------------
 
 
-_OF_FLOPS, _OF_BANDWIDTH, _OF_LINK = 0.5, 0.75, 0.8
-"""Shares of the data sheet's figures that training reaches (llm.c reports 49 % of the FLOPs on an H100)."""
-
 _CUDA_LAUNCH = 8e-6
 """Seconds of Python and dispatch per operator of an eager training step; about 5 in forward, 10 with autograd."""
 _CPU_LAUNCH = 8e-6
@@ -342,16 +339,15 @@ def device_rates(target: Target) -> Rates:
     """Rates of a CUDA device from the catalogue; a bare size uses the rates of a common card of that size."""
     known = _known(target.name)
     spec = known or _stand_in(target.capacity_bytes or 0)
-    assert spec.bandwidth_bytes_per_s is not None
-    link = spec.host_link_bytes_per_s
-    flops = {dtype: _OF_FLOPS * rate for dtype, rate in spec.flops.items()}
+    reached = spec.reached()
+    assert reached.bytes_per_s is not None
     return Rates(
         name=known.name if known is not None else target.name,
-        flops_per_s=flops,
-        bytes_per_s=_OF_BANDWIDTH * spec.bandwidth_bytes_per_s,
+        flops_per_s=dict(reached.flops),
+        bytes_per_s=reached.bytes_per_s,
         launch_seconds=_CUDA_LAUNCH,
         asynchronous=True,
-        link_bytes_per_s=None if link is None else _OF_LINK * link,
+        link_bytes_per_s=reached.link_bytes_per_s,
         disk_bytes_per_s=DISK_BYTES_PER_S,
         num_cores=_cores(),
         host_bytes_per_s=HOST_BYTES_PER_S,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_memfit.device.catalogue import DEVICES, find_device
+from lightning_memfit.device.catalogue import DEVICES, DeviceSpec, find_device
 from lightning_memfit.memory import GIB
 
 
@@ -89,3 +89,14 @@ def test_the_card_at_hand_is_described_rightly():
     spec = find_device(properties.name)
     assert spec.memory_bytes == pytest.approx(properties.total_memory, rel=0.02)
     assert spec.compute_capability == (properties.major, properties.minor)
+
+
+def test_training_reaches_a_share_of_the_data_sheet() -> None:
+    spec = find_device("H200")
+    reached = spec.reached()
+    assert {name: rate / spec.flops[name] for name, rate in reached.flops.items()} == {
+        name: 0.75 if name == "float32" else 0.5 for name in spec.flops
+    }
+    assert spec.bandwidth_bytes_per_s is not None
+    assert reached.bytes_per_s == 0.75 * spec.bandwidth_bytes_per_s
+    assert DeviceSpec("bare", 1 << 30).reached().bytes_per_s is None
