@@ -18,6 +18,7 @@ from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures, find_chain
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING
 from lightning_memfit.memory import Category, format_bytes
+from lightning_memfit.memory.float32_products import precision_on_cuda
 from lightning_memfit.profile.events import EventList
 from lightning_memfit.profile.trace import Trace, TraceError
 
@@ -270,7 +271,7 @@ def device_rate(name: str, dtype: torch.dtype) -> ComputeRate:
         spec = find_device(_UNKNOWN)
     if spec.bandwidth_bytes_per_s is None or not spec.flops:
         spec = find_device(_UNKNOWN)
-    kind = "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else str(dtype)
+    kind = "tf32" if dtype is torch.float32 and precision_on_cuda() == "tf32" else str(dtype)
     reached = spec.reached()
     assert reached.bytes_per_s is not None
     flops = reached.flops.get(kind.removeprefix("torch."), reached.flops["float32"])

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.measure.throughput import Throughput, count_samples, count_tokens
+from lightning_memfit.memory.float32_products import precision_on_cuda
 from lightning_memfit.memory.flops import FORMULAS
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.wrapping import wrap_method
@@ -173,4 +174,4 @@ def _dtype_of(precision: str) -> str:
         return "bfloat16"
     if precision.startswith("16"):
         return "float16"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    return "tf32" if precision_on_cuda() == "tf32" else "float32"

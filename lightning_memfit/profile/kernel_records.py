@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_memfit.memory.cache_files import checksum, default_cache_folder, is_own, tell_once
+from lightning_memfit.memory.float32_products import precisions_on_host
 from lightning_memfit.profile.fingerprint import describe_processor
 
 _FORMAT = 4
@@ -159,7 +160,7 @@ def _switches() -> tuple[object, ...]:
     """Settings of torch and the environment that decide which kernels run."""
     return (
         torch.backends.mkldnn.enabled,
-        torch.get_float32_matmul_precision(),
+        precisions_on_host(),
         torch.are_deterministic_algorithms_enabled(),
         os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE"),
     )

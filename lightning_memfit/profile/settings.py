@@ -165,6 +165,11 @@ def _attribute_of(owner: Any, name: str, names: tuple[str, ...] | None = None) -
     return _Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value), names)
 
 
+def _parts(backend: Any) -> Iterator[Any]:
+    """What of a backend has a precision for float32 of its own."""
+    yield from (part for name in ("matmul", "conv", "rnn") if (part := getattr(backend, name, None)) is not None)
+
+
 def _of_torch() -> Iterator[_Setting]:
     yield _by_function(torch.get_default_dtype, torch.set_default_dtype)
     yield _by_function(torch.get_num_threads, torch.set_num_threads)
@@ -179,6 +184,9 @@ def _of_torch() -> Iterator[_Setting]:
         yield _of_kind(torch.get_autocast_dtype, torch.set_autocast_dtype, kind)
     for name in ("enabled", "benchmark", "deterministic", "allow_tf32"):
         yield _attribute_of(torch.backends.cudnn, name)
+    backends: Any = torch.backends
+    for backend in (backends.cuda.matmul, *(part for one in (backends.cudnn, backends.mkldnn) for part in _parts(one))):
+        yield _attribute_of(backend, "fp32_precision")
     products = torch.backends.cuda.matmul
     for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
         yield _attribute_of(products, name)

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from lightning_memfit.memory.float32_products import products_kept
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import ReversibleCallback
 from lightning_memfit.techniques.core.cost import Cost
@@ -39,10 +40,9 @@ class TF32(ReversibleCallback):
 
     def switch(self) -> None:
         """Set the precision of matrix products until `restore`."""
-        before = torch.get_float32_matmul_precision()
-        self.on_restore(lambda: torch.set_float32_matmul_precision(before))
+        self.on_restore(products_kept())
         torch.set_float32_matmul_precision(self.precision)
-        self.announce(f"float32 matrix products in precision {self.precision!r}, {before!r} after the run")
+        self.announce(f"float32 matrix products in precision {self.precision!r}, and as before after the run")
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:

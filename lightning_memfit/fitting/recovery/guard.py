@@ -87,10 +87,10 @@ class StepGuard:
             start.take(self._is_risky(optimizer))
         else:
             calls = kwargs["closure"] = _Calls(closure, start, optimizer, lambda: self._is_risky(optimizer))
-            if absent_bytes(optimizer):  # a hook before the step fetches them, and forward needs their room
+        try:
+            if calls is not None and absent_bytes(optimizer):  # a hook before the step fetches them: forward needs room
                 calls()
                 calls.number = 0
-        try:
             return step(**kwargs)
         except Exception as error:
             self._check_repeatable(error, start, calls)

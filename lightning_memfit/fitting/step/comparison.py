@@ -40,6 +40,7 @@ from lightning_memfit.fitting.step.outputs import StepLogs
 from lightning_memfit.fitting.step.split import BatchSplitter, with_own_tensors
 from lightning_memfit.fitting.upstream.deepspeed import held_weight
 from lightning_memfit.measure.monitor import MemoryMonitor
+from lightning_memfit.memory.float32_products import exact_products
 
 _NUM_PROJECTIONS = 32
 _CHUNK = 1 << 18
@@ -403,13 +404,5 @@ def _without_autocast(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _exact_products() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    convolutions = torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-        torch.backends.cudnn.allow_tf32 = convolutions
+    with exact_products(), torch.compiler.set_stance("force_eager"):
+        yield

@@ -10,8 +10,15 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_memfit.device.limit import SimulatedDevice
+from lightning_memfit.fitting.recovery import guard as guard_module
 from lightning_memfit.fitting.recovery.guard import StepGuard
-from lightning_memfit.fitting.recovery.host_states import HostCopy, HostStates, absent_bytes, reason_to_stay
+from lightning_memfit.fitting.recovery.host_states import (
+    HostCopy,
+    HostStates,
+    absent_bytes,
+    fetch_states,
+    reason_to_stay,
+)
 from lightning_memfit.memory.host import is_on_host
 
 PLENTY = 1 << 30
@@ -137,6 +144,28 @@ def test_running_out_while_they_come_back_is_repeated_by_the_guard() -> None:
         optimizer._optimizer_step_pre_hooks.move_to_end(next(iter(optimizer._optimizer_step_pre_hooks)))
         optimizer.step(lambda: None)
     assert guard.num_retries >= 1
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+
+
+def test_running_out_as_they_come_back_after_the_closure_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, optimizer = made(torch.optim.AdamW)
+    plain, plain_optimizer = made(torch.optim.AdamW)
+    step(plain, plain_optimizer, 1)
+    HostStates(optimizer, PLENTY)
+    optimizer.zero_grad()
+    module(torch.randn(4, SIDE, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+    errors = [torch.OutOfMemoryError("CUDA out of memory.")]
+
+    def fetch_once_there_is_room(optimizer: torch.optim.Optimizer) -> None:
+        if errors:
+            raise errors.pop()
+        fetch_states(optimizer)
+
+    monkeypatch.setattr(guard_module, "fetch_states", fetch_once_there_is_room)
+    guard = StepGuard(None)
+    with guard(optimizer):
+        optimizer.step(lambda: None)
+    assert guard.num_retries == 1
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
 
 
