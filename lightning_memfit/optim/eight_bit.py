@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
@@ -258,7 +259,14 @@ class _Guarded(_Upstream):  # type: ignore[misc]
         if not p.numel():
             return
         where = p.data
-        super().update_step(group, p, gindex, pindex)
+        state = self.state[p]
+        number = int(state["step"])
+        try:
+            super().update_step(group, p, gindex, pindex)
+        finally:
+            if int(state["step"]) != number:
+                # Kernels write past torch, whose counters tell `StepGuard` and autograd that tensors have changed.
+                increment_version([p, *(value for value in state.values() if isinstance(value, Tensor))])
         if not where.is_contiguous():
             # bitsandbytes has moved it to contiguous memory, away from whatever else refers to its own.
             where.copy_(p.data)
