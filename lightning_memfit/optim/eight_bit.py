@@ -8,7 +8,7 @@ of them count. `check_states` makes sure that states have the promised width.
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_memfit.optim.optimizers import TORCH_SWITCHES, EightBitForm, optimizer_classes
+from lightning_memfit.optim.paging import drop_false_marks, is_marked, paged_buffer
 from lightning_memfit.optim.states import (
     BLOCK_SIZE,
     MOMENTS,
@@ -133,33 +134,44 @@ def _complaint(optimizer: Any, parameter: Tensor, key: str, found: Tensor | None
 
 
 def repage_states(optimizer: Any) -> int:
-    """Move the states of a paged optimizer back to paged memory after `load_state_dict`, which makes ordinary tensors.
+    """Page the states of a paged optimizer again where they have become ordinary tensors.
+
+    Loading and moving an optimizer's states to a device make such, and so does copying it. Those that bitsandbytes
+    doesn't page go to the device of their parameter.
 
     Returns:
-        Number of state tensors moved (0 on the CPU, where nothing is paged).
+        Number of state tensors moved to paged memory (0 on the CPU, where nothing is paged).
     """
-    moved = 0
-    for parameter, key, moment in list(_unpaged(optimizer)):
-        buffer = optimizer.get_state_buffer(parameter, dtype=moment.dtype)
-        if not getattr(buffer, "is_paged", False):
-            continue  # bitsandbytes pages nothing under 1e5 elements
-        buffer.copy_(moment)
-        optimizer.state[parameter][key] = buffer
-        moved += 1
-    return moved
-
-
-def _unpaged(optimizer: Any) -> Iterator[tuple[Tensor, str, Tensor]]:
     if not optimizer.is_paged:
-        return
+        return 0
+    drop_marks_of_copies(optimizer)
+    moved = 0
     for parameter, state in optimizer.state.items():
         for key in NUMBERED:
             moment = state.get(key)
-            # AdEMAMix stacks two moments in one tensor, for which it makes a buffer of its own.
-            if moment is None or parameter.device.type == "cpu" or moment.shape != parameter.shape:
+            if moment is None or parameter.device.type == "cpu" or is_marked(moment):
                 continue
-            if not getattr(moment, "is_paged", False):
-                yield parameter, key, moment
+            is_stacked = moment.dim() > parameter.dim()  # AdEMAMix has two moments in one tensor
+            make = optimizer._get_state_double_buffer if is_stacked else optimizer.get_state_buffer
+            buffer = make(parameter, dtype=moment.dtype)
+            if is_marked(buffer):
+                buffer.copy_(moment)
+                state[key] = buffer
+                moved += 1
+            elif moment.device != parameter.device:  # bitsandbytes pages nothing under 1e5 elements
+                state[key] = moment.to(parameter.device)
+    return moved
+
+
+def drop_marks_of_copies(optimizer: Any) -> None:
+    """Take marks of paged memory off states that are copies in ordinary memory."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    drop_false_marks(value for value in values if isinstance(value, Tensor))
+
+
+def check_again(optimizer: Any) -> None:
+    """Let an optimizer made by `to_bitsandbytes` check and page its states again before its next step."""
+    optimizer.checks.num_checked = 0
 
 
 def make_maps_fake(optimizer: Any) -> None:
@@ -276,8 +288,18 @@ class _Guarded(_Upstream):  # type: ignore[misc]
     def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         # Kernels walk through states in the order of a contiguous parameter.
         like = p if p.is_contiguous() else torch.empty_like(p, memory_format=torch.contiguous_format)
-        buffer: Tensor = super().get_state_buffer(like, dtype)
-        return buffer
+        return self._paged(p, p.shape, dtype, functools.partial(super().get_state_buffer, like, dtype))
+
+    def _get_state_double_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What AdEMAMix makes for two moments in one tensor."""
+        make = functools.partial(super()._get_state_double_buffer, p, dtype)
+        return self._paged(p, (2, *p.shape), dtype, make)
+
+    def _paged(
+        self, parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
+    ) -> Tensor:
+        is_paged = self.is_paged and parameter.device.type != "cpu"
+        return paged_buffer(shape, dtype, parameter.device, make) if is_paged else make()
 
     @override
     def state_dict(self) -> StateDict:
@@ -301,7 +323,8 @@ class _Guarded(_Upstream):  # type: ignore[misc]
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         super().load_state_dict(state_dict, move_to_device)
-        self.checks.num_checked = 0
+        drop_marks_of_copies(self)
+        check_again(self)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -311,6 +334,8 @@ class _Guarded(_Upstream):  # type: ignore[misc]
         for name, value in vars(self).items():
             if name != "step":  # a scheduler's layer, which would step the original
                 copied.__dict__[name] = value if name == "page_mng" else copy.deepcopy(value, memo)
+        drop_marks_of_copies(copied)
+        check_again(copied)
         return copied
 
     def _refuse(self) -> None:
@@ -338,7 +363,7 @@ def guarded(cls: type[Any]) -> type[Any]:
 
 
 class _Checks(OwnHook):
-    """Checks states that are new or were loaded, and pages the latter again: before and after a step.
+    """Checks states that are new or were loaded or copied, and pages the latter again: before and after a step.
 
     Not in the step, which `Float32Step` runs for stand-ins of the parameters.
     """

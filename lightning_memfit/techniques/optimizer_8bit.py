@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.extras import require
 from lightning_memfit.memory.wrapping import wrap_method
-from lightning_memfit.optim.eight_bit import convertible, embedding_parameters, to_bitsandbytes
+from lightning_memfit.optim.eight_bit import check_again, convertible, embedding_parameters, to_bitsandbytes
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.states import Resume
 from lightning_memfit.profile.record import ModelProfile
@@ -80,6 +80,7 @@ class Optimizer8bit(TechniqueCallback):
 
         def convert(optimizer: Optimizer) -> Optimizer:
             if self._is_done(optimizer):
+                check_again(optimizer)  # Lightning moves its states to the device, out of paged memory
                 return optimizer
             converted: Optimizer = to_bitsandbytes(
                 optimizer,
