@@ -169,9 +169,19 @@ def drop_marks_of_copies(optimizer: Any) -> None:
     drop_false_marks(value for value in values if isinstance(value, Tensor))
 
 
-def check_again(optimizer: Any) -> None:
-    """Let an optimizer made by `to_bitsandbytes` check and page its states again before its next step."""
-    optimizer.checks.num_checked = 0
+def check_again(optimizer: torch.optim.Optimizer) -> None:
+    """Check the states of an optimizer and page them again, after something has replaced them.
+
+    Args:
+        optimizer: Any; of those that `to_bitsandbytes` didn't make, nor wraps, nothing is checked.
+
+    Raises:
+        RuntimeError: If a state is none that was promised.
+    """
+    own: Any = getattr(optimizer, "wrapped", optimizer)
+    if is_converted(own):
+        own.checks.num_checked = 0
+        own.checks(own)
 
 
 def make_maps_fake(optimizer: Any) -> None:
@@ -324,7 +334,7 @@ class _Guarded(_Upstream):  # type: ignore[misc]
             state_dict = hook(self, state_dict) or state_dict
         super().load_state_dict(state_dict, move_to_device)
         drop_marks_of_copies(self)
-        check_again(self)
+        self.checks.num_checked = 0
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -335,7 +345,7 @@ class _Guarded(_Upstream):  # type: ignore[misc]
             if name != "step":  # a scheduler's layer, which would step the original
                 copied.__dict__[name] = value if name == "page_mng" else copy.deepcopy(value, memo)
         drop_marks_of_copies(copied)
-        check_again(copied)
+        copied.checks.num_checked = 0
         return copied
 
     def _refuse(self) -> None:

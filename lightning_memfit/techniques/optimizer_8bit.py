@@ -75,12 +75,21 @@ class Optimizer8bit(TechniqueCallback):
 
         self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
 
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Page states again: Lightning has moved those of a checkpoint, or of an earlier run, to the device.
+
+        Raises:
+            RuntimeError: If a state is none that was promised.
+        """
+        for optimizer in trainer.optimizers:
+            check_again(optimizer)
+
     def _convert_all(self, configured: Any, pl_module: pl.LightningModule) -> Any:
         kept = embedding_parameters(pl_module) if self.keep_32bit_embeddings else []
 
         def convert(optimizer: Optimizer) -> Optimizer:
             if self._is_done(optimizer):
-                check_again(optimizer)  # Lightning moves its states to the device, out of paged memory
                 return optimizer
             converted: Optimizer = to_bitsandbytes(
                 optimizer,

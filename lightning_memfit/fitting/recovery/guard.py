@@ -25,11 +25,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.host_states import absent_bytes, fetch_states
+from lightning_memfit.fitting.recovery.host_states import absent_bytes, fetch_states, paged_bytes
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot
-from lightning_memfit.fitting.size.device_memory import DeviceMemory
+from lightning_memfit.fitting.size.device_memory import DeviceMemory, limit_beside
 from lightning_memfit.memory.wrapping import own_attribute
 
 _STEPS_BETWEEN_CHECKS = 16
@@ -191,7 +191,7 @@ class StepGuard:
         if self._memory is None:
             return False
         sizes = [parameter.nbytes for parameter in _parameters(optimizer) if parameter.grad is not None]
-        free_bytes = self._memory.limit_bytes - self._memory.live_bytes
+        free_bytes = limit_beside(self._memory, paged_bytes(optimizer)) - self._memory.live_bytes
         return free_bytes < 2 * int(sum(sizes)) + absent_bytes(optimizer)
 
 

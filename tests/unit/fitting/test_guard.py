@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_memfit.device.limit import SimulatedDevice
 from lightning_memfit.fitting.recovery.guard import StepGuard
+from lightning_memfit.fitting.size.device_memory import CudaMemory
 from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.rounding import Stochastic
@@ -369,3 +370,32 @@ def test_the_first_step_of_a_second_optimizer_is_copied(monkeypatch: pytest.Monk
             with guard(optimizer):
                 optimizer.step(lambda: None)
     assert copies == optimizers
+
+
+@pytest.mark.parametrize(("fraction", "num_copies"), [(1.0, 1), (0.1, 3)])
+def test_paged_states_on_the_card_leave_it_under_pressure(
+    fraction: float, num_copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver counts them as used, for which every step was copied; a fraction that is used up is another matter."""
+    past_torch(monkeypatch, set())
+    for name, value in {
+        "mem_get_info": (100, 40960),
+        "get_per_process_memory_fraction": fraction,
+        "memory_reserved": 4096,
+        "memory_allocated": 4096,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    copies: list[Any] = []
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.guard.OptimizerSnapshot", copies.append)
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.guard._STEPS_BETWEEN_CHECKS", 1)
+    parameter = nn.Parameter(torch.zeros(4096))
+    optimizer, guard = bitsandbytes.optim.AdamW([parameter]), StepGuard(CudaMemory(torch.device("cpu")))
+    optimizer.prefetch_state = lambda _: None
+    for _ in range(3):
+        parameter.grad = torch.ones_like(parameter)
+        with guard(optimizer):
+            optimizer.step(lambda: None)
+        for key in ("state1", "state2"):
+            optimizer.state[parameter][key].is_paged = True
+        optimizer.is_paged = True
+    assert len(copies) == num_copies

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import pytest
@@ -121,6 +122,7 @@ def test_copies_are_not_marked_as_paged_and_are_paged_again(way, original, alloc
 
 
 def test_a_second_fit_pages_states_that_lightning_has_moved(allocated):
+    """Before forward, which may need the room on the card."""
     callback, module = Optimizer8bit(paged=True), nn.Linear(1, 1)
     optimizer = callback._convert_all(torch.optim.AdamW([nn.Parameter(torch.empty(SHAPE, device="meta"))]), module)
     state = make_states(optimizer, 7)
@@ -128,7 +130,7 @@ def test_a_second_fit_pages_states_that_lightning_has_moved(allocated):
     for key in KEYS:
         state[key] = state[key].clone()  # as `_optimizers_to_device` does on CUDA
     assert callback._convert_all(optimizer, module) is optimizer
-    optimizer.checks(optimizer)
+    callback.on_train_start(SimpleNamespace(optimizers=[optimizer]), module)
     assert all(state[key].is_paged and state[key].eq(7).all() for key in KEYS)
     assert sum(allocated) == NUM_BYTES
 
