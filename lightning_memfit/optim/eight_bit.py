@@ -169,6 +169,16 @@ def drop_marks_of_copies(optimizer: Any) -> None:
     drop_false_marks(value for value in values if isinstance(value, Tensor))
 
 
+def _stepped(optimizer: torch.optim.Optimizer) -> Any:
+    return getattr(optimizer, "wrapped", optimizer)
+
+
+def is_paged(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `to_bitsandbytes` has made an optimizer, or the one that it wraps, with paged states."""
+    own = _stepped(optimizer)
+    return is_converted(own) and bool(own.is_paged)
+
+
 def check_again(optimizer: torch.optim.Optimizer) -> None:
     """Check the states of an optimizer and page them again, after something has replaced them.
 
@@ -178,7 +188,7 @@ def check_again(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         RuntimeError: If a state is none that was promised.
     """
-    own: Any = getattr(optimizer, "wrapped", optimizer)
+    own = _stepped(optimizer)
     if is_converted(own):
         own.checks.num_checked = 0
         own.checks(own)
@@ -328,15 +338,29 @@ class _Guarded(_Upstream):  # type: ignore[misc]
 
     @override
     def load_state_dict(self, state_dict: StateDict, move_to_device: bool = True) -> None:
-        """Load what this optimizer or one of its family has saved, and run torch's hooks as torch does."""
+        """Load what this optimizer or one of its family has saved, and run torch's hooks as torch does.
+
+        States that will be paged go from where they are to paged memory, one at a time: the device may lack the room.
+        """
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        super().load_state_dict(state_dict, move_to_device)
+        stays_paged = move_to_device and self.is_paged
+        super().load_state_dict(state_dict, move_to_device and not stays_paged)
         drop_marks_of_copies(self)
+        if stays_paged:
+            repage_states(self)
+            self._move_others()
         self.checks.num_checked = 0
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def _move_others(self) -> None:
+        """Move what bitsandbytes doesn't page to the devices of the parameters, as its own loading does."""
+        for parameter, state in self.state.items():
+            for key in self.non_castable_tensor_keys & state.keys():
+                if not is_marked(state[key]):
+                    state[key] = state[key].to(parameter.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy everything; torch's optimizers leave out attributes that bitsandbytes needs."""

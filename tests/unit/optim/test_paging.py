@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import bitsandbytes as bnb
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from lightning_memfit.optim.eight_bit import to_bitsandbytes
@@ -133,6 +134,33 @@ def test_a_second_fit_pages_states_that_lightning_has_moved(allocated):
     callback.on_train_start(SimpleNamespace(optimizers=[optimizer]), module)
     assert all(state[key].is_paged and state[key].eq(7).all() for key in KEYS)
     assert sum(allocated) == NUM_BYTES
+
+
+def test_states_of_a_checkpoint_stay_off_the_card(allocated, monkeypatch):
+    optimizer = paged()
+    (parameter,) = optimizer.param_groups[0]["params"]
+    state = make_states(optimizer, 7)
+    for key in ("absmax1", "absmax2", "qmap1", "qmap2"):
+        state[key] = torch.zeros(state[key].shape)
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed = paged()
+    strategy = SingleDeviceStrategy("meta")
+    strategy.optimizers = [resumed]
+    model, callback = nn.Linear(1, 1), Optimizer8bit(paged=True)
+    model.configure_optimizers = lambda: resumed
+    callback.apply(SimpleNamespace(strategy=strategy), model)
+    moved = []
+    to = torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, *args, **kwargs: moved.append(self) or to(self, *args, **kwargs)
+    )
+    strategy.load_optimizer_state_dict({"optimizer_states": [saved]})
+    assert not any(tensor.shape == SHAPE for tensor in moved)
+    loaded_state = state_of(resumed)
+    assert all(loaded_state[key].is_paged and loaded_state[key].eq(7).all() for key in KEYS)
+    assert loaded_state["absmax1"].device == loaded_state["qmap2"].device == parameter.device
+    callback.restore()
+    assert "load_optimizer_state_dict" not in vars(strategy)
 
 
 def test_upstream_still_has_what_is_used_of_it():
