@@ -8,18 +8,20 @@ of them count. `check_states` makes sure that states have the promised width.
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_memfit.optim.optimizers import TORCH_SWITCHES, EightBitForm, optimizer_classes
+from lightning_memfit.optim.paging import drop_false_marks, is_marked, paged_buffer
 from lightning_memfit.optim.states import (
     BLOCK_SIZE,
     MOMENTS,
@@ -132,33 +134,64 @@ def _complaint(optimizer: Any, parameter: Tensor, key: str, found: Tensor | None
 
 
 def repage_states(optimizer: Any) -> int:
-    """Move the states of a paged optimizer back to paged memory after `load_state_dict`, which makes ordinary tensors.
+    """Page the states of a paged optimizer again where they have become ordinary tensors.
+
+    Loading and moving an optimizer's states to a device make such, and so does copying it. Those that bitsandbytes
+    doesn't page go to the device of their parameter.
 
     Returns:
-        Number of state tensors moved (0 on the CPU, where nothing is paged).
+        Number of state tensors moved to paged memory (0 on the CPU, where nothing is paged).
     """
-    moved = 0
-    for parameter, key, moment in list(_unpaged(optimizer)):
-        buffer = optimizer.get_state_buffer(parameter, dtype=moment.dtype)
-        if not getattr(buffer, "is_paged", False):
-            continue  # bitsandbytes pages nothing under 1e5 elements
-        buffer.copy_(moment)
-        optimizer.state[parameter][key] = buffer
-        moved += 1
-    return moved
-
-
-def _unpaged(optimizer: Any) -> Iterator[tuple[Tensor, str, Tensor]]:
     if not optimizer.is_paged:
-        return
+        return 0
+    drop_marks_of_copies(optimizer)
+    moved = 0
     for parameter, state in optimizer.state.items():
         for key in NUMBERED:
             moment = state.get(key)
-            # AdEMAMix stacks two moments in one tensor, for which it makes a buffer of its own.
-            if moment is None or parameter.device.type == "cpu" or moment.shape != parameter.shape:
+            if moment is None or parameter.device.type == "cpu" or is_marked(moment):
                 continue
-            if not getattr(moment, "is_paged", False):
-                yield parameter, key, moment
+            is_stacked = moment.dim() > parameter.dim()  # AdEMAMix has two moments in one tensor
+            make = optimizer._get_state_double_buffer if is_stacked else optimizer.get_state_buffer
+            buffer = make(parameter, dtype=moment.dtype)
+            if is_marked(buffer):
+                buffer.copy_(moment)
+                state[key] = buffer
+                moved += 1
+            elif moment.device != parameter.device:  # bitsandbytes pages nothing under 1e5 elements
+                state[key] = moment.to(parameter.device)
+    return moved
+
+
+def drop_marks_of_copies(optimizer: Any) -> None:
+    """Take marks of paged memory off states that are copies in ordinary memory."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    drop_false_marks(value for value in values if isinstance(value, Tensor))
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> Any:
+    return getattr(optimizer, "wrapped", optimizer)
+
+
+def is_paged(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `to_bitsandbytes` has made an optimizer, or the one that it wraps, with paged states."""
+    own = _stepped(optimizer)
+    return is_converted(own) and bool(own.is_paged)
+
+
+def check_again(optimizer: torch.optim.Optimizer) -> None:
+    """Check the states of an optimizer and page them again, after something has replaced them.
+
+    Args:
+        optimizer: Any; of those that `to_bitsandbytes` didn't make, nor wraps, nothing is checked.
+
+    Raises:
+        RuntimeError: If a state is none that was promised.
+    """
+    own = _stepped(optimizer)
+    if is_converted(own):
+        own.checks.num_checked = 0
+        own.checks(own)
 
 
 def make_maps_fake(optimizer: Any) -> None:
@@ -258,7 +291,14 @@ class _Guarded(_Upstream):  # type: ignore[misc]
         if not p.numel():
             return
         where = p.data
-        super().update_step(group, p, gindex, pindex)
+        state = self.state[p]
+        number = int(state["step"])
+        try:
+            super().update_step(group, p, gindex, pindex)
+        finally:
+            if int(state["step"]) != number:
+                # Kernels write past torch, whose counters tell `StepGuard` and autograd that tensors have changed.
+                increment_version([p, *(value for value in state.values() if isinstance(value, Tensor))])
         if not where.is_contiguous():
             # bitsandbytes has moved it to contiguous memory, away from whatever else refers to its own.
             where.copy_(p.data)
@@ -268,8 +308,18 @@ class _Guarded(_Upstream):  # type: ignore[misc]
     def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         # Kernels walk through states in the order of a contiguous parameter.
         like = p if p.is_contiguous() else torch.empty_like(p, memory_format=torch.contiguous_format)
-        buffer: Tensor = super().get_state_buffer(like, dtype)
-        return buffer
+        return self._paged(p, p.shape, dtype, functools.partial(super().get_state_buffer, like, dtype))
+
+    def _get_state_double_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What AdEMAMix makes for two moments in one tensor."""
+        make = functools.partial(super()._get_state_double_buffer, p, dtype)
+        return self._paged(p, (2, *p.shape), dtype, make)
+
+    def _paged(
+        self, parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
+    ) -> Tensor:
+        is_paged = self.is_paged and parameter.device.type != "cpu"
+        return paged_buffer(shape, dtype, parameter.device, make) if is_paged else make()
 
     @override
     def state_dict(self) -> StateDict:
@@ -288,14 +338,29 @@ class _Guarded(_Upstream):  # type: ignore[misc]
 
     @override
     def load_state_dict(self, state_dict: StateDict, move_to_device: bool = True) -> None:
-        """Load what this optimizer or one of its family has saved, and run torch's hooks as torch does."""
+        """Load what this optimizer or one of its family has saved, and run torch's hooks as torch does.
+
+        States that will be paged go from where they are to paged memory, one at a time: the device may lack the room.
+        """
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        super().load_state_dict(state_dict, move_to_device)
+        stays_paged = move_to_device and self.is_paged
+        super().load_state_dict(state_dict, move_to_device and not stays_paged)
+        drop_marks_of_copies(self)
+        if stays_paged:
+            repage_states(self)
+            self._move_others()
         self.checks.num_checked = 0
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def _move_others(self) -> None:
+        """Move what bitsandbytes doesn't page to the devices of the parameters, as its own loading does."""
+        for parameter, state in self.state.items():
+            for key in self.non_castable_tensor_keys & state.keys():
+                if not is_marked(state[key]):
+                    state[key] = state[key].to(parameter.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy everything; torch's optimizers leave out attributes that bitsandbytes needs."""
@@ -303,6 +368,8 @@ class _Guarded(_Upstream):  # type: ignore[misc]
         for name, value in vars(self).items():
             if name != "step":  # a scheduler's layer, which would step the original
                 copied.__dict__[name] = value if name == "page_mng" else copy.deepcopy(value, memo)
+        drop_marks_of_copies(copied)
+        copied.checks.num_checked = 0
         return copied
 
     def _refuse(self) -> None:
@@ -330,7 +397,7 @@ def guarded(cls: type[Any]) -> type[Any]:
 
 
 class _Checks(OwnHook):
-    """Checks states that are new or were loaded, and pages the latter again: before and after a step.
+    """Checks states that are new or were loaded or copied, and pages the latter again: before and after a step.
 
     Not in the step, which `Float32Step` runs for stand-ins of the parameters.
     """

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.optim.gradient_release import refuse_coupled
+from lightning_memfit.optim.paging import mark_like
 from lightning_memfit.optim.rounding import Rounding, generator_for
 from lightning_memfit.optim.states import BLOCK_SIZE, FLOAT32_STEP, refuse_shapes
 from lightning_memfit.optim.steps import refuse_sparse, run_closure, step_below_hooks
@@ -107,23 +108,15 @@ class Piece:
         if self._span is None or not isinstance(value, Tensor):
             return value
         if value.shape == self.parameter.shape:
-            return _as_paged(self._cut(value), value)
+            return mark_like(self._cut(value), value)
         if key.startswith(_PER_BLOCK):
-            return _as_paged(value[self._span.start // BLOCK_SIZE : -(-self._span.stop // BLOCK_SIZE)], value)
+            return mark_like(value[self._span.start // BLOCK_SIZE : -(-self._span.stop // BLOCK_SIZE)], value)
         return value.clone() if value.dim() == 0 else value
 
     def _is_part(self, key: str, value: Any) -> bool:
         if self._span is None or not isinstance(value, Tensor):
             return False
         return value.shape == (self.num_elements,) or key.startswith(_PER_BLOCK)
-
-
-def _as_paged(part: Tensor, whole: Tensor) -> Tensor:
-    """Mark a part as bitsandbytes marks the whole: without it, memory that CUDA pages is taken for the host's."""
-    for mark in ("is_paged", "page_deviceid"):
-        if hasattr(whole, mark):
-            setattr(part, mark, getattr(whole, mark))
-    return part
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------

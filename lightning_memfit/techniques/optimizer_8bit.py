@@ -1,18 +1,24 @@
 """`Optimizer8bit`: the module's own optimizer with 8-bit states."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.extras import require
 from lightning_memfit.memory.wrapping import wrap_method
-from lightning_memfit.optim.eight_bit import convertible, embedding_parameters, to_bitsandbytes
+from lightning_memfit.optim.eight_bit import (
+    check_again,
+    convertible,
+    embedding_parameters,
+    is_paged,
+    to_bitsandbytes,
+)
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.states import Resume
 from lightning_memfit.profile.record import ModelProfile
@@ -73,7 +79,22 @@ class Optimizer8bit(TechniqueCallback):
         def configure(inner: Callable[[], Any]) -> Any:
             return self._convert_all(inner(), pl_module)
 
+        def load(inner: Callable[..., Any], checkpoint: Any) -> None:
+            _load_paged(trainer.strategy, inner, checkpoint)
+
         self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
+        if self.paged and type(trainer.strategy).load_optimizer_state_dict is Strategy.load_optimizer_state_dict:
+            self.on_restore(wrap_method(trainer.strategy, "load_optimizer_state_dict", load))
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Page states again: Lightning has moved those of an earlier run to the device.
+
+        Raises:
+            RuntimeError: If a state is none that was promised.
+        """
+        for optimizer in trainer.optimizers:
+            check_again(optimizer)
 
     def _convert_all(self, configured: Any, pl_module: pl.LightningModule) -> Any:
         kept = embedding_parameters(pl_module) if self.keep_32bit_embeddings else []
@@ -104,6 +125,25 @@ class Optimizer8bit(TechniqueCallback):
         usual = {"paged": False, "keep_32bit_embeddings": True, "min_8bit_size": 4096, "bits": 8}
         given = {key: getattr(self, key) for key, value in usual.items() if getattr(self, key) != value}
         return f"Optimizer8bit({', '.join(f'{key}={value}' for key, value in given.items())})"
+
+
+def _load_paged(strategy: Strategy, inner: Callable[[Any], Any], checkpoint: Mapping[str, Any]) -> None:
+    """Load states of paged optimizers without Lightning, which would move them to the device: it may lack the room."""
+    optimizers = strategy.optimizers
+    pairs = list(zip(optimizers, checkpoint["optimizer_states"], strict=False))
+    others = [(optimizer, states) for optimizer, states in pairs if not is_paged(optimizer)]
+    if len(others) == len(pairs):
+        inner(checkpoint)
+        return
+    for optimizer, states in pairs:
+        if is_paged(optimizer):
+            optimizer.load_state_dict(states)
+    if others:
+        strategy.optimizers = [optimizer for optimizer, _ in others]
+        try:
+            inner({**checkpoint, "optimizer_states": [states for _, states in others]})
+        finally:
+            strategy.optimizers = optimizers
 
 
 def _summary(optimizer: Any) -> str:

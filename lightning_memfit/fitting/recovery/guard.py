@@ -6,6 +6,10 @@ copy in host memory was taken before. The copy is taken when the risk is real: b
 the states, and while less memory is free than a step may need for its temporaries. A step that fails midway without a
 copy leaves weights that nobody should train on, and the error says so.
 
+Kernels that are called past torch (bitsandbytes', DeepSpeed's) leave version counters as they are. Whether counters
+tell what an optimizer writes is seen from its completed steps; where they don't, a step that fails without a copy
+counts as one that has changed something.
+
 A step calls its closure when and as often as it likes: most do once at the start, LBFGS and SAM again at other weights.
 Each call computes, except that a repeated step gets from its first call what the failed one got.
 """
@@ -14,17 +18,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.host_states import absent_bytes, fetch_states
+from lightning_memfit.fitting.recovery.host_states import absent_bytes, fetch_states, paged_bytes
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot
-from lightning_memfit.fitting.size.device_memory import DeviceMemory
+from lightning_memfit.fitting.size.device_memory import DeviceMemory, limit_beside
 from lightning_memfit.memory.wrapping import own_attribute
 
 _STEPS_BETWEEN_CHECKS = 16
@@ -50,6 +55,8 @@ class StepGuard:
         self._is_first = True
         self._in_trial = False
         self._guarded: _Guarded | None = None
+        self._are_counted: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        """Optimizers with completed steps, and whether version counters tell what they write."""
         self.num_retries = 0
 
     def __call__(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -78,10 +85,10 @@ class StepGuard:
 
         Raises:
             torch.OutOfMemoryError: If memory runs out in every retry; weights and states are those before the step.
-            MemoryExhausted: If memory ran out after some weights had changed, and there is no copy, or after the step
-                had called its closure more than once.
+            MemoryExhausted: If memory ran out after some weights may have changed, and there is no copy, or after the
+                step had called its closure more than once.
         """
-        start = _Start(optimizer)
+        start = _Start(optimizer, self._are_counted.get(optimizer, False))
         calls = None
         if closure is None:
             start.take(self._is_risky(optimizer))
@@ -91,10 +98,15 @@ class StepGuard:
             if calls is not None and absent_bytes(optimizer):  # a hook before the step fetches them: forward needs room
                 calls()
                 calls.number = 0
-            return step(**kwargs)
+            result = step(**kwargs)
         except Exception as error:
             self._check_repeatable(error, start, calls)
             failure = error
+        else:
+            are_counted = start.are_writes_counted()
+            if are_counted is not None:
+                self._are_counted[optimizer] = are_counted
+            return result
         self._steps_to_check = 0
         return self._repeat(optimizer, partial(step, **kwargs), failure, start, calls)
 
@@ -118,14 +130,16 @@ class StepGuard:
                 "Memory ran out in an `optimizer.step` that calls its closure more than once, which can't be repeated; "
                 f"{state} with a smaller optimizer state, `foreach=False` or less memory in use."
             ) from error
-        if start.snapshot is None and start.has_changed:
+        if start.snapshot is None and start.may_have_changed:
             raise MemoryExhausted(
-                "Memory ran out in the middle of `optimizer.step`, some weights are updated and some are not. Resume "
+                "Memory ran out in the middle of `optimizer.step`, some weights may be updated and some not. Resume "
                 "from the last checkpoint with a smaller optimizer state, `foreach=False` or less memory in use."
             ) from error
 
     def _is_risky(self, optimizer: Optimizer) -> bool:
-        return self._in_trial or self._check(optimizer)
+        if self._in_trial or self._check(optimizer):
+            return True
+        return optimizer not in self._are_counted and any(p.grad is not None for p in _parameters(optimizer))
 
     def _repeat(
         self,
@@ -176,8 +190,8 @@ class StepGuard:
     def _lacks_memory(self, optimizer: Optimizer) -> bool:
         if self._memory is None:
             return False
-        sizes = [p.nbytes for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        free_bytes = self._memory.limit_bytes - self._memory.live_bytes
+        sizes = [parameter.nbytes for parameter in _parameters(optimizer) if parameter.grad is not None]
+        free_bytes = limit_beside(self._memory, paged_bytes(optimizer)) - self._memory.live_bytes
         return free_bytes < 2 * int(sum(sizes)) + absent_bytes(optimizer)
 
 
@@ -186,29 +200,65 @@ class _Start:
 
     Args:
         optimizer: The optimizer, whose step is about to begin.
+        is_watched: Whether version counters are known to tell what it writes.
 
     Attributes:
         snapshot: A copy of that state; None if none was taken.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, is_watched: bool) -> None:
         self._optimizer = optimizer
+        self._is_watched = is_watched
         self._num_writes = _num_writes(optimizer)
         self._versions: list[int] | None = None
+        self._to_step: list[tuple[torch.Tensor, int, dict[str, tuple[int, int]]]] = []
         self.snapshot: OptimizerSnapshot | None = None
 
     @property
     def has_changed(self) -> bool:
-        """Whether the step has written to weights or states."""
+        """Whether the step has written to weights or states, as far as version counters tell."""
         if self._versions is None:
             return _num_writes(self._optimizer) != self._num_writes
         return _versions(self._optimizer) != self._versions
+
+    @property
+    def may_have_changed(self) -> bool:
+        """The same, or it may have written past version counters since the state was taken."""
+        return self.has_changed or (self._versions is not None and not self._is_watched)
 
     def take(self, is_risky: bool) -> None:
         """Note the state, and copy it if the step may fail."""
         self.snapshot = _copied(self._optimizer) if is_risky else None
         if self.snapshot is None:
             self._versions = _versions(self._optimizer)
+        if not self._is_watched:
+            self._to_step = [
+                (parameter, parameter._version, self._state_versions(parameter))
+                for parameter in _parameters(self._optimizer)
+                if parameter.grad is not None and parameter.numel()
+            ]
+
+    def are_writes_counted(self) -> bool | None:
+        """Whether version counters have told of all that a step, which is complete, must have written.
+
+        It writes to every parameter that had a gradient, and to the tensors of its state. None if a new state leaves
+        that open, or there was no gradient.
+        """
+        if self._is_watched:
+            return True
+        is_open = not self._to_step
+        for parameter, version, states in self._to_step:
+            if parameter._version == version:
+                return False
+            for key, (identity, count) in self._state_versions(parameter).items():
+                if states.get(key) == (identity, count):
+                    return False
+                is_open |= key not in states and count == 0
+        return None if is_open else True
+
+    def _state_versions(self, parameter: torch.Tensor) -> dict[str, tuple[int, int]]:
+        state = self._optimizer.state.get(parameter) or {}
+        return {key: (id(value), value._version) for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 class _Calls:
@@ -256,8 +306,12 @@ class _Calls:
         return loss
 
 
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 def _num_writes(optimizer: Optimizer) -> int:
-    return sum(parameter._version for group in optimizer.param_groups for parameter in group["params"])
+    return sum(parameter._version for parameter in _parameters(optimizer))
 
 
 def _copied(optimizer: Optimizer) -> OptimizerSnapshot | None:
@@ -304,7 +358,7 @@ class _Guarded(AbstractContextManager[None]):
 
 
 def _versions(optimizer: Optimizer) -> list[int]:
-    found = [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
+    found = [parameter._version for parameter in _parameters(optimizer)]
     for state in optimizer.state.values():
         found.extend(value._version for value in state.values() if isinstance(value, torch.Tensor))
     return found

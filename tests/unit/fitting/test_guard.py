@@ -1,11 +1,16 @@
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from torch import nn
 
 from lightning_memfit.device.limit import SimulatedDevice
 from lightning_memfit.fitting.recovery.guard import StepGuard
+from lightning_memfit.fitting.size.device_memory import CudaMemory
+from lightning_memfit.optim.eight_bit import to_bitsandbytes
+from lightning_memfit.optim.float32_step import Float32Step
+from lightning_memfit.optim.rounding import Stochastic
 from tests.helpers.fitting import TwiceSGD, out_of_memory
 
 
@@ -244,3 +249,153 @@ def test_a_step_that_has_called_its_closure_twice_is_not_repeated() -> None:
 
     with pytest.raises(torch.OutOfMemoryError, match="closure more than once, which can't be repeated; weights and"):
         closure_steps(Failing, StepGuard(FullMemory()))
+
+
+class PastTorch:
+    """Stands in for a kernel of bitsandbytes on CUDA, which writes to tensors without torch's knowledge.
+
+    Args:
+        fail_at: Calls, counted from 1, in which memory runs out before anything is written.
+    """
+
+    def __init__(self, fail_at: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        self.calls = 0
+        self.fail_at = fail_at
+
+    def __call__(self, _: str, gradient: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, *__: Any, **k: Any):
+        """Take one from every weight, and count in the state."""
+        self.calls += 1
+        if self.calls in self.fail_at:
+            raise out_of_memory()
+        weight.detach().numpy()[...] -= 1
+        state.numpy()[...] += 1
+
+
+def past_torch(monkeypatch: pytest.MonkeyPatch, fail_at: set[int]) -> None:
+    kernel = PastTorch(fail_at)
+    for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
+        monkeypatch.setattr(f"bitsandbytes.functional.{name}", kernel)
+
+
+def of_the_user(parameters: list[nn.Parameter]) -> Any:
+    return bitsandbytes.optim.AdamW8bit(parameters)
+
+
+def converted(parameters: list[nn.Parameter]) -> Any:
+    return to_bitsandbytes(torch.optim.AdamW(parameters))
+
+
+def stepped_past_torch(kind: Any, guard: StepGuard, num_steps: int) -> tuple[list[float], list[float]]:
+    """Weights, which begin at zero, and numbers in the states after steps of 8 and of 32 bits."""
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (4096, 16)]
+    optimizer = kind(parameters)
+    for _ in range(num_steps):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        try:
+            with guard(optimizer):
+                optimizer.step(lambda: None)
+        except torch.OutOfMemoryError:
+            assert [p[0].item() for p in parameters] == [-num_steps, 1 - num_steps]  # the first once, not twice
+            raise
+    states = [optimizer.state[parameter]["state1"].view(-1)[0].item() for parameter in parameters]
+    return [parameter[0].item() for parameter in parameters], states
+
+
+@pytest.mark.parametrize("kind", [of_the_user, converted])
+def test_a_step_past_torch_is_not_taken_twice(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    past_torch(monkeypatch, {6})  # the second parameter in the third step
+    with pytest.raises(torch.OutOfMemoryError, match="Resume from the last checkpoint"):
+        stepped_past_torch(kind, StepGuard(None), 3)
+
+
+@pytest.mark.parametrize("kind", [of_the_user, converted])
+def test_a_step_past_torch_is_taken_back_with_a_copy(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    past_torch(monkeypatch, {2, 8})
+    guard = StepGuard(FullMemory())
+    assert stepped_past_torch(kind, guard, 3) == ([-3, -3], [3, 3])
+    assert guard.num_retries == 2
+
+
+def test_a_converted_optimizer_that_fails_before_its_kernel_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    past_torch(monkeypatch, set())
+    calls = 0
+
+    def failing(parameters: list[nn.Parameter]) -> Any:
+        optimizer = converted(parameters)
+        config = optimizer.get_config
+
+        def get_config(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 7:  # the first of the third step: two steps of two parameters, whose states ask as well
+                raise out_of_memory()
+            return config(*args)
+
+        optimizer.get_config = get_config
+        return optimizer
+
+    guard = StepGuard(None)
+    assert stepped_past_torch(failing, guard, 3) == ([-3, -3], [3, 3])
+    assert guard.num_retries == 1
+
+
+def test_states_past_torch_under_weights_of_torch_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Float32Step` writes weights by torch, but bitsandbytes its states; a chunk that fails has changed them alone."""
+    past_torch(monkeypatch, {6})
+    parameters = [nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer, guard = Float32Step(of_the_user(parameters), Stochastic()), StepGuard(None)
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        with guard(optimizer):
+            optimizer.step(lambda: None)
+
+    step()
+    step()
+    with pytest.raises(torch.OutOfMemoryError, match="Resume from the last checkpoint"):
+        step()
+    assert guard.num_retries == 0
+
+
+def test_the_first_step_of_a_second_optimizer_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[Any] = []
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.guard.OptimizerSnapshot", copies.append)
+    guard = StepGuard(None)
+    optimizers = [torch.optim.AdamW([nn.Parameter(torch.ones(2))]) for _ in range(2)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+            with guard(optimizer):
+                optimizer.step(lambda: None)
+    assert copies == optimizers
+
+
+@pytest.mark.parametrize(("fraction", "num_copies"), [(1.0, 1), (0.1, 3)])
+def test_paged_states_on_the_card_leave_it_under_pressure(
+    fraction: float, num_copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver counts them as used, for which every step was copied; a fraction that is used up is another matter."""
+    past_torch(monkeypatch, set())
+    for name, value in {
+        "mem_get_info": (100, 40960),
+        "get_per_process_memory_fraction": fraction,
+        "memory_reserved": 4096,
+        "memory_allocated": 4096,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    copies: list[Any] = []
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.guard.OptimizerSnapshot", copies.append)
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.guard._STEPS_BETWEEN_CHECKS", 1)
+    parameter = nn.Parameter(torch.zeros(4096))
+    optimizer, guard = bitsandbytes.optim.AdamW([parameter]), StepGuard(CudaMemory(torch.device("cpu")))
+    optimizer.prefetch_state = lambda _: None
+    for _ in range(3):
+        parameter.grad = torch.ones_like(parameter)
+        with guard(optimizer):
+            optimizer.step(lambda: None)
+        for key in ("state1", "state2"):
+            optimizer.state[parameter][key].is_paged = True
+        optimizer.is_paged = True
+    assert len(copies) == num_copies
