@@ -18,7 +18,6 @@ from cli.main import main
 from cli.recipe_files import resolve_arguments
 from cli.recipe_run import _RecipeCLI
 from lightning_memfit.fitting.auto import MemFit
-from tests.helpers.strategy_launch import run_program
 
 RECIPE = """\
 seed_everything: 1
@@ -160,10 +159,13 @@ def test_a_plan_that_offloads_trains_with_deepspeed(
     assert strategy["class_path"] == "lightning_memfit.strategies.ZeroStrategy"
     assert strategy["init_args"]["offload_optimizer"]
     assert sum(made["breakdown"]["pinned_host"].values()) > 8 * made["num_parameters"]
-    program = "import sys; from cli.main import main; sys.exit(main(sys.argv[1:]))"
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    arguments = ("fit", *larger, "--config", out)
-    finished = run_program(program, *arguments, cwd=Path(__file__).parents[2], env=environment, timeout=400)
+    finished = subprocess.run(
+        [sys.executable, "-m", "lightning_memfit.cli", "fit", *larger, "--config", out],
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert finished.returncode == 0, finished.stderr[-3000:]
 
 

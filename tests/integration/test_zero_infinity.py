@@ -20,7 +20,7 @@ from lightning_memfit.nvme.folder import find_runs
 from lightning_memfit.profile.step import parameter_table
 from tests.helpers.aio import needs_aio
 from tests.helpers.small_drive import small_drive
-from tests.helpers.strategy_launch import finish, launch, start
+from tests.helpers.strategy_launch import finish, launch_anew, start
 from tests.helpers.strategy_scenarios import evaluate_whole
 
 pytest.importorskip("deepspeed")
@@ -60,7 +60,7 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory, drive: Path) -> dict[str, Any]:
     clipped = {"accumulate": 2, "clip": 0.5}
-    return launch(
+    return launch_anew(
         tmp_path_factory.mktemp("one-rank"),
         {
             "both": case(drive, **clipped),
@@ -101,7 +101,7 @@ def test_nothing_is_left_on_the_drive(one_rank: dict[str, Any], drive: Path) -> 
 def test_two_ranks_share_a_folder_and_the_work(tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
-    result = launch(tmp_path, {"two": case(drive, devices=2, callbacks=[CHECKPOINTING], clip=0.5)})["two"]
+    result = launch_anew(tmp_path, {"two": case(drive, devices=2, callbacks=[CHECKPOINTING], clip=0.5)})["two"]
     assert result["losses"] == pytest.approx(result["plain"], abs=1e-6, rel=0)
     assert list(drive.iterdir()) == []
 
@@ -135,13 +135,13 @@ def scenarios(drive: Path, kept: Path, *names: str) -> dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, drive: Path, kept: Path) -> dict[str, Any]:
-    return launch(tmp_path_factory.mktemp("saved"), scenarios(drive, kept, "save"))
+    return launch_anew(tmp_path_factory.mktemp("saved"), scenarios(drive, kept, "save"))
 
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory, saved: Any, drive: Path, kept: Path) -> dict[str, Any]:
     """In another process, where parameters are counted otherwise than in the one that saved."""
-    return launch(tmp_path_factory.mktemp("resumed"), scenarios(drive, kept, "resume", "validate"))
+    return launch_anew(tmp_path_factory.mktemp("resumed"), scenarios(drive, kept, "resume", "validate"))
 
 
 @pytest.mark.parametrize("what", ON_DISK)
@@ -208,7 +208,7 @@ def test_killed_run_is_cleaned_up_after_resumed_and_exported(tmp_path: Path, res
     assert left.is_stale
     assert predicted <= left.size_bytes <= predicted + MIB // 4  # whole blocks of files, and the owner file
 
-    results = launch(tmp_path, {"next": common | {"scenario": f"{SCENARIOS}.resume"}})
+    results = launch_anew(tmp_path, {"next": common | {"scenario": f"{SCENARIOS}.resume"}})
     assert list(drive.iterdir()) == []
     expected = resumed["memory/resume"]["losses"]
     assert results["next"]["losses"] == pytest.approx(expected, abs=1e-6, rel=0)
@@ -223,7 +223,7 @@ def test_killed_run_is_cleaned_up_after_resumed_and_exported(tmp_path: Path, res
 def test_refused_before_a_weight_is_made(tmp_path: Path) -> None:
     with small_drive(tmp_path, 100) as drive:
         bits = MODULE | {"optimizer": "bitsandbytes.optim.AdamW8bit"}
-        refused = launch(
+        refused = launch_anew(
             tmp_path,
             {
                 "small": case(drive, SMALL_RESERVE, expect_error=True),
