@@ -135,6 +135,15 @@ class _Both:
         self._stack.__exit__(*error)
 
 
+def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an operator that may draw random numbers does: attention without dropout doesn't."""
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given)
+    return True
+
+
 class _Draws(TorchDispatchMode):
     """Notes the random state of the device behind every call of operators that draw.
 
@@ -151,7 +160,7 @@ class _Draws(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in self._operators:
+        if func in self._operators and _draws(func, args, kwargs or {}):
             device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             if device.type != "meta" and torch._guards.detect_fake_mode(args) is None:  # a trace has no values
                 with _disable_current_modes():

@@ -34,10 +34,14 @@ def read(name):
     return yaml.safe_load(Path(resolve(name)).read_text())
 
 
-def run_all(folder, *names, **variables):
+def _interpreter(code, *arguments, **options):
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, **options)
+
+
+def run_all(folder, *names, start=run_program, **variables):
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     environment |= variables
-    run = run_program(RUN_ALL, *names, cwd=folder, env=environment, timeout=420)
+    run = start(RUN_ALL, *names, cwd=folder, env=environment, timeout=420)
     for name in names:
         assert f"RESULT {name} 0" in run.stdout, run.stderr[-4000:]
         assert list((folder / "runs" / name).rglob("*.ckpt"))
@@ -54,7 +58,8 @@ def test_the_recipe_from_disk_takes_its_folder_from_the_environment(tmp_path):
     drive = tmp_path / "drive"
     drive.mkdir()
     kept = {name: os.environ[name] for name in ("HOME", "PATH", "TORCH_EXTENSIONS_DIR") if name in os.environ}
-    run_all(tmp_path, FROM_DISK, MEMFIT_NVME_PATH=str(drive), **kept)
+    # In an interpreter of its own, which removes its folder on the drive as it exits.
+    run_all(tmp_path, FROM_DISK, start=_interpreter, MEMFIT_NVME_PATH=str(drive), **kept)
     assert list(drive.iterdir()) == []
 
 
