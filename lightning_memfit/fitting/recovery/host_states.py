@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memfit.checkpointing.offload import MIN_OFFLOAD_BYTES
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory
-from lightning_memfit.memory import Category, format_bytes
+from lightning_memfit.memory import Category, format_bytes, pinned_block_bytes
 from lightning_memfit.memory.host import copy_to_host, is_on_host
 from lightning_memfit.memory.kind import DeviceKind
 
@@ -46,8 +46,7 @@ class HostStates:
     def __init__(self, optimizer: Optimizer, free_bytes: int) -> None:
         self._optimizer = optimizer
         self._buffers = WeakIdKeyDictionary()
-        # torch rounds the sizes of pinned memory up to powers of two.
-        self._pins = sum(1 << (state.nbytes - 1).bit_length() for state in _present(optimizer)) <= free_bytes
+        self._pins = sum(pinned_block_bytes(state.nbytes) for state in _present(optimizer)) <= free_bytes
         self._send()
         self.size_bytes = absent_bytes(optimizer)
         fetch = partial(_fetch_before_step, optimizer)
