@@ -175,24 +175,28 @@ class HostCopy:
     Args:
         tensor: Any tensor; a sparse one or a subclass keeps its kind. For a wrapper, such as a quantized
             optimizer state, the tensors inside are copied, because few wrappers can be cloned.
+        small_may_stay: Whether the copy of a tensor below 64 KiB may stay on a device with its own memory if there is
+            room: then it waits for nothing.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, small_may_stay: bool = False) -> None:
         self._parts: dict[str, HostCopy] = {}
         self._wrap: Callable[[dict[str, Tensor]], Tensor] | None = None
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             parts = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh as well
-            self._parts = {name: HostCopy(part) for name, part in parts.items() if isinstance(part, Tensor)}
+            self._parts = {
+                name: HostCopy(part, small_may_stay) for name, part in parts.items() if isinstance(part, Tensor)
+            }
             others = {name: part for name, part in parts.items() if name not in self._parts}
             self._wrap = partial(_wrapped, type(tensor), others, context, tensor.size(), tensor.stride())
             return
         with _disable_current_modes(), torch.no_grad():
-            self._values = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+            self._values = _copied(tensor.detach(), small_may_stay)
 
     def equals(self, tensor: Tensor) -> bool:
         """Whether a tensor in host memory holds the values; False for every other, which would have to be copied."""
-        if self._parts or self._wrap is not None or tensor.device.type != "cpu":
+        if self._parts or self._wrap is not None or tensor.device.type != "cpu" or not self._values.is_cpu:
             return False
         with _disable_current_modes():
             values = tensor.detach()
@@ -210,7 +214,21 @@ class HostCopy:
         """Return a new tensor with the values on a device."""
         if self._wrap is not None:
             return self._wrap({name: part.moved_to(device) for name, part in self._parts.items()})
-        return self._values.clone() if device.type == "cpu" else self._values.to(device)
+        moved = self._values.to(device)
+        return moved.clone() if moved is self._values else moved
+
+
+def _copied(tensor: Tensor, small_may_stay: bool) -> Tensor:
+    kind = DeviceKind.of(tensor.device)
+    if kind.is_host:
+        return tensor.clone()
+    if small_may_stay and kind.has_own_memory and tensor.layout is torch.strided and tensor.nbytes < MIN_OFFLOAD_BYTES:
+        try:
+            return tensor.clone()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+    return tensor.cpu()
 
 
 def _wrapped(
