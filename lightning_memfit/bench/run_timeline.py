@@ -13,7 +13,7 @@ from lightning_memfit.estimate.target import Target, host_target, live_target
 from lightning_memfit.estimate.timeline import render
 from lightning_memfit.measure.throughput import count_samples
 from lightning_memfit.memory.attach import TrainerAttachment
-from lightning_memfit.memory.kind import DeviceKind
+from lightning_memfit.memory.kind import DeviceKind, index_of
 from lightning_memfit.profile.build import sequence_length
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
@@ -134,7 +134,7 @@ class RunTimeline(Callback):
 
 def _target(trainer: Trainer) -> Target:
     device = trainer.strategy.root_device
-    if DeviceKind.of(device).has_own_memory and (live := live_target(device.index or 0)) is not None:
+    if DeviceKind.of(device).has_own_memory and (live := live_target(index_of(device))) is not None:
         return live
     limits = (callback.limit_bytes for callback in trainer.callbacks if isinstance(callback, MemoryLimit))  # type: ignore[attr-defined]
     return host_target(next(limits, None))

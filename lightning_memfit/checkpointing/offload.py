@@ -170,6 +170,7 @@ class _HostCopy:
         self._changed = False
         self._num_views = self._num_unused = 0
         self._copied: torch.cuda.Event | None = None
+        self._requested_on: torch.cuda.Stream | None = None
         self._dtype, self._device = tensor.dtype, tensor.device
         self._on_host = None if isinstance(tensor, FakeTensor) else self._copy_out(self._on_device)
 
@@ -198,7 +199,8 @@ class _HostCopy:
         if self._stream is None:
             self._on_device.copy_(self._on_host)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # the memory may still be in use
+        self._requested_on = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(self._requested_on)  # the memory may still be in use
         with torch.cuda.stream(self._stream):
             self._on_device.copy_(self._on_host, non_blocking=True)
             self._copied = self._stream.record_event()
@@ -247,3 +249,11 @@ class _HostCopy:
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None
+
+    def __del__(self) -> None:
+        """Let no one reuse device memory that a copy still fills: a graph may be dropped before its backward.
+
+        Freed memory may be reused at once by the stream on which it was allocated, so that this has to wait.
+        """
+        if self._requested_on is not None and self._copied is not None:
+            self._requested_on.wait_event(self._copied)

@@ -22,6 +22,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from lightning_memfit.checkpointing.state import InexactRecomputationError, Look
+from lightning_memfit.memory.kind import DeviceKind
 
 _NUM_ELEMENTS = 64
 _RUN = 8
@@ -223,7 +224,8 @@ def _device_sample(tensor: Tensor) -> Tensor | None:
 def _taken(tensor: Tensor) -> Tensor:
     """As few operators as can be: every call of a block reads all that it saves, twice."""
     tensor = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-    return torch.take(tensor.detach(), _indices(tensor.shape, tensor.device))
+    stream = torch.cuda.current_stream(tensor.device) if DeviceKind.of(tensor.device).has_own_memory else None
+    return torch.take(tensor.detach(), _indices(tensor.numel(), tensor.device, stream))
 
 
 def _is_comparable(dtype: torch.dtype) -> bool:
@@ -247,10 +249,16 @@ def _runs(
 
 
 @lru_cache(maxsize=4096)
-def _indices(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Which elements are read on a device, in the order of rows."""
-    contiguous = torch.empty(shape, device="meta").stride()
-    return torch.tensor(_spread(shape, contiguous, prod(shape), _NUM_ELEMENTS), device=device)
+def _indices(numel: int, device: torch.device, stream: torch.cuda.Stream | None) -> Tensor:
+    """Which elements are read on a device, in the order of rows, which depends on their number alone.
+
+    They are sent without waiting for the device, as every new length of sequences needs others. So only the stream to
+    which the copy was given finds them there.
+    """
+    places = _spread((numel,), (1,), numel, _NUM_ELEMENTS)
+    if stream is None:
+        return torch.tensor(places, device=device)
+    return torch.tensor(places, pin_memory=True).to(device, non_blocking=True)
 
 
 def _spread(shape: tuple[int, ...], stride: tuple[int, ...], numel: int, most: int, length: int = 1) -> list[int]:

@@ -463,13 +463,11 @@ def _below_stage_3(run: DeepSpeedRun) -> MemoryBreakdown:
 def _on_host(run: DeepSpeedRun, category: Category, sizes: Sequence[int], locked: bool) -> MemoryBreakdown:
     """Buffers in host memory, given by their sizes in bytes.
 
-    torch locks powers of two (`CachingHostAllocator`, `roundSize`): the part of a block that its buffer doesn't use is
-    fragmentation. Parameter groups are counted as one buffer; usually there are a large and a small one.
+    Parameter groups are counted as one buffer; usually there are a large and a small one.
     """
     if not locked or run.on_cpu:
         return MemoryBreakdown.on(Tier.HOST, {category: sum(sizes)})
-    unused = sum((1 << max(0, size - 1).bit_length()) - size for size in sizes if size)
-    return MemoryBreakdown.on(Tier.PINNED_HOST, {category: sum(sizes), Category.FRAGMENTATION: unused})
+    return MemoryBreakdown.pinned(category, sizes)
 
 
 def _with_disk(run: DeepSpeedRun) -> MemoryBreakdown:

@@ -34,7 +34,7 @@ from lightning_memfit.fitting.recovery.ladder import LastResort
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.fitting.step.callback import MicroBatching, check_strategy, refuse_batch_size_finder
 from lightning_memfit.memory import format_bytes, parse_bytes
-from lightning_memfit.memory.kind import DeviceKind
+from lightning_memfit.memory.kind import DeviceKind, index_of
 from lightning_memfit.planner.feedback import PlanFeedback
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import Plan, label, technique_classes
@@ -467,7 +467,7 @@ def target_of(trainer: pl.Trainer) -> Target:
     kind = DeviceKind.of(device)
     if kind.is_host:
         return host_target(min(limits) if limits else None)
-    target = live_target(device.index or 0) if kind.is_modelled else None
+    target = live_target(index_of(device)) if kind.is_modelled else None
     if target is None:
         raise MisconfigurationException(f"`MemFit` plans for CUDA and for the CPU, not for `{device.type}`.")
     assert target.capacity_bytes is not None

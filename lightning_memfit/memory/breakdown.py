@@ -1,6 +1,6 @@
 """`MemoryBreakdown`: integer bytes by category and by tier of the machine."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -39,6 +39,11 @@ class Tier(str, Enum):
         return self.value
 
 
+def pinned_block_bytes(size_bytes: int) -> int:
+    """Bytes that torch page-locks for a buffer: powers of two (`CachingHostAllocator`, `roundSize`)."""
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
+
+
 @dataclass(frozen=True)
 class MemoryBreakdown:
     """Bytes by `(tier, category)`. Immutable; breakdowns add up entry by entry.
@@ -65,6 +70,18 @@ class MemoryBreakdown:
     def device(cls, by_category: Mapping[Category, int]) -> "MemoryBreakdown":
         """Put bytes by category on the device."""
         return cls.on(Tier.DEVICE, by_category)
+
+    @classmethod
+    def pinned(cls, category: Category, sizes_bytes: Iterable[int]) -> "MemoryBreakdown":
+        """Put buffers into page-locked memory; what their blocks have beyond their sizes is fragmentation.
+
+        Args:
+            category: What the buffers are used for.
+            sizes_bytes: Size of each.
+        """
+        sizes = tuple(sizes_bytes)
+        unused = sum(pinned_block_bytes(size) - size for size in sizes)
+        return cls.on(Tier.PINNED_HOST, {category: sum(sizes), Category.FRAGMENTATION: unused})
 
     def by_category(self, tier: Tier = Tier.DEVICE) -> dict[Category, int]:
         """Bytes of one tier by category, in the order of `Category`, zero entries left out."""

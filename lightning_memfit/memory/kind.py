@@ -93,6 +93,16 @@ def cuda_device(index: int = 0) -> torch.device:
     return torch.device(CUDA, index)
 
 
+def index_of(device: torch.device) -> int:
+    """Number of a device; that of the current one if only the type is given, which is what torch takes it for."""
+    import torch
+
+    if device.index is not None:
+        return device.index
+    current: int = torch.get_device_module(device).current_device()
+    return current
+
+
 def device_of(accelerator: str) -> torch.device:
     """The first device of an accelerator that Lightning calls "gpu" or "cpu"."""
     import torch

@@ -57,8 +57,8 @@ class HostMaster:
     Parameters may be frozen, unfrozen and added to the optimizer at any time: call `refresh` before the next forward
     pass. A half-precision weight that other code writes to is refused at the next step, which would overwrite it.
 
-    Host memory per trained weight: 8 bytes for master and gradient, the optimizer's states, and on CUDA 2 pinned bytes;
-    per frozen one, its exact value if that was given.
+    Host memory per trained weight: 8 bytes for master and gradient, the optimizer's states, and on CUDA 2 pinned bytes,
+    each tensor's rounded up to a power of two by torch; per frozen one, its exact value if that was given.
 
     Args:
         optimizer: Optimizer of float16 or bfloat16 weights that has not stepped. Weights of other dtypes are stepped

@@ -367,8 +367,9 @@ class MemoryModel:
         if not self._cuda:
             return MemoryBreakdown()
         if self._setting.masters_on_host:
-            staging = {Category.COMMUNICATION: 2 * sum(p.numel for p in trained(self.none.parameters))}
-            return MemoryBreakdown.on(Tier.HOST, self._host_masters) + MemoryBreakdown.on(Tier.PINNED_HOST, staging)
+            staging = (2 * p.numel for p in trained(self.none.parameters))
+            on_host = MemoryBreakdown.on(Tier.HOST, self._host_masters)
+            return on_host + MemoryBreakdown.pinned(Category.COMMUNICATION, staging)
         if self._setting.pages_states:
             states = {Category.OPTIMIZER_STATE: self._standing[0].state_bytes}
             return MemoryBreakdown.on(Tier.HOST, states)

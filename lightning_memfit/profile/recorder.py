@@ -255,9 +255,10 @@ class EventRecorder(StorageLedger):
         super().move_to_host(tensor, category, serves)
 
     def note_pinned(self, size_bytes: int, category: Category, serves: torch.Tensor) -> None:
-        """Count pinned host memory, which a run on the CPU does not have."""
+        """Count one buffer in pinned host memory, which a run on the CPU does not have."""
         if self._cuda is not None:
-            self._host.append((Tier.PINNED_HOST, category, size_bytes, self._owner_of(serves)))
+            owner = self._owner_of(serves)
+            self._host.extend((*entry, owner) for entry in MemoryBreakdown.pinned(category, [size_bytes]))
 
     def _owner_of(self, tensor: torch.Tensor | None) -> int | None:
         """Number of the storage on the device that host memory serves, if need be through other host memory."""

@@ -20,7 +20,7 @@ from lightning_memfit.estimate.checkpointing_budget import BudgetPlanner, Comput
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_total_bytes
 from lightning_memfit.estimate.target import live_target
 from lightning_memfit.memory import parse_bytes
-from lightning_memfit.memory.kind import CPU, CUDA, compute_capability
+from lightning_memfit.memory.kind import CPU, CUDA, compute_capability, index_of
 from lightning_memfit.profile.events import EventList
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import AUTOCAST_DTYPES, TRUE_DTYPES, StepOptions
@@ -215,7 +215,7 @@ def _available_bytes(trainer: pl.Trainer, runtime: RuntimeMemory | None) -> tupl
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     limits = [c for c in callbacks if isinstance(c, MemoryLimit)]
     if runtime is not None:
-        target = live_target(trainer.strategy.root_device.index or 0)
+        target = live_target(index_of(trainer.strategy.root_device))
         assert target is not None
         assert target.usable_bytes is not None
         return min([target.usable_bytes, *(c.limit_bytes + runtime.context_bytes for c in limits)]), True

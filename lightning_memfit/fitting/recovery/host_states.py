@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memfit.checkpointing.offload import MIN_OFFLOAD_BYTES
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory
-from lightning_memfit.memory import Category, format_bytes
+from lightning_memfit.memory import Category, format_bytes, pinned_block_bytes
 from lightning_memfit.memory.host import copy_to_host, is_on_host
 from lightning_memfit.memory.kind import DeviceKind
 
@@ -46,8 +46,7 @@ class HostStates:
     def __init__(self, optimizer: Optimizer, free_bytes: int) -> None:
         self._optimizer = optimizer
         self._buffers = WeakIdKeyDictionary()
-        # torch rounds the sizes of pinned memory up to powers of two.
-        self._pins = sum(1 << (state.nbytes - 1).bit_length() for state in _present(optimizer)) <= free_bytes
+        self._pins = sum(pinned_block_bytes(state.nbytes) for state in _present(optimizer)) <= free_bytes
         self._send()
         self.size_bytes = absent_bytes(optimizer)
         fetch = partial(_fetch_before_step, optimizer)
@@ -183,24 +182,28 @@ class HostCopy:
     Args:
         tensor: Any tensor; a sparse one or a subclass keeps its kind. For a wrapper, such as a quantized
             optimizer state, the tensors inside are copied, because few wrappers can be cloned.
+        small_may_stay: Whether the copy of a tensor below 64 KiB may stay on a device with its own memory if there is
+            room: then it waits for nothing.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, small_may_stay: bool = False) -> None:
         self._parts: dict[str, HostCopy] = {}
         self._wrap: Callable[[dict[str, Tensor]], Tensor] | None = None
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             parts = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh as well
-            self._parts = {name: HostCopy(part) for name, part in parts.items() if isinstance(part, Tensor)}
+            self._parts = {
+                name: HostCopy(part, small_may_stay) for name, part in parts.items() if isinstance(part, Tensor)
+            }
             others = {name: part for name, part in parts.items() if name not in self._parts}
             self._wrap = partial(_wrapped, type(tensor), others, context, tensor.size(), tensor.stride())
             return
         with _disable_current_modes(), torch.no_grad():
-            self._values = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+            self._values = _copied(tensor.detach(), small_may_stay)
 
     def equals(self, tensor: Tensor) -> bool:
         """Whether a tensor in host memory holds the values; False for every other, which would have to be copied."""
-        if self._parts or self._wrap is not None or tensor.device.type != "cpu":
+        if self._parts or self._wrap is not None or tensor.device.type != "cpu" or not self._values.is_cpu:
             return False
         with _disable_current_modes():
             values = tensor.detach()
@@ -218,7 +221,21 @@ class HostCopy:
         """Return a new tensor with the values on a device."""
         if self._wrap is not None:
             return self._wrap({name: part.moved_to(device) for name, part in self._parts.items()})
-        return self._values.clone() if device.type == "cpu" else self._values.to(device)
+        moved = self._values.to(device)
+        return moved.clone() if moved is self._values else moved
+
+
+def _copied(tensor: Tensor, small_may_stay: bool) -> Tensor:
+    kind = DeviceKind.of(tensor.device)
+    if kind.is_host:
+        return tensor.clone()
+    if small_may_stay and kind.has_own_memory and tensor.layout is torch.strided and tensor.nbytes < MIN_OFFLOAD_BYTES:
+        try:
+            return tensor.clone()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+    return tensor.cpu()
 
 
 def _wrapped(

@@ -219,7 +219,7 @@ class _Enclosed:
 def content_of(value: Any, depth: int = 0) -> Any:
     """Return a copy of what a value holds, to put it back later; None where the value itself is all there is."""
     if isinstance(value, Tensor):
-        return HostCopy(value)
+        return HostCopy(value, small_may_stay=True)
     if is_random_source(value):
         return _RandomContent(random_source_state(value))
     if (notes := notes_of(value)) is not None:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_memfit.memory.kind import index_of
+
 aten = torch.ops.aten
 
 _WIDTHS = {torch.float64: 64, torch.complex128: 64, torch.float32: 32, torch.complex64: 32}
@@ -206,7 +208,7 @@ def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator
     if device.type == "cpu":
         return torch.default_generator
     generators: Any = getattr(torch.get_device_module(device), "default_generators")  # noqa: B009
-    return generators[device.index or 0]  # type: ignore[no-any-return]
+    return generators[index_of(device)]  # type: ignore[no-any-return]
 
 
 def _remembered(value: Any, is_filled: bool) -> Any:

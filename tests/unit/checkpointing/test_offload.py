@@ -1,6 +1,7 @@
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -181,6 +182,43 @@ def test_a_graph_that_is_dropped_leaves_nothing_behind():
 
 
 @pytest.mark.medium
+class FakeStream:
+    """Notes which stream waits for what, and whether some memory is still held at that time."""
+
+    def __init__(self):
+        self.waits = []
+        self.memory = None
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        self.waits.append((event, self.memory is not None and self.memory() is not None))
+
+    def record_event(self):
+        return "copied"
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_memory_that_is_being_filled_is_released_after_its_copy(is_used, monkeypatch):
+    """D's backward requests the last block of G, whose graph is dropped without a backward pass."""
+    main = FakeStream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    host_copy = offload._HostCopy(torch.arange(64.0), None)
+    host_copy._stream = FakeStream()
+    host_copy.add_view()
+    host_copy.leave()
+    host_copy.request()
+    main.memory = weakref.ref(host_copy._on_device)
+    assert not main.waits
+    if is_used:
+        torch.testing.assert_close(host_copy.use(), torch.arange(64.0))
+    del host_copy
+    assert main.waits == [("copied", True)]
+    assert main.memory() is None
+
+
 def test_a_trace_sees_what_the_device_holds():
     """On fake tensors the host side takes no memory: what is alive after forward is little more than one block's."""
     peaks = {}

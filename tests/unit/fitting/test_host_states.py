@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_memfit.device.limit import SimulatedDevice
 from lightning_memfit.fitting.recovery import guard as guard_module
+from lightning_memfit.fitting.recovery import host_states
 from lightning_memfit.fitting.recovery.guard import StepGuard
 from lightning_memfit.fitting.recovery.host_states import (
     HostCopy,
@@ -19,7 +21,9 @@ from lightning_memfit.fitting.recovery.host_states import (
     fetch_states,
     reason_to_stay,
 )
+from lightning_memfit.fitting.recovery.step_state import StepState, content_of, find_slots
 from lightning_memfit.memory.host import is_on_host
+from lightning_memfit.memory.kind import DeviceKind
 
 PLENTY = 1 << 30
 SIDE = 256
@@ -287,6 +291,52 @@ def test_a_copy_is_written_back():
     copy.restore(tensor)
     assert tensor.tolist() == [0, 1, 2, 3]
     assert copy.moved_to(torch.device("cpu")).data_ptr() != tensor.data_ptr()
+
+
+@pytest.fixture
+def num_waits(monkeypatch):
+    """Tensors seem to be on a device with its own memory, and copies to the host are counted."""
+    waits = []
+    monkeypatch.setattr(host_states, "DeviceKind", SimpleNamespace(of=lambda device: DeviceKind.of("cuda")))
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: waits.append(tensor) or tensor.clone())
+    return lambda: len(waits)
+
+
+def trained_norms():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1 << 15), nn.BatchNorm1d(1 << 15))
+    module(torch.randn(8, 4)).sum().backward()
+    return module
+
+
+def test_what_steps_change_is_copied_without_waiting_if_it_is_small(num_waits):
+    module = trained_norms()
+    large = [buffer for buffer in module.buffers() if buffer.nbytes >= 1 << 16]
+    before = [buffer.clone() for buffer in module.buffers()]
+    state = StepState(module)
+    state.watch(find_slots(module)[name] for name, _ in module.named_buffers())
+    saved = state.copies()
+    assert num_waits() == len(large) == 2
+    module(torch.randn(8, 4))
+    state.load(saved)
+    assert all(torch.equal(now, then) for now, then in zip(module.buffers(), before, strict=True))
+    again = content_of(module[1].running_mean).moved_to(torch.device("cpu"))
+    assert again.data_ptr() != module[1].running_mean.data_ptr()
+    assert torch.equal(again, before[0])
+
+
+def test_a_small_copy_goes_to_the_host_if_the_device_is_full(num_waits, monkeypatch):
+    tensor, clone = torch.arange(4.0), torch.Tensor.clone
+
+    def refuse(tensor):
+        monkeypatch.setattr(torch.Tensor, "clone", clone)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    monkeypatch.setattr(torch.Tensor, "clone", refuse)
+    copied = HostCopy(tensor, small_may_stay=True)
+    assert num_waits() == 1
+    copied.restore(tensor.zero_())
+    assert tensor.tolist() == [0, 1, 2, 3]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Samples that are run apart get the noise that they get together, whatever draws it."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from lightning_memfit.fitting.step import noise
 from lightning_memfit.fitting.step.noise import RecordedNoise, SlicedNoise, without_recurrent_dropout
 
 Step = Callable[[Tensor], Tensor]
@@ -140,6 +142,15 @@ def test_draws_that_do_not_depend_on_the_batch_are_the_same_everywhere() -> None
         return x[..., order] + shared * torch.rand(()) + torch.randint(9, (1,))
 
     assert_rows(step, torch.arange(72, dtype=torch.float64).reshape(6, 4, 3), (2, 4))
+
+
+def test_draws_on_a_device_without_number_are_those_of_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.rand(n, device="cuda")` on a rank whose current device is the second."""
+    generators = (torch.Generator(), torch.Generator())
+    module = SimpleNamespace(default_generators=generators, current_device=lambda: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    drawn_from = [noise._generator((3,), {"device": torch.device(name)}) for name in ("cuda", "cuda:0", "cuda:1")]
+    assert [generators.index(found) for found in drawn_from] == [1, 0, 1]
 
 
 def test_draws_after_one_of_another_size_go_on_alike() -> None:

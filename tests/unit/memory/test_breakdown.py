@@ -6,11 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memfit.memory import Category, MemoryBreakdown, Tier
+from lightning_memfit.memory import Category, MemoryBreakdown, Tier, pinned_block_bytes
 
 SIZES = st.integers(0, 1 << 45)
 KEYS = st.tuples(st.sampled_from(Tier), st.sampled_from(Category))
 BREAKDOWNS = st.dictionaries(KEYS, SIZES, max_size=12).map(MemoryBreakdown)
+
+
+@pytest.mark.parametrize(("size", "block"), [(0, 0), (1, 1), (3, 4), (4, 4), (5, 8), (11008 * 4096 * 2, 1 << 27)])
+def test_torch_locks_powers_of_two(size, block):
+    assert pinned_block_bytes(size) == block
+    pinned = MemoryBreakdown.pinned(Category.TEMPORARY, [size, 4, size])
+    assert pinned.get(Category.TEMPORARY, Tier.PINNED_HOST) == 2 * size + 4
+    assert pinned.total(Tier.PINNED_HOST) == 2 * block + 4
 
 
 @given(BREAKDOWNS, BREAKDOWNS, BREAKDOWNS)

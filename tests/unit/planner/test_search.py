@@ -2,14 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_memfit.memory import Tier
+from lightning_memfit.memory import Category, Tier
 from lightning_memfit.planner import candidates as module
 from lightning_memfit.planner.candidates import candidates
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.memory import standing_bytes, stored_as
 from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.workload import Limits
-from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.record import ModelProfile, ParameterInfo
 from lightning_memfit.techniques.core.setting import Setting
 
 from .made import MIB, NUM_PARAMETERS, MadeTraceStore, made_workload
@@ -185,6 +185,21 @@ def test_host_masters_leave_half_precision_weights_on_the_device() -> None:
     count = NUM_PARAMETERS
     assert model.off_device().total(Tier.HOST) == 4 * count + 4 * count + 8 * count
     assert model.off_device().total(Tier.PINNED_HOST) == 2 * count
+
+
+def test_pinned_buffers_of_host_masters_are_powers_of_two() -> None:
+    class Uneven(MadeTraceStore):
+        def passes(self, setting: Setting, choice: str) -> ModelProfile:
+            sizes = {"table": 3 * MIB, "weight": MIB + 1, "empty": 0}
+            table = tuple(ParameterInfo(name, numel, 4, shape=(numel,), dims=1) for name, numel in sizes.items())
+            return replace(super().passes(setting, choice), parameters=table)
+
+    model = Search(Uneven(made_workload(1000))).solver.models.of(  # type: ignore[arg-type]
+        Setting().choose("host_master_weights")
+    )
+    pinned = model.off_device().by_category(Tier.PINNED_HOST)
+    assert pinned[Category.COMMUNICATION] == 2 * (4 * MIB + 1)
+    assert sum(pinned.values()) == 2 * (4 * MIB + 2 * MIB)
 
 
 def test_on_the_cpu_host_masters_lie_beside_the_weights() -> None:
