@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint, get_device_states, noop_context_fn, set_device_states
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
@@ -26,6 +26,7 @@ from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
 from lightning_memfit.checkpointing.policies import (
     CHOICES,
     Choice,
+    Contexts,
     compiled_contexts,
     kept_operators,
     selective_contexts,
@@ -126,13 +127,12 @@ def _checkpointed(call: "_Call", contexts: Callable[[], tuple[Any, Any]]) -> Any
 
 def _contexts(choice: Choice, call: "_Call") -> tuple[Any, Any]:
     """Contexts of the forward pass and of the recomputation, whose operators a selective one counts."""
-    kept = kept_operators(choice)
-    forward, recompute = selective_contexts(kept) if kept else noop_context_fn()
+    forward, recompute = selective_contexts(kept_operators(choice))
     return _Around(call, call.from_here_on, forward), _Around(call, call.from_its_beginning, recompute)
 
 
 class _Around:
-    """Two contexts, one inside the other, and what the errors of torch in them mean for a block.
+    """Contexts, one inside the other, and what the errors of torch in them mean for a block.
 
     It can be entered anew, for a second backward pass over the same graph.
     """
@@ -141,7 +141,7 @@ class _Around:
         self,
         call: "_Call",
         outer: Callable[[], AbstractContextManager[None]],
-        inner: AbstractContextManager[Any],
+        inner: Contexts,
     ) -> None:
         self._call = call
         self._outer = outer
@@ -151,7 +151,8 @@ class _Around:
     def __enter__(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(self._outer())
-            stack.enter_context(self._inner)
+            for context in self._inner:
+                stack.enter_context(context)
             self._stack = stack.pop_all()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

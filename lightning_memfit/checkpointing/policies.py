@@ -1,7 +1,7 @@
 """Policies of activation checkpointing: the modes that people name, and the choice per block that each means."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -100,39 +100,31 @@ def compiled_contexts(kept: frozenset[Any]) -> Callable[[], tuple[Any, Any]]:
     return partial(create_selective_checkpoint_contexts, partial(_policy, kept))
 
 
-def selective_contexts(kept: frozenset[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+Contexts = tuple[AbstractContextManager[Any], ...]
+"""To be entered in this order, the last seeing each operator first."""
+
+
+def selective_contexts(kept: frozenset[Any]) -> tuple[Contexts, Contexts]:
     """Contexts of one forward pass and of its recomputation, in which the outputs of these operators are kept.
 
     torch runs no kept operator again, and leaves out the random numbers that it drew: fused attention on CUDA applies
-    its dropout itself. Without the second pair of modes, what is drawn behind it would be other numbers.
+    its dropout itself. Without the second context of each, what is drawn behind it would be other numbers.
+
+    Args:
+        kept: Operators; if there are none, there is no context.
     """
+    if not kept:
+        return (), ()
     forward, recompute = compiled_contexts(kept)()
     drawing = frozenset(operator for operator in kept if torch.Tag.nondeterministic_seeded in operator.tags)
     if not drawing:
-        return forward, recompute
+        return (forward,), (recompute,)
     states: list[Tensor] = []
-    return _Both(forward, _Draws(drawing, states)), _Both(recompute, _Skips(drawing, states))
+    return (forward, _Draws(drawing, states)), (recompute, _Skips(drawing, states))
 
 
 def _policy(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class _Both:
-    """Two modes, the second seeing each operator first."""
-
-    def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
-        self._contexts = (first, second)
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for context in self._contexts:
-                stack.enter_context(context)
-            self._stack = stack.pop_all()
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
 
 
 def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
