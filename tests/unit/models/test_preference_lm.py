@@ -170,13 +170,14 @@ def test_a_checkpoint_has_the_reference_only_if_it_is_nowhere_else(tmp_path, pre
     again.on_load_checkpoint(checkpoint)
     again.load_state_dict(checkpoint["state_dict"])
     for name in ("model", "reference"):
-        ours, theirs = (
-            {**dict(getattr(one, name).named_parameters()), **dict(getattr(one, name).named_buffers())}
-            for one in (again, module)
-        )
+        ours, theirs = (dict(getattr(one, name).named_parameters()) for one in (again, module))
         assert [key for key in theirs if not torch.equal(ours[key], theirs[key])] == [], name
+        # No checkpoint has these: transformers computes them as it builds a model.
+        ours, theirs = (dict(getattr(one, name).named_buffers()) for one in (again, module))
+        for key, values in theirs.items():
+            assert ours[key].tolist() == pytest.approx(values.tolist(), rel=1e-6), (name, key)
     batch = some_batch()
-    assert torch.equal(again._gains(batch), module._gains(batch))
+    torch.testing.assert_close(again._gains(batch), module._gains(batch), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
