@@ -1,10 +1,11 @@
-# `make quickstart` shows that it runs here, `make fast` is for every change, `make test` is what CI runs.
+# `make quickstart` shows that it runs here, `make fast` is for every change, `make test` for every push; CI runs
+# `make exhaustive`, too.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart fast test test-versions faults fuzz lint types unit aio format gpu gpu-wheels docs release-check clean
+.PHONY: quickstart fast test test-versions faults fuzz lint types unit exhaustive aio format gpu gpu-wheels docs release-check clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m cli fit --config recipes/quickstart.yaml
@@ -26,11 +27,15 @@ types: $(STAMP)
 WITH_OWN_NINJA := PATH=$(abspath $(BIN)):$$PATH
 
 unit: $(STAMP)
-	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu"
+	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not exhaustive"
+
+# What `tests/exhaustive.txt` names. CI runs it before `make test`.
+exhaustive: $(STAMP)
+	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "exhaustive and not gpu"
 
 # Some eight minutes on two cores: all but what starts processes, compiles, or trains for long.
 fast: $(STAMP)
-	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow and not medium"
+	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow and not medium and not exhaustive"
 
 # 300 mutated recipes and command lines; `make test` has a sample of them.
 fuzz: $(STAMP)

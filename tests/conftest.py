@@ -35,16 +35,20 @@ def memfit_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 INTEGRATION = Path(__file__).parent / "integration"
+_LINES = (Path(__file__).parent / "exhaustive.txt").read_text().splitlines()
+EXHAUSTIVE = tuple(line for line in _LINES if not line.startswith("#"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark real runs as slow, order files by what they take, and skip tests that need a device that isn't there."""
+    """Mark what is slow or exhaustive, order files by what they take, and skip tests whose device isn't there."""
     import torch
 
     for item in items:
         if INTEGRATION in item.path.parents:
             item.add_marker(pytest.mark.slow)
+        if item.nodeid.startswith(EXHAUSTIVE):
+            item.add_marker(pytest.mark.exhaustive)
     # Files go to the workers whole, the longest first: one that comes late keeps one of them busy alone.
     seconds: dict[Path, float] = defaultdict(float)
     for item in items:
