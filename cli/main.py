@@ -10,7 +10,7 @@ from importlib import import_module
 from lightning_memfit import __version__
 
 from .errors import DEBUG_OPTION, DEBUG_VARIABLE, INTERRUPTED, original, readable_errors, report_unexpected
-from .noise import without_noise
+from .noise import bars_on_terminals_only, without_noise
 
 # Name, module in this folder, description. A module has `main(argv: list[str]) -> int`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"memfit: error: {_unknown(command)}", file=sys.stderr)
         return 2
     try:
-        with without_noise(), readable_errors(debug) as outcome, _working_directory_modules():
+        with without_noise(), bars_on_terminals_only(), readable_errors(debug) as outcome, _working_directory_modules():
             # One parser handles all Lightning commands, and reads the command's name itself.
             module, _ = COMMANDS[command]
             rest = arguments if module == "fit" else arguments[1:]

@@ -1,12 +1,13 @@
 """What is logged reaches the terminal where it belongs.
 
-`without_noise` drops messages of other packages that say nothing about the user's run; `progress_on_stdout` leaves
-stderr empty where nothing is wrong.
+`without_noise` drops messages of other packages that say nothing about the user's run; `progress_on_stdout` and
+`bars_on_terminals_only` leave stderr empty where nothing is wrong.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,23 @@ def without_noise() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(_is_worth_saying)
+
+
+_NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
+"""Read by huggingface_hub as it shows a bar, and by transformers as it is imported, for bars of weights."""
+
+
+@contextmanager
+def bars_on_terminals_only() -> Iterator[None]:
+    """Leave the bars of downloads and of weights out of pipes and files, unless the user has decided about them."""
+    if _NO_BARS in os.environ or sys.stderr.isatty():
+        yield
+        return
+    os.environ[_NO_BARS] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_NO_BARS, None)
 
 
 _REPORTING = ("lightning.pytorch", "lightning.fabric")

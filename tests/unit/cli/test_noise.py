@@ -1,12 +1,13 @@
 """What other packages say about themselves isn't shown; all else is."""
 
 import logging
+import os
 import subprocess
 import sys
 
 import pytest
 
-from cli.noise import progress_on_stdout, without_noise
+from cli.noise import bars_on_terminals_only, progress_on_stdout, without_noise
 
 _DROPPED = [
     ("torchao", "Failed to load /venv/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: Could not load this library"),
@@ -99,3 +100,33 @@ def test_clean_commands_leave_stderr_empty(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_weights_show_no_bar_where_nobody_looks(tmp_path):
+    """In a process of their own: transformers decides about its bars as it is imported."""
+    program = (
+        "import os, sys\n"
+        "ends = {'bos_token_id': 0, 'eos_token_id': 0}\n"
+        "from cli.noise import bars_on_terminals_only, without_noise\n"
+        "with bars_on_terminals_only(), without_noise():\n"
+        "    from transformers import GPT2Config, GPT2LMHeadModel\n"
+        "    made = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1, **ends))\n"
+        "    made.save_pretrained(sys.argv[1])\n"
+        "    GPT2LMHeadModel.from_pretrained(sys.argv[1])\n"
+        "assert 'HF_HUB_DISABLE_PROGRESS_BARS' not in os.environ\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_DISABLE_PROGRESS_BARS"}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("decided", "terminal"), [("0", False), (None, True)])
+def test_bars_stay_where_they_are_wanted(monkeypatch, decided, terminal):
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    if decided is not None:
+        monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", decided)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with bars_on_terminals_only():
+        assert os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == decided
