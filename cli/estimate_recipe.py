@@ -109,10 +109,9 @@ def division_of_recipe(run: RecipeRun) -> tuple[Division | None, list[str]]:
         return None, []
     from lightning_memfit.estimate.division import NotDividedError, division_of
 
-    name = spec if isinstance(spec, str) else str(spec.get("class_path", "")).rpartition(".")[2]
-    name = "DDP" if name == "auto" else name
+    name = _name_of(spec)
     try:
-        division = division_of(_make_strategy(spec), name, ranks, per_machine)
+        division = division_of(make_strategy(spec), name, ranks, per_machine)
     except (NotDividedError, ModuleNotFoundError) as error:
         return None, [_not_in_figures(name, error)]
     if division is None or run.devices is not None:
@@ -120,11 +119,31 @@ def division_of_recipe(run: RecipeRun) -> tuple[Division | None, list[str]]:
     return division, ["`trainer.devices` names no number: the figures are for one device on each machine."]
 
 
+def division_in_plans_of(run: RecipeRun) -> Division | None:
+    """How the recipe's strategy divides the run, as plans see it.
+
+    Raises:
+        NotDividedError: If plans don't know it.
+        ModuleNotFoundError: If a package is missing that it needs.
+    """
+    from lightning_memfit.estimate.division import division_in_plans
+
+    per_machine = run.devices or 1
+    return division_in_plans(
+        make_strategy(run.strategy), _name_of(run.strategy), per_machine * run.num_nodes, per_machine
+    )
+
+
+def _name_of(spec: Any) -> str:
+    name = spec if isinstance(spec, str) else str(spec.get("class_path", "")).rpartition(".")[2]
+    return "DDP" if name == "auto" else name
+
+
 def _ranks(run: RecipeRun, division: Division) -> Ranks:
     """The ranks of a recipe's run."""
     from lightning_memfit.profile.ranks import Ranks
 
-    return Ranks(partial(_make_strategy, run.strategy), division.ranks, 0, division.ranks_per_machine)
+    return Ranks(partial(make_strategy, run.strategy), division.ranks, 0, division.ranks_per_machine)
 
 
 def _not_in_figures(name: str, error: Exception | str) -> str:
@@ -134,7 +153,7 @@ def _not_in_figures(name: str, error: Exception | str) -> str:
     )
 
 
-def _make_strategy(spec: Any) -> Any:
+def make_strategy(spec: Any) -> Any:
     """Make a recipe's strategy, without processes or devices.
 
     Raises:

@@ -18,6 +18,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
@@ -40,7 +41,11 @@ from .run_folder import RunFolder, SaveConfig
 PLAN_VARIABLE = "MEMFIT_AUTO_PLAN"
 """Variable with the plan's file for the processes that a strategy starts, so that all of them use one plan."""
 
-_STARTED_BY_OTHERS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "NODE_RANK", "GROUP_RANK")
+_STARTED_BY_OTHERS = (
+    *("TORCHELASTIC_RUN_ID", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"),
+    *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "JSM_NAMESPACE_RANK"),
+)
+"""Variables that launchers set for each of their processes: torchrun, whoever starts them by hand, MPI and LSF."""
 
 _STEP_OF = {"validate": "validation_step", "test": "test_step"}
 
@@ -226,7 +231,7 @@ def is_started_by_others(num_nodes: int) -> bool:
     """
     if os.environ.get(PLAN_VARIABLE):
         return False
-    return num_nodes > 1 or any(name in os.environ for name in _STARTED_BY_OTHERS)
+    return num_nodes > 1 or SLURMEnvironment.detect() or any(name in os.environ for name in _STARTED_BY_OTHERS)
 
 
 def plan_file(arguments: Sequence[str]) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 from lightning_memfit.device.host import probe_host
 from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.device.storage import measure_storage
+from lightning_memfit.estimate.division import NotDividedError
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 from lightning_memfit.nvme.preflight import SAMPLE_BYTES
@@ -51,7 +52,7 @@ from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.sharding import Sharding
 
 from .errors import user_mistake
-from .estimate_recipe import division_of_recipe, quiet, target_of
+from .estimate_recipe import division_in_plans_of, make_strategy, quiet, target_of
 from .made_for import made_for
 from .recipe_files import overlay_text
 from .recipe_run import RecipeRun, load_recipe
@@ -149,8 +150,9 @@ def workload_of(
     if named is not None and target.device_kind.is_host:
         margin = safety_margin_bytes(host)
         target = replace(target, capacity_bytes=host, margin_bytes=margin, source="--host-memory", counts_tensors=False)
-    here = run.devices or named_devices or _number_here(arguments.device, target)
-    devices = devices_for(named_devices, here, run.num_nodes, target.device_kind.is_host)
+    here = run.devices or _named_here(named_devices, run) or _number_here(arguments.device, target)
+    named_here = None if here * run.num_nodes == named_devices else named_devices  # the recipe's machines
+    devices = devices_for(named_here, here, run.num_nodes, target.device_kind.is_host)
     rates, disk_bytes = _disk(arguments, calibrated(rates_of(target)))
     known = technique_classes()
     fixed = tuple(
@@ -163,7 +165,9 @@ def workload_of(
         module=run.module,
         batch=run.batch,
         options=run.options,
-        samples_per_step=batch_size(run.batch) * run.options.accumulate_grad_batches * here * run.num_nodes,
+        samples_per_step=batch_size(run.batch)
+        * run.options.accumulate_grad_batches
+        * (here * run.num_nodes // _together(run.strategy)),
         target=target,
         rates=rates,
         facts=facts_of(run.module, target, run.options),
@@ -193,7 +197,10 @@ def own_setting(run: RecipeRun, all_devices: int) -> tuple[Setting | None, str]:
     try:
         setting = Setting.from_callbacks(run.callbacks, run.options.precision)
         if ranks > 1 or run.strategy != "auto":
-            division, _ = division_of_recipe(replace(run, devices=ranks // run.num_nodes))
+            try:
+                division = division_in_plans_of(replace(run, devices=ranks // run.num_nodes))
+            except NotDividedError as error:
+                return None, f"`trainer.strategy={run.strategy}`: {error}"
             same = [] if division is None else [t for t in all_strategies() if t.sharding == Sharding.of(division)]
             if not same:
                 return None, f"`trainer.strategy={run.strategy}` is none that plans know"
@@ -202,6 +209,28 @@ def own_setting(run: RecipeRun, all_devices: int) -> tuple[Setting | None, str]:
         return None, str(error)
     size, accumulate = batch_size(run.batch), run.options.accumulate_grad_batches
     return replace(setting, micro_batch_size=size, accumulate_grad_batches=accumulate, world_size=ranks), ""
+
+
+def _named_here(named: int | None, run: RecipeRun) -> int | None:
+    """Devices of a machine, of those that the user named, where the recipe names no number.
+
+    Raises:
+        ValueError: If the recipe's machines can't share them.
+    """
+    if named is None or named % run.num_nodes == 0:
+        return None if named is None else named // run.num_nodes
+    raise ValueError(
+        f"`--device` names {named} devices, which the recipe's {run.num_nodes} machines can't share. Name a multiple "
+        f"of {run.num_nodes}, or set `--trainer.num_nodes=1`."
+    )
+
+
+def _together(strategy: Any) -> int:
+    """Ranks that compute a model together on one batch: more than 1 with tensor parallelism alone."""
+    try:
+        return int(getattr(make_strategy(strategy), "tensor_parallel_size", 1))
+    except Exception:  # whatever its class raises is said where the recipe's own setting is left out
+        return 1
 
 
 def _number_here(name: str | None, target: Target) -> int:

@@ -276,7 +276,7 @@ def num_processes(devices: Any) -> int:
         return len(devices)
     text = str(devices)
     if not text.lstrip("-").isdecimal():
-        return text.count(",") + 1
+        return sum(bool(part.strip()) for part in text.split(","))  # "1," is device 1 alone
     if text != "-1" and not 1 <= int(text) <= LARGEST_COUNT:
         raise ValueError(f"`trainer.devices={devices}` must be from 1 to {LARGEST_COUNT:,}, or -1 for all that exist.")
     return max(1, int(text))

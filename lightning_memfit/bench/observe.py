@@ -5,7 +5,6 @@ The functions before them say what DDP adds: its reducer keeps gradients a secon
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,10 +15,10 @@ from typing_extensions import override
 
 from lightning_memfit.bench.record import Prediction
 from lightning_memfit.bench.step_clock import ResidentGrowth, StepClock
-from lightning_memfit.estimate.division import NotDividedError, division_of, estimate_rank
-from lightning_memfit.fitting.size.prediction import profile_fit, runtime_of
+from lightning_memfit.estimate.division import NotDividedError, estimate_rank
+from lightning_memfit.fitting.size.prediction import division_in_run, profile_fit, runtime_of
 from lightning_memfit.measure.monitor import MemoryMonitor
-from lightning_memfit.memory import Category, MemoryBreakdown
+from lightning_memfit.memory import Category
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.first_batch import first_batch
 
@@ -82,15 +81,9 @@ class PredictRun(Callback):
         if stage != "fit" or not trainer.is_global_zero:
             return
         started, name = time.perf_counter(), type(trainer.strategy).__name__
-        ranks, precision = trainer.world_size, str(trainer.precision)
+        precision = str(trainer.precision)
         try:
-            division = division_of(trainer.strategy, name, ranks, ranks // trainer.num_nodes)
-            if division is not None and division.stage == 0:
-                division = replace(division, in_closed_form=True)
-            if division is not None and division.traced:
-                raise NotDividedError(
-                    "it can't be traced in a process of the run's group: predict it by `memfit estimate`"
-                )
+            division = division_in_run(trainer)
             traced = division.traced_precision(precision) if division is not None else precision
             batch = first_batch(trainer)
             # Lightning would make a process group around the module's `prepare_data`, and wait for the other ranks.
@@ -103,7 +96,7 @@ class PredictRun(Callback):
         except (TraceError, ValueError) as error:
             self.reason = str(error)
             return
-        breakdown = _tensors(estimate.breakdown) if profile.device_kind.is_host else estimate.breakdown
+        breakdown = estimate.breakdown.tensors() if profile.device_kind.is_host else estimate.breakdown
         self.prediction = Prediction(
             allocated_bytes=estimate.allocated_bytes,
             reserved_bytes=estimate.reserved_bytes,
@@ -116,12 +109,6 @@ class PredictRun(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, MemoryMonitor):
                 callback.predicted = breakdown
-
-
-def _tensors(breakdown: MemoryBreakdown) -> MemoryBreakdown:
-    """Without what no ledger of tensors sees: libraries, and holes in the heap."""
-    unseen = (Category.RUNTIME_CONTEXT, Category.FRAGMENTATION)
-    return MemoryBreakdown({key: size for key, size in breakdown.entries.items() if key[1] not in unseen})
 
 
 class StepTimes(Callback):

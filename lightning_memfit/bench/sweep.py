@@ -139,12 +139,15 @@ def _with_numbers(
     micro = point.get("micro_batch_size")
     if micro is None:
         raise ValueError("`global_batch_size` sets the accumulation of `matrix.micro_batch_size`, which is absent.")
-    if global_batch_size % (micro * devices):
+    strategy = settings["trainer"].get("strategy")
+    together = strategy.get("init_args", {}).get("tensor_parallel_size", 1) if isinstance(strategy, Mapping) else 1
+    replicas = max(1, devices // together)  # of ranks that compute on one batch together, if that many can be
+    if global_batch_size % (micro * replicas):
         raise ValueError(
-            f"`global_batch_size={global_batch_size}` is no multiple of micro-batch {micro} x {devices} processes. "
-            "Choose sizes that divide it."
+            f"`global_batch_size={global_batch_size}` is no multiple of micro-batch {micro} x {replicas} processes "
+            "that see different samples. Choose sizes that divide it."
         )
-    return overlay(settings, {"trainer": {"accumulate_grad_batches": global_batch_size // (micro * devices)}})
+    return overlay(settings, {"trainer": {"accumulate_grad_batches": global_batch_size // (micro * replicas)}})
 
 
 def _nested(path: str, value: Any) -> Settings:

@@ -44,7 +44,7 @@ ASYNC_IO_BYTES = 10 * MIB
 PERSISTENT_NUMEL = 100_000
 """Parameters up to this size stay on the device (`stage3_param_persistence_threshold`, DeepSpeed's default)."""
 
-_FP32, _FP64 = 4, 8
+_FP16, _FP32, _FP64 = 2, 4, 8
 _NORM_CHUNK = 250_000_000  # elements, `_constant_buffered_norm2`; stages 1 and 2 widen a whole gradient
 
 
@@ -116,6 +116,8 @@ class DeepSpeedRun:
     """Only for stage 3: how far ahead weights are gathered, where they are."""
     gathered: int = 0
     """Most elements of weights that are gathered at once, from `gathering_as`; 0 means `largest_gathered`."""
+    is_fp16: bool = False
+    """Whether weights are fp16, whose gradients stage 3 looks through for overflows before it steps."""
 
     def __post_init__(self) -> None:
         if not self.trained:
@@ -715,19 +717,23 @@ def _update(run: DeepSpeedRun) -> MemoryBreakdown:
     With states on disk, the optimizer makes those of its first step in new memory, one sub-group at a time. On the
     device, gradients are flattened and widened to fp32, and freed before the optimizer takes its scratch memory; their
     norm is computed in fp64. Only gloo needs room to gather the new weights of stages 1 and 2: NCCL's
-    `all_gather_into_tensor` writes them in place.
+    `all_gather_into_tensor` writes them in place. Stage 3 looks for overflows of fp16 with `torch.isinf`, which makes
+    absolute values and a mask of all gradients of a rank at once, where they are.
     """
+    checked = run.share * (_FP16 + 1) if run.is_fp16 and run.stage == 3 else 0
+    check = MemoryBreakdown.on(Tier.HOST, {Category.TEMPORARY: checked})
     if run.offload_optimizer == "nvme":
         states = {Category.OPTIMIZER_STATE: round(run.state_bytes * run.stepped)}
-        return MemoryBreakdown.on(Tier.HOST, states) + _held(run, run.shares)
+        on_host = MemoryBreakdown.on(Tier.HOST, states) + _held(run, run.shares)
+        return max(on_host, check, key=lambda moment: moment.total(Tier.HOST))
     gathered = run.whole * run.itemsize if run.world_size > 1 and run.stage < 3 and run.on_cpu else 0
     if run.offload_optimizer == "cpu":
-        return MemoryBreakdown.device({Category.COMMUNICATION: gathered})
+        return MemoryBreakdown.device({Category.COMMUNICATION: gathered}) + check
     widened = run.itemsize + (_FP32 if run.itemsize != _FP32 else 0)
     stepping = run.stepped * (_FP32 + run.scratch_bytes)
     if run.stage == 3:
         norm = -(-run.largest // run.world_size) * _FP64
-        size = max(norm, run.stepped * widened, stepping)
+        size = max(norm, run.stepped * widened, stepping, checked)
     else:
         flat = _reduced(run)
         norm = min(run.largest, run.share) * _FP64

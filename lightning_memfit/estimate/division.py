@@ -47,6 +47,36 @@ _SIZES = (
     "stage3_max_reuse_distance",
 )
 
+_DEEPSPEED_SIZES = dict(zip(_SIZES, (5e8, 5e8, 1e9, 5e7, 1e9, 1e9), strict=True))
+"""DeepSpeed's own, which a strategy leaves that isn't ours (`deepspeed.runtime.zero.config`, 0.19.8)."""
+
+MODELLED_AS: dict[str, Any] = {
+    "reduce_scatter": True,
+    "use_multi_rank_bucket_allreduce": True,
+    "contiguous_gradients": True,
+    "stage3_param_persistence_threshold": PERSISTENT_NUMEL,
+    "stage3_module_granularity_threshold": 0,
+    "stage3_use_all_reduce_for_fetch_params": False,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+    "mics_shard_size": -1,
+    "cpu_offload": None,
+    "cpu_offload_param": None,
+    "zenflow": None,
+}
+"""Options of `zero_optimization` that change memory, with the values that are modelled: DeepSpeed's defaults."""
+
+MODELLED_OUTSIDE: dict[tuple[str, str], Any] = {
+    ("data_types", "grad_accum_dtype"): None,
+    ("bf16", "bf16_master_weights_and_grads"): False,
+    ("bf16", "bf16_optimizer_states"): False,
+    ("fp16", "fp16_master_weights_and_grads"): False,
+    ("torch_autocast", "enabled"): False,
+}
+"""Such options of other sections."""
+
 
 @dataclass(frozen=True)
 class Division:
@@ -128,6 +158,7 @@ class Division:
             on_cpu=on_cpu,
             buffer_bytes=plain.buffer_bytes,
             activation_bytes=activation_bytes,
+            is_fp16=profile.precision.startswith("16"),
         ).gathering_as(profile)
 
 
@@ -166,6 +197,26 @@ def division_of(strategy: Strategy, name: str, ranks: int, ranks_per_machine: in
     raise NotDividedError("it is unknown what it keeps on each device")
 
 
+def division_in_plans(strategy: Strategy, name: str, ranks: int, ranks_per_machine: int) -> Division | None:
+    """As `division_of`, for a strategy that plans know; they work out a rank of a sharded run in closed form.
+
+    Raises:
+        NotDividedError: If plans don't know it.
+    """
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    division = division_of(strategy, name, ranks, ranks_per_machine)
+    # `ModelParallelStrategy` leaves it to the module what is sharded; `FullyShardedStrategy` has these arguments.
+    if isinstance(strategy, ModelParallelStrategy) and (
+        getattr(strategy, "tensor_parallel_size", None) != 1
+        or getattr(strategy, "sharding_size", None) not in (None, ranks)
+        or getattr(strategy, "reshard_after_forward", None) is not True
+        or getattr(strategy, "blocks", None) is not None
+    ):
+        raise NotDividedError("plans are for `memfit_fsdp2` with its own arguments, which shards over all ranks")
+    return division
+
+
 def _of_deepspeed(strategy: Any, name: str, ranks: int, ranks_per_machine: int) -> Division:
     zero = strategy.config.get("zero_optimization") or {}
     if zero.get("stage") not in (1, 2, 3):
@@ -179,6 +230,8 @@ def _of_deepspeed(strategy: Any, name: str, ranks: int, ranks_per_machine: int) 
         raise NotDividedError("buffers for disk are modelled for `memfit_zero_infinity` only")
     if any(section.get("ratio", 1.0) != 1.0 for section in sections):
         raise NotDividedError("`ratio` of an offloaded optimizer is not modelled")
+    _check_modelled(strategy.config)
+    defaults = {} if getattr(strategy, "chooses_sizes", False) else _DEEPSPEED_SIZES
     targets = {key: _target(place, to_disk) for key, place in places.items()}
     return Division(
         name,
@@ -189,10 +242,30 @@ def _of_deepspeed(strategy: Any, name: str, ranks: int, ranks_per_machine: int) 
         offload_optimizer=targets["offload_optimizer"],
         offload_parameters=targets["offload_param"],
         pin_memory=any(bool(section.get("pin_memory")) for section in sections) and not to_disk,
-        sizes={key: int(zero[key]) for key in _SIZES if isinstance(zero.get(key), (int, float))},
+        sizes={key: int(size) for key, size in {**defaults, **zero}.items() if key in _SIZES and _is_number(size)},
         pipeline=bool(getattr(strategy, "pipeline", False)),
         params_in_host=int(getattr(strategy, "params_in_host", 0)),
     )
+
+
+def _check_modelled(config: Mapping[str, Any]) -> None:
+    """Refuse options of DeepSpeed that change memory in a way that isn't modelled.
+
+    Raises:
+        NotDividedError: With their name.
+    """
+    zero = config["zero_optimization"]
+    found = {f"zero_optimization.{key}": (zero.get(key, value), value) for key, value in MODELLED_AS.items()}
+    for (section, key), value in MODELLED_OUTSIDE.items():
+        found[f"{section}.{key}"] = ((config.get(section) or {}).get(key, value), value)
+    found["communication_data_type"] = config.get("communication_data_type"), None
+    for name, (value, modelled) in found.items():
+        if value != modelled:
+            raise NotDividedError(f"`{name}={value}` of DeepSpeed is not modelled")
+
+
+def _is_number(size: Any) -> bool:
+    return isinstance(size, (int, float))
 
 
 def _target(place: OffloadTarget, to_disk: bool) -> OffloadTarget:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_memfit.device.host import probe_host
 from lightning_memfit.device.limit import MemoryLimit
-from lightning_memfit.estimate.division import Division, NotDividedError, division_of
+from lightning_memfit.estimate.division import Division, NotDividedError, division_in_plans
 from lightning_memfit.estimate.target import Target, host_target, live_target
 from lightning_memfit.fitting.recovery.consensus import PeerFailed, RankConsensus
 from lightning_memfit.fitting.recovery.ladder import LastResort
@@ -59,7 +59,9 @@ from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import read_facts
 from lightning_memfit.techniques.core.first_batch import first_batch
+from lightning_memfit.techniques.core.registry import all_strategies
 from lightning_memfit.techniques.core.setting import Setting
+from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
 
 T = TypeVar("T")
@@ -407,13 +409,9 @@ def _division(trainer: pl.Trainer) -> Division | None:
     """
     strategy, name = trainer.strategy, type(trainer.strategy).__name__
     try:
-        division = division_of(strategy, name, trainer.world_size, trainer.num_devices)
-        # `ModelParallelStrategy` leaves it to the module what is sharded; `FullyShardedStrategy` has these arguments.
-        if isinstance(strategy, ModelParallelStrategy) and (
-            getattr(strategy, "tensor_parallel_size", None) != 1
-            or getattr(strategy, "sharding_size", None) not in (None, trainer.world_size)
-        ):
-            raise NotDividedError("plans are for `memfit_fsdp2` that shards over all ranks")
+        division = division_in_plans(strategy, name, trainer.world_size, trainer.num_devices)
+        if division is not None and not any(one.sharding == Sharding.of(division) for one in all_strategies()):
+            raise NotDividedError("plans know no strategy that divides and offloads the same")
     except NotDividedError as error:
         raise MisconfigurationException(
             f"`MemFit` can't plan under {name}: {error}. Use `memfit_ddp`, `memfit_fsdp2` or `memfit_zero_1`, `_2`, "

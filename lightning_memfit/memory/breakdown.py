@@ -95,6 +95,11 @@ class MemoryBreakdown:
         """Bytes of one entry, 0 where there is none."""
         return self.entries.get((tier, category), 0)
 
+    def tensors(self) -> "MemoryBreakdown":
+        """Without what no ledger of tensors sees: libraries, and holes in the heap."""
+        unseen = (Category.RUNTIME_CONTEXT, Category.FRAGMENTATION)
+        return MemoryBreakdown({key: size for key, size in self.entries.items() if key[1] not in unseen})
+
     def replace(self, category: Category, size_bytes: int, tier: Tier = Tier.DEVICE) -> "MemoryBreakdown":
         """Return a copy with one entry set."""
         return MemoryBreakdown({**self.entries, (tier, category): size_bytes})

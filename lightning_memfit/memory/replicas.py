@@ -5,7 +5,10 @@ from typing import Any
 
 def ranks_together(trainer: Any) -> int:
     """Number of neighbouring ranks that compute one model on one batch together: 1 without tensor parallelism."""
-    return int(getattr(trainer.strategy, "tensor_parallel_size", 1))
+    strategy = trainer.strategy
+    # Lightning's `ModelParallelStrategy` has no public name for it, and by default takes the devices of a machine.
+    size = getattr(strategy, "tensor_parallel_size", getattr(strategy, "_tensor_parallel_size", 1))
+    return int(strategy.num_processes if size == "auto" else size)
 
 
 def num_replicas(trainer: Any) -> int:

@@ -149,7 +149,9 @@ def _host_memory_is_alike(plan: Mapping[str, Any], then: int | None, now: int) -
     if not plan["fits"]:
         return now <= then
     tiers = (plan["breakdown"].get(tier, {}) for tier in ("host", "pinned_host"))
-    needed = plan["setting"]["world_size"] * sum(sum(tier.values()) for tier in tiers)
+    setting = plan["setting"]
+    machines = max((options.get("num_nodes", 1) for options in setting["techniques"].values()), default=1)
+    needed = setting["world_size"] // machines * sum(sum(tier.values()) for tier in tiers)
     return bool(needed <= now <= _MORE_ROOM * then)
 
 

@@ -618,6 +618,7 @@ class MemoryModels:
             accumulates=self._store.workload.samples_on_each(setting.world_size) > 1,
             on_cpu=not self._cuda,
             buffer_bytes=self._buffer_bytes,
+            is_fp16=setting.precision.startswith("16"),
         ).gathering_as(self._plain)
 
     @cached_property

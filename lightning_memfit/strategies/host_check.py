@@ -18,7 +18,7 @@ def require_host_memory(
     model: nn.Module,
     optimizer: Optimizer | None,
     zero: dict[str, Any],
-    itemsize: int,
+    precision: str,
     world_size: int,
     ranks: int,
     on_cpu: bool,
@@ -32,7 +32,7 @@ def require_host_memory(
         model: Built, but not yet wrapped by DeepSpeed; what it holds now is part of what it needs.
         optimizer: The optimizer that will step.
         zero: The `zero_optimization` section, with all sizes.
-        itemsize: Bytes per element of the weights while training.
+        precision: One of Lightning's.
         world_size: Number of ranks that divide the states.
         ranks: Number of those ranks on this machine.
         on_cpu: Whether the CPU is the device.
@@ -49,7 +49,7 @@ def require_host_memory(
         ModelShape.of_built(model).parameters,
         zero["stage"],
         world_size,
-        itemsize,
+        2 if "16" in precision else 4,
         offload_optimizer=places[0],
         offload_parameters=places[1],
         bucket_size=int(zero["reduce_bucket_size"]),
@@ -57,6 +57,7 @@ def require_host_memory(
         pin_memory=any(zero.get(name, {}).get("pin_memory") for name in ("offload_optimizer", "offload_param")),
         accumulates=accumulates,
         on_cpu=on_cpu,
+        is_fp16=precision.startswith("16"),
     )
     free = probe_host().available_bytes + ranks * _held(model)
     finding = host_memory(deepspeed_memory(run).once_built(), ranks, free, _FIX)

@@ -102,6 +102,8 @@ class ZeroStrategy(DeepSpeedStrategy):
     """
 
     strategy_name = "memfit_zero"
+    chooses_sizes = True
+    """Sizes of buckets and the like that the user doesn't set follow from the model, instead of being DeepSpeed's."""
     config: Config
 
     def __init__(
@@ -259,11 +261,11 @@ class ZeroStrategy(DeepSpeedStrategy):
             self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         if optimizer is not None and (offloaded or self._on_cpu) and prefer_fused(optimizer):
             rank_zero_info(f"{type(self).__name__}: {type(optimizer).__name__} steps on the CPU with fused=True.")
-        zero, itemsize = self.config["zero_optimization"], 2 if "16" in self.precision_plugin.precision else 4
+        zero, precision = self.config["zero_optimization"], self.precision_plugin.precision
         assert self.lightning_module is not None
         accumulates = self.lightning_module.trainer.accumulate_grad_batches > 1
         require_host_memory(
-            model, optimizer, zero, itemsize, self.world_size, self.num_processes, self._on_cpu, accumulates
+            model, optimizer, zero, precision, self.world_size, self.num_processes, self._on_cpu, accumulates
         )
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 

@@ -186,6 +186,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
             sizes=sizes,
             accumulates=accumulates,
             on_cpu=self._on_cpu,
+            is_fp16=self.precision_plugin.precision.startswith("16"),
         )
 
     def _tune(self) -> None:

@@ -18,7 +18,7 @@ from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.fitting.recovery.postmortem import explain
 from lightning_memfit.fitting.recovery.whole_steps import check_folders, from_where_it_began
 from lightning_memfit.fitting.size.device_memory import find_device_memory
-from lightning_memfit.fitting.size.prediction import profile_fit, runtime_of
+from lightning_memfit.fitting.size.prediction import is_divided, profile_fit, runtime_of
 from lightning_memfit.fitting.size.search import largest_under
 from lightning_memfit.measure.resident_tensors import held_bytes
 from lightning_memfit.memory import format_bytes
@@ -105,6 +105,8 @@ class OutOfMemoryReport(Callback):
             self._without_profile = "only training steps are traced"
         elif trainer.world_size > 1:
             self._without_profile = "several processes are not traced"
+        elif is_divided(trainer):
+            self._without_profile = f"{type(trainer.strategy).__name__} divides or moves parts of the model"
         elif not _finds_its_size(trainer):
             try:
                 self._profile = profile_fit(trainer, pl_module, first_batch(trainer), any_micro_batch=True)

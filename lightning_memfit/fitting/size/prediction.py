@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
 from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
+from lightning_memfit.estimate.division import Division, NotDividedError, division_of, estimate_rank
 from lightning_memfit.estimate.estimate import Estimate, estimate_step, predict_peak_bytes
 from lightning_memfit.fitting.size.search import NoPrediction, agrees, largest_by_exact, largest_under
 from lightning_memfit.measure.monitor import MemoryMonitor
@@ -85,6 +86,32 @@ def profile_fit(
             any_micro_batch=any_micro_batch,
             cache=ProfileCache(),
         )
+
+
+def division_in_run(trainer: Trainer) -> Division | None:
+    """How a run's strategy divides it, to predict a rank from a trace in one of the run's processes.
+
+    Returns:
+        None if one device holds everything.
+
+    Raises:
+        NotDividedError: If a rank can't be predicted so.
+    """
+    ranks, name = trainer.world_size, type(trainer.strategy).__name__
+    division = division_of(trainer.strategy, name, ranks, ranks // trainer.num_nodes)
+    if division is not None and division.stage == 0:
+        division = replace(division, in_closed_form=True)
+    if division is not None and division.traced:
+        raise NotDividedError("it can't be traced in a process of the run's group: predict it by `memfit estimate`")
+    return division
+
+
+def is_divided(trainer: Trainer) -> bool:
+    """Whether a run's device holds less, or more, than a plain step on one device does."""
+    try:
+        return trainer.world_size > 1 or division_in_run(trainer) is not None
+    except NotDividedError:
+        return True
 
 
 class SizePrediction:
@@ -179,8 +206,13 @@ class SizePrediction:
         return found
 
     def tell_monitors(self, trainer: Trainer, size: int) -> None:
-        """Pass the prediction for the size in use to every `MemoryMonitor` of the Trainer; without one, nothing."""
+        """Pass the prediction for the size in use to every `MemoryMonitor` of the Trainer; without one, nothing.
+
+        Nor is one passed that isn't exact: what a strategy divides is not in it, which suffices to look for a size.
+        """
         if self._take_of is None or not any(isinstance(c, MemoryMonitor) for c in trainer.callbacks):  # type: ignore[attr-defined]
+            return
+        if is_divided(trainer):
             return
         try:
             known = self._replayed if size < self._local_batch_size else None
@@ -356,7 +388,8 @@ class MemoryPrediction(Callback):
     It passes its figure to every `MemoryMonitor` of the Trainer. Where a batch can't be read before the run, as the
     data come from a generator, a queue or an open file, it says so and predicts from the first batch that training
     gets. If the step can't be traced, or the run has several ranks, whose memory depends on the strategy (`memfit
-    estimate` has it), it says so, and the run continues without a prediction. With `MicroBatching`, which predicts for
+    estimate` has it), it says so, and the run continues without a prediction. DeepSpeed on one device, which may keep
+    parts of the model elsewhere, is predicted as `memfit estimate` does. With `MicroBatching`, which predicts for
     the size it chooses, it does nothing.
 
     Attributes:
@@ -378,15 +411,25 @@ class MemoryPrediction(Callback):
         if trainer.world_size > 1:
             rank_zero_info(
                 f"MemoryPrediction: no prediction for this run, as it has {trainer.world_size} ranks. `memfit estimate "
-                f"--config ... --devices {trainer.num_devices}` shows what one of them takes under its strategy."
+                "--config ...` shows what one of them takes under the strategy and devices of a recipe."
             )
+            return
+        try:
+            division = division_in_run(trainer)
+        except NotDividedError as error:
+            name = type(trainer.strategy).__name__
+            rank_zero_info(f"MemoryPrediction: no prediction for this run under {name}: {error}.")
             return
         try:
             batch = first_batch(trainer)
         except ValueError as error:
-            self._wait_for_batch(trainer, pl_module, error)
+            if division is None:
+                self._wait_for_batch(trainer, pl_module, error)
+            else:
+                rank_zero_warn(f"MemoryPrediction: no prediction for this run. {error}")
             return
-        self._predict(trainer, lambda: profile_fit(trainer, pl_module, batch))
+        precision = None if division is None else division.traced_precision(str(trainer.precision))
+        self._predict(trainer, lambda: profile_fit(trainer, pl_module, batch, precision=precision), division)
 
     def _wait_for_batch(self, trainer: Trainer, module: LightningModule, reason: ValueError) -> None:
         try:
@@ -410,7 +453,7 @@ class MemoryPrediction(Callback):
 
         vars(self)["on_train_batch_start"] = None if tracer is None else predict
 
-    def _predict(self, trainer: Trainer, trace: Callable[[], ModelProfile]) -> None:
+    def _predict(self, trainer: Trainer, trace: Callable[[], ModelProfile], division: Division | None = None) -> None:
         try:
             profile = trace()
         except (TraceError, NoPrediction, ValueError) as error:
@@ -424,8 +467,13 @@ class MemoryPrediction(Callback):
             profile = profile.after(batches_per_epoch(trainer) or 0)
         for caution in profile.cautions:
             rank_zero_warn(f"MemoryPrediction: {caution}")
-        self.estimate = estimate_step(profile, runtime=runtime_of(trainer))
-        _tell_monitors(trainer, self.estimate.breakdown)
+        try:
+            self.estimate = estimate_rank(profile, division, runtime=runtime_of(trainer))
+        except NotDividedError as error:
+            rank_zero_warn(f"MemoryPrediction: no prediction for this run: {error}.")
+            return
+        on_host = profile.device_kind.is_host
+        _tell_monitors(trainer, self.estimate.breakdown.tensors() if on_host else self.estimate.breakdown)
         rank_zero_info(
             f"MemoryPrediction: peak {format_bytes(self.estimate.allocated_bytes)} in {self.estimate.phase} at "
             f"micro-batch {self.estimate.micro_batch_size}, predicted in {profile.seconds:.1f} s"

@@ -26,7 +26,7 @@ from lightning_memfit.fitting.recovery.rank_watch import RankWatch
 from lightning_memfit.fitting.recovery.retry import TrainerGuard, explain_where
 from lightning_memfit.fitting.recovery.whole_steps import WholeSteps
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
-from lightning_memfit.fitting.size.prediction import SizePrediction, predict_sizes
+from lightning_memfit.fitting.size.prediction import SizePrediction, is_divided, predict_sizes
 from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearchResult
 from lightning_memfit.fitting.step.evaluation import EvaluationSplitter
 from lightning_memfit.fitting.step.loop import MicroBatchLoop
@@ -139,6 +139,7 @@ class MicroBatching(Callback):
         self._evaluation: EvaluationSplitter | None = None
         self._lent: tuple[Any, int] | None = None
         self._predictor = predictor
+        self._is_divided = False
         hide_idle_hooks(self)
 
     @property
@@ -179,6 +180,7 @@ class MicroBatching(Callback):
         if self.global_batch_size is not None:
             self._lent = lend_batch_size(trainer, pl_module, local_batch_size_for(trainer, self.global_batch_size))
         self._predictor = self.options.predictor
+        self._is_divided = is_divided(trainer)
         if self._predictor is None and self._searches(trainer):
             self._predictor = predict_sizes(trainer, pl_module)
         self._whole_steps.setup(trainer, pl_module, stage)
@@ -259,7 +261,7 @@ class MicroBatching(Callback):
     @property
     def predicts_memory(self) -> bool:
         """Whether this callback predicts memory for the size in use."""
-        return isinstance(self._predictor, SizePrediction)
+        return isinstance(self._predictor, SizePrediction) and not self._is_divided
 
     def _searches(self, trainer: Trainer) -> bool:
         """Whether there will be a search for a size that a prediction can help."""

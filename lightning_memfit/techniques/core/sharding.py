@@ -5,10 +5,12 @@ reduce-scatter or an all-gather half of it (Patarasuk & Yuan 2009; Rajbhandari e
 of weights and `g` of gradients, in units of `(n - 1) / n`:
 
     stage 0      2 g once per step, during the last backward pass
-    stage 1      g once per step, during the last backward pass, and w after the step
-    stage 2      g per micro-batch during its backward pass, and w after the step
+    stage 1      2 g once per step, during the last backward pass, and w after the step
+    stage 2      2 g per micro-batch during its backward pass, and w after the step
     stage 3      2 w + g per micro-batch: weights are gathered for forward and for backward
 
+DeepSpeed's stages 1 and 2 all-reduce buckets of gradients, of which a rank keeps its part, instead of reduce-scattering
+them (`use_multi_rank_bucket_allreduce`, on by default).
 What is exchanged is copied into or out of a buffer on the way, except by DDP, whose gradients are in its buckets.
 """
 
@@ -104,8 +106,8 @@ class Sharding:
         stepped = crossing * itemsize * trained
         micro, last, step = {
             0: (0.0, 2 * gradients, 0.0),
-            1: (0.0, gradients, stepped),
-            2: (gradients, 0.0, stepped),
+            1: (0.0, 2 * gradients, stepped),
+            2: (2 * gradients, 0.0, stepped),
             3: (2 * weights + gradients, 0.0, 0.0),
         }[self.stage]
         copied = 2.0 * itemsize * (trained + (2 * every if self.stage == 3 else 0))

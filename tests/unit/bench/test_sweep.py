@@ -51,6 +51,17 @@ def test_a_global_batch_sets_the_accumulation(tmp_path):
         assert accumulation * row.point["micro_batch_size"] * row.point["devices"] == 16
 
 
+def test_ranks_that_compute_together_see_one_batch(tmp_path):
+    spec = {"class_path": "FullyShardedStrategy", "init_args": {"tensor_parallel_size": 2}}
+    technique = {"none": [], "together": [{"trainer": {"strategy": spec}}]}
+    matrix = {**MINIMAL["matrix"], "devices": [2], "technique": technique}
+    sweep = load_sweep(write(tmp_path, global_batch_size=16, matrix=matrix), "cpu", read_recipe)
+    found = {row.name: row.settings["trainer"]["accumulate_grad_batches"] for row in sweep.rows}
+    assert found == {
+        "p2_b2_s16_none": 4, "p2_b2_s16_together": 8, "p2_b4_s16_none": 2, "p2_b4_s16_together": 4
+    }  # fmt: skip
+
+
 def test_other_places_for_the_numbers(tmp_path):
     sweep = load_sweep(write(tmp_path, paths={"micro_batch_size": "model.init_args.size"}), "cpu", read_recipe)
     assert sweep.rows[0].settings["model"]["init_args"] == {"size": 2}

@@ -17,7 +17,7 @@ FITTING = {
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*fit._STARTED_BY_OTHERS, PLAN_VARIABLE):
+    for name in (*fit._STARTED_BY_OTHERS, "SLURM_NTASKS", PLAN_VARIABLE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -27,7 +27,7 @@ def trainer(devices: Any, num_nodes: int = 1, accelerator: str = "cpu") -> Names
 
 
 @pytest.mark.parametrize(
-    ("devices", "expected"), [(2, 2), ("2", 2), ("auto", 1), (-1, 1), ([0, 3], 2), ("0,3", 2), (1, 1)]
+    ("devices", "expected"), [(2, 2), ("2", 2), ("auto", 1), (-1, 1), ([0, 3], 2), ("0,3", 2), ("1,", 1), (1, 1)]
 )
 def test_devices_are_counted_as_lightning_does(devices: Any, expected: int) -> None:
     assert num_devices(trainer(devices)) == expected
@@ -60,7 +60,7 @@ def test_what_fits_nowhere_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_file([])
 
 
-@pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"])
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_NTASKS"])
 def test_processes_that_others_start_are_told_by_the_first_of_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_started_by_others(1)
     monkeypatch.setenv(name, "1")

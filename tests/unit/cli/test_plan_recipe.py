@@ -1,5 +1,6 @@
 """What a recipe itself chooses, as a setting to compare plans with."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,10 @@ import pytest
 import torch
 
 from cli import plan_recipe
-from cli.recipe_run import RecipeRun
+from cli.estimate_recipe import target_of
+from cli.plan import make_parser
+from cli.recipe_run import RecipeRun, load_recipe
+from lightning_memfit.planner.workload import parse_device_count
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 
@@ -16,6 +20,10 @@ def recipe(strategy: Any = "auto", devices: int | None = 1, precision: Any = "bf
     batch, options = {"x": torch.zeros(4, 2)}, StepOptions(precision, 2)
     made: Any = SimpleNamespace
     return RecipeRun(made(), batch, options, (Optimizer8bit(),), "auto", strategy, devices, 1, (made(), made()))
+
+
+def sharded(**arguments: Any) -> dict[str, Any]:
+    return {"class_path": "lightning_memfit.strategies.FullyShardedStrategy", "init_args": arguments}
 
 
 def test_one_device() -> None:
@@ -44,9 +52,42 @@ def test_all_devices_are_taken_by_ddp() -> None:
         ({"strategy": {"class_path": "no_such_module.Strategy"}}, "no_such_module"),
         ({"strategy": {"class_path": "lightning.pytorch.strategies.NoSuchStrategy"}}, "NoSuchStrategy"),
         ({"precision": "16-true"}, "16-true"),
+        ({"strategy": sharded(tensor_parallel_size=2), "devices": 2}, "shards over all ranks"),
+        ({"strategy": sharded(sharding_size=2), "devices": 4}, "shards over all ranks"),
     ],
 )
 def test_what_no_record_describes_gives_the_reason(changed: dict[str, Any], message: str) -> None:
     setting, reason = plan_recipe.own_setting(recipe(**changed), 1)
     assert setting is None
     assert message in reason
+
+
+SMALL = ("--model.config.n_layer=1", "--model.config.n_embd=32", "--model.config.n_head=2")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("config", "device", "changed", "expected"),
+    [
+        # 4 x 8 on two devices that compute on one batch together
+        ("gpt2large_tensor_parallel", "2x A100 80GB", (), (32, 2, 1)),
+        # 4 x 8 on eight of each of two machines
+        ("gpt2xl_fsdp2", "16x A100 80GB", ("--trainer.devices=auto", "--trainer.num_nodes=2"), (512, 8, 2)),
+        # other devices than the recipe's: its samples on them
+        ("gpt2xl_fsdp2", "2x A100 80GB", ("--trainer.devices=8",), (256, 2, 1)),
+    ],
+)
+def test_a_plan_keeps_the_samples_of_a_step(
+    config: str, device: str, changed: tuple[str, ...], expected: tuple[int, int, int]
+) -> None:
+    arguments = make_parser().parse_args(["--host-memory", "64GiB"])
+    with load_recipe(["--config", config, *SMALL, *changed]) as run:
+        count, name = parse_device_count(device)
+        workload = plan_recipe.workload_of(run, target_of(name, run), arguments, count)
+    devices = workload.devices
+    assert (workload.samples_per_step, devices.per_machine, devices.machines) == expected
+
+
+def test_machines_that_cannot_share_the_named_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="names 3 devices, which the recipe's 2 machines can't share"):
+        plan_recipe._named_here(3, replace(recipe(devices=None), num_nodes=2))

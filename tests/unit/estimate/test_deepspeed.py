@@ -445,3 +445,19 @@ def test_offloaded_gradients_of_several_micro_batches_are_those_of_whole_paramet
     assert gradients == [600, 600, 600, 600 + 800]
     on_device = [deepspeed_memory(run).around_passes.get(Category.GRADIENT, Tier.DEVICE) for run in runs[:2]]
     assert on_device == [0, 1200]
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_stage_3_looks_for_overflows_of_fp16_in_all_gradients_at_once(offload: str) -> None:
+    plain, checked = (
+        deepspeed_memory(run_of(stage=3, world_size=2, offload_optimizer=offload, is_fp16=is_fp16, scratch_bytes=0))
+        for is_fp16 in (False, True)
+    )
+    tier = Tier.DEVICE if offload == "none" else Tier.HOST
+    share = 3 * run_of(stage=3, world_size=2).share
+    more = [memory.moments["update"].total(tier) - memory.kept.total(tier) for memory in (plain, checked)]
+    assert more[1] == (more[0] + share if offload == "cpu" else max(more[0], share))
+    assert more[1] >= share
+    below = (run_of(stage=2, offload_optimizer=offload, is_fp16=is_fp16) for is_fp16 in (False, True))
+    first, second = (deepspeed_memory(run).moments["update"] for run in below)
+    assert first == second

@@ -2,6 +2,7 @@
 
 import json
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from benchmarks.offload_host_memory.cases import KINDS, SEQUENCE_LENGTH, config_
 from lightning_memfit import CausalLM, RandomTokens
 from lightning_memfit.device.runtime import runtime_memory
 from lightning_memfit.estimate.deepspeed import deepspeed_memory
-from lightning_memfit.estimate.division import Division, NotDividedError, division_of, estimate_rank
+from lightning_memfit.estimate.division import MODELLED_AS, Division, NotDividedError, division_of, estimate_rank
 from lightning_memfit.estimate.report import build_report, judge, largest_micro_batch
 from lightning_memfit.estimate.target import Target, host_target
 from lightning_memfit.memory import GIB, MIB, Category, Tier
@@ -28,7 +29,7 @@ from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation
-from lightning_memfit.strategies import DataParallelStrategy
+from lightning_memfit.strategies import DataParallelStrategy, ZeroStrategy
 from lightning_memfit.techniques.core.registry import find_technique
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -164,8 +165,8 @@ def test_ranks_share_the_memory_of_their_machine() -> None:
 
 
 class Configured(DeepSpeedStrategy):
-    def __init__(self, **zero: Any) -> None:  # without DeepSpeed
-        self.config = {"zero_optimization": zero}
+    def __init__(self, config: dict[str, Any] | None = None, **zero: Any) -> None:  # without DeepSpeed
+        self.config = {**(config or {}), "zero_optimization": zero}
 
 
 def test_strategies_say_what_they_divide() -> None:
@@ -175,7 +176,28 @@ def test_strategies_say_what_they_divide() -> None:
     assert division_of(ModelParallelStrategy(), "fsdp2", 4, 2) == Division("fsdp2", 3, 4, 2)
     cpu = {"device": "cpu", "pin_memory": True}
     found = division_of(Configured(stage=3, offload_optimizer=cpu, sub_group_size=1e6), "x", 4, 2)
-    assert found == Division("x", 3, 4, 2, True, "cpu", pin_memory=True, sizes={"sub_group_size": 1_000_000})
+    sizes = {"sub_group_size": 1_000_000, "reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
+    sizes |= {"stage3_prefetch_bucket_size": 50_000_000}
+    sizes |= {"stage3_max_live_parameters": 1_000_000_000, "stage3_max_reuse_distance": 1_000_000_000}
+    assert found == Division("x", 3, 4, 2, True, "cpu", pin_memory=True, sizes=sizes)
+    ours = Configured(stage=3, sub_group_size=1e6)
+    ours.chooses_sizes = True
+    assert division_of(ours, "x", 4, 2) == Division("x", 3, 4, 2, True, sizes={"sub_group_size": 1_000_000})
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_sizes_of_another_strategy_are_deepspeed_s() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    made = DeepSpeedZeroConfig(stage=3).model_dump(by_alias=True)
+    found = division_of(Configured(stage=3), "x", 4, 2)
+    assert found is not None
+    assert found.sizes == {key: made[key] for key in found.sizes}
+    assert len(found.sizes) == 6
+    # What is refused beside its default has that default.
+    known = {key: made[key] for key in MODELLED_AS if key in made}
+    assert {key: MODELLED_AS[key] for key in known} == known
+    assert division_of(ZeroStrategy(stage=3), "x", 4, 2) == Division("x", 3, 4, 2, True)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +207,10 @@ def test_strategies_say_what_they_divide() -> None:
         (Configured(stage=0), "stage 0"),
         (Configured(stage=3, offload_param={"device": "nvme"}), "for `memfit_zero_infinity` only"),
         (Configured(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.3}), "`ratio`"),
+        (Configured(stage=3, zero_hpz_partition_size=8), "`zero_optimization.zero_hpz_partition_size=8`"),
+        (Configured(stage=3, stage3_param_persistence_threshold=10_000_000), "persistence_threshold=10000000`"),
+        (Configured({"data_types": {"grad_accum_dtype": "fp32"}}, stage=3), "`data_types.grad_accum_dtype=fp32`"),
+        (Configured({"communication_data_type": "fp32"}, stage=3), "`communication_data_type=fp32`"),
     ],
 )
 def test_what_is_not_modelled_is_refused(strategy: Any, reason: str) -> None:

@@ -70,10 +70,18 @@ def test_free_host_memory_counts(tmp_path: Path, recipe: Path, fits: bool, now: 
     """It differs from minute to minute: a plan counts as long as it fits, and no much better one may exist."""
     lock, key = PlanLock(tmp_path / "plan.lock"), plan_key([recipe], [], "T4", {})
     breakdown = {"device": {"parameter": 99}, "host": {"gradient": 5}, "pinned_host": {"optimizer_state": 15}}
-    plan = {"fits": fits, "breakdown": breakdown, "setting": {"world_size": 2} if fits else None}
+    plan = {"fits": fits, "breakdown": breakdown, "setting": {"world_size": 2, "techniques": {}} if fits else None}
     lock.save(key, plan, Sources(), free_bytes=60)
     assert lock.load(key, now)[1] == (["free host memory"] if changed else [])
     assert lock.load(key) == (plan, [])
+
+
+def test_ranks_of_a_machine_share_its_host_memory(tmp_path: Path, recipe: Path) -> None:
+    lock, key = PlanLock(tmp_path / "plan.lock"), plan_key([recipe], [], "T4", {})
+    setting = {"world_size": 8, "techniques": {"fsdp2": {"num_nodes": 4}, "bf16_mixed": {}}}
+    lock.save(key, {"fits": True, "breakdown": {"host": {"gradient": 20}}, "setting": setting}, Sources(), free_bytes=60)
+    assert lock.load(key, 41)[1] == []
+    assert lock.load(key, 39)[1] == ["free host memory"]
 
 
 def test_all_files_of_a_folder_count(tmp_path: Path) -> None:
