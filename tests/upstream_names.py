@@ -199,6 +199,7 @@ NAMES: dict[str, str] = {
     "_waiters": "threading.Condition",
     "_version": "torch.Tensor",
     "_wrapped_by_lr_sched": "torch.optim.lr_scheduler",
+    "_tensor_parallel_size": "lightning.pytorch.strategies.ModelParallelStrategy",
 }
 
 

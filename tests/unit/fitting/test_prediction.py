@@ -1,5 +1,7 @@
 """Predictions made inside a Trainer, before anything is allocated for the run."""
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -11,12 +13,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.micro_batching import compare
 from benchmarks.micro_batching.models import CURVED
 from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.estimate.division import Division
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.size import prediction
 from lightning_memfit.fitting.size.prediction import MemoryPrediction
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import Category
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+from tests.helpers.modules import Layers
+from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import difference, fit, quiet_trainer
 
 WIDTH = 64
@@ -234,3 +239,40 @@ def test_on_several_ranks_it_says_where_the_figure_is(monkeypatch: pytest.Monkey
     callback.setup(trainer, module, "fit")
     assert callback.estimate is None
     assert "as it has 2 ranks. `memfit estimate" in told[0]
+
+
+@pytest.mark.parametrize("fits_itself", [False, True])
+def test_what_a_strategy_divides_is_not_said_to_be_on_one_device(
+    fits_itself: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 on one device: its trace isn't one of a plain step."""
+    monitor, callback = MemoryMonitor(), MicroBatching() if fits_itself else MemoryPrediction()
+    trainer = quiet_trainer(callback, monitor, MemoryLimit("64MiB"))
+    trainer.strategy.connect(Wide())
+    monkeypatch.setattr(prediction, "division_of", lambda *_: Division("memfit_fsdp2", 3, 1, 1))
+    assert prediction.is_divided(trainer)
+    trainer.fit(Wide())
+    assert monitor.report is not None
+    assert monitor.report.predicted is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_deepspeed_on_one_device_is_predicted_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    (ended,) = run_ranks(_error_under_zero, 1, tmp_path)
+    assert ended.error == ""
+    assert ended.result == pytest.approx(0.0, abs=0.01)
+
+
+def _error_under_zero() -> float | None:
+    from lightning_memfit.strategies import ZeroStrategy
+
+    monitor, module = MemoryMonitor(), Layers(*[256] * 9)
+    data = DataLoader(torch.randn(8, 256), 4)
+    trainer = quiet_trainer(
+        MemoryPrediction(), monitor, strategy=ZeroStrategy(stage=2), precision="bf16-mixed", max_steps=4
+    )
+    trainer.fit(module, data)
+    assert monitor.report is not None
+    return monitor.report.prediction_error
