@@ -25,6 +25,7 @@ from cli.recipe_files import FOLDER, SIZES, TASKS
 from lightning_memfit.measure.report import versions
 
 DEVICES = ("12GiB", "24GiB", "80GiB")
+HOST_MEMORY = "64GiB"
 ROOT = Path(__file__).parents[2]
 PLANS = ROOT / "benchmarks" / "results" / "recipe_plans.json"
 PAGE = ROOT / "docs" / "guides" / "recipes.md"
@@ -91,7 +92,7 @@ def row_of(recipe: str, model: str | None) -> dict[str, Any]:
 
 def plan_of(recipe: str, device: str) -> dict[str, Any]:
     """Return a row of the file of plans: what `memfit plan` chooses for a recipe with its own model."""
-    found = _printed(["plan", "--config", recipe, "--device", device])
+    found = _printed(["plan", "--config", recipe, "--device", device, "--host-memory", HOST_MEMORY])
     return {"recipe": recipe, "device": device, **{name: found[name] for name in ("fits", "summary", "batch_size")}}
 
 
@@ -108,7 +109,10 @@ def page(rows: Sequence[Row], plans: Sequence[Row], text: str) -> str:
         sizes = " | ".join(str(row["largest_micro_batch"][device] or "-") for device in DEVICES)
         lines.append(f"| `{row['recipe']}` | `{row['model']}` | {TASKS[row['recipe']].sample} | {sizes} |")
     if plans:
-        lines += ["", "What `memfit plan` chooses for a whole batch:", "", "| recipe | card | plan |", "|---|---:|---|"]
+        chosen = (
+            f"What `memfit plan` chooses for a whole batch, beside {HOST_MEMORY.replace('GiB', ' GiB')} of host memory:"
+        )
+        lines += ["", chosen, "", "| recipe | card | plan |", "|---|---:|---|"]
     for row in sorted(plans, key=lambda row: (ON_PAGE.index(row["recipe"]), DEVICES.index(row["device"]))):
         lines.append(f"| `{row['recipe']}` | {row['device'].replace('GiB', ' GB')} | {row['summary']} |")
     return insert(text, "sizes", "\n".join(lines))
