@@ -6,10 +6,13 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from torch.utils._device import _device_constructors
+
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of a class or module for a while."""
+    keep_constructors()
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)
@@ -29,6 +32,7 @@ def replaced_everywhere(functions: Mapping[Any, Any]) -> Iterator[None]:
     Args:
         functions: What takes the place of each.
     """
+    keep_constructors()
     wanted = {id(function): other for function, other in functions.items()}
     found = [
         (names, name, value)
@@ -56,3 +60,13 @@ def _naming(wanted: frozenset[int]) -> Iterator[dict[str, Any]]:
             names = object.__getattribute__(module, "__dict__")
             if not wanted.isdisjoint(map(id, list(names.values()))):
                 yield names
+
+
+def keep_constructors() -> None:
+    """Have torch list the functions that heed `with torch.device(...)` while they are its own.
+
+    It lists them once, as it first needs them. Those that are replaced at that moment would never heed it again: with
+    `torch.tensor` among them, transformers doesn't see that it builds a model on the meta device, takes buffers for
+    initialized that are not, and `from_pretrained` returns models with whatever was in memory.
+    """
+    _device_constructors()

@@ -5,6 +5,8 @@ from types import ModuleType
 
 import numpy
 import pytest
+import torch
+from torch.utils._device import _device_constructors
 
 from lightning_memfit.profile.replaced import replaced, replaced_everywhere
 
@@ -91,3 +93,12 @@ def test_what_was_looked_for_before_hides_nothing_else(module):
     with replaced_everywhere({other: original}):
         assert module.other is original
     assert module.other is other
+
+
+def test_what_torch_lists_at_first_use_are_its_own_functions():
+    """It keeps the list: with another function in it, `torch.tensor` would no longer heed `with torch.device(...)`."""
+    _device_constructors.cache_clear()
+    with replaced(torch, "tensor", lambda *values: torch.zeros(1)), torch.device("meta"):
+        assert torch.zeros(1).device.type == "meta"
+    with torch.device("meta"):
+        assert torch.tensor([]).device.type == "meta"

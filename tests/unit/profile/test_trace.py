@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
+import transformers
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -750,3 +751,29 @@ class AsksTwice(Rejects):
 def test_a_loop_that_one_assumed_value_ends_at_once_is_tried_with_more_turns():
     with pytest.raises(TraceError, match=r"depends on values.*test_trace\.py"):
         trace_step(AsksTwice(), batch(), StepOptions(), Emulation("cpu"))
+
+
+class BuildsOnADevice(Classifier):
+    def training_step(self, batch, batch_idx):
+        with torch.device("cpu"):
+            return self.loss(batch) + torch.zeros(())
+
+
+def test_models_that_are_read_after_a_trace_are_whole(tmp_path):
+    """transformers builds on the meta device, and then fills the buffers that no checkpoint has."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, pad_token_id=0, **sizes))
+    made.save_pretrained(tmp_path)
+    torch.utils._device._device_constructors.cache_clear()  # as in a process that has used no device by `with`
+    trace_cpu(BuildsOnADevice(), batch())
+    deterministic, torch.utils.deterministic.fill_uninitialized_memory = (
+        torch.utils.deterministic.fill_uninitialized_memory,
+        True,
+    )
+    torch.use_deterministic_algorithms(True)  # NaN is in what nobody fills
+    try:
+        read = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = deterministic
+    assert torch.equal(read.model.rotary_emb.inv_freq, made.model.rotary_emb.inv_freq)
