@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -231,10 +232,24 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Let an optimizer, whoever steps it, change weights that are put away; by hand, gather the new ones."""
         gathered: list[bool] = []
 
-        def before(*_: Any) -> None:
-            gathered.append(self._weights is not None and self._weights.are_gathered)
-            if self._weights is not None and gathered[-1]:
+        def put_away() -> bool:
+            were_gathered = self._weights is not None and self._weights.are_gathered
+            if self._weights is not None and were_gathered:
                 self._weights.put_away()
+            return were_gathered
+
+        def then_put_away(closure: Callable[[], Any]) -> Any:
+            result = closure()
+            put_away()  # hooks may have gathered them
+            return result
+
+        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            gathered.append(put_away())
+            own, *closures = args
+            wrapped = [partial(then_put_away, one) if callable(one) else one for one in closures]
+            if callable(kwargs.get("closure")):
+                kwargs = kwargs | {"closure": partial(then_put_away, kwargs["closure"])}
+            return (own, *wrapped), kwargs
 
         def after(*_: Any) -> None:
             if gathered.pop() and self._weights is not None and self._root_by_hand is not None:

@@ -58,6 +58,9 @@ class GatheredWeights:
                 self._undo.append(wrap_method(group, "_to_unsharded", partial(self._note, group)))
                 self._undo.append(wrap_method(group, "_to_sharded", take_over))
                 self._undo.append(wrap_method(group, "_to_sharded_post_forward", take_over))
+        for child in module.children():  # type: ignore[attr-defined]
+            if not isinstance(child, FSDPModule):
+                self._undo.append(child.register_forward_pre_hook(self.gather_for).remove)
 
     def detach(self) -> None:
         """Look no more."""
@@ -72,6 +75,15 @@ class GatheredWeights:
     def gather(self) -> None:
         """Gather the weights of no block, on all ranks."""
         self._root.unshard()
+
+    def gather_for(self, child: nn.Module, *_: Any) -> None:
+        """Gather them before a child's forward that no step of the module contains, such as one in a hook."""
+        if not torch.compiler.is_compiling() and self._is_idle():
+            self._root.unshard()
+
+    def _is_idle(self) -> bool:
+        state = self._root._get_fsdp_state()
+        return state._training_state.name == "IDLE" and not self.are_gathered
 
     def put_away(self) -> None:
         """Take over what was written into the weights of no block, and leave each rank its parts."""
@@ -163,8 +175,8 @@ def _written(weight: Any, noted: _AsGathered, stays: bool) -> Iterator[tuple[Ten
     rank = getattr(mesh, "shard_mesh_rank", 0)
     if rank < len(parts) and parts[rank].numel():
         yield part.detach(), parts[rank]
-    if is_moved:
-        del weight._unsharded_param  # torch makes it anew
+    if is_moved:  # back to where torch gathers it, as the same leaf of autograd's graph
+        gathered.data = weight.all_gather_outputs[0].as_strided(weight._orig_size, weight._contiguous_orig_stride)
 
 
 _autograd: Any = torch.autograd
