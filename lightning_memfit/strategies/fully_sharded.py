@@ -29,6 +29,7 @@ from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import FSDP2_MARK, read_run, rewritten
+from lightning_memfit.strategies.divided_use import put_in_words, refuse_divided_loss
 from lightning_memfit.strategies.integrity import check_peers, stored_bytes, told_by, verify
 from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages, require_number
 from lightning_memfit.strategies.optimizers import check_divided
@@ -169,6 +170,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
             share_random_state(self._together, self.root_device)
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Say what the parts of weights can't do, in which torch fails without a name."""
+        super().on_exception(exception)
+        if self.lightning_module is not None:
+            put_in_words(exception, self.lightning_module)
+
+    @override
     def teardown(self) -> None:
         """Give the module its own steps back."""
         if self.lightning_module is not None:
@@ -193,6 +201,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Announce a backward pass within a step: FSDP2 learns of others by what the step returns."""
         super().pre_backward(closure_loss)
+        assert self.lightning_module is not None
+        refuse_divided_loss(closure_loss, self.lightning_module)
         if self._root_by_hand is not None:
             announce_backward(self._root_by_hand, closure_loss)
 
