@@ -44,13 +44,14 @@ class GatheredWeights:
         module: The module that FSDP2 shards as a whole.
 
     Raises:
-        MisconfigurationException: Later, if a weight and its parts were both changed.
+        MisconfigurationException: Later, if a weight and its parts were both changed, or parts by `weight.data = ...`.
     """
 
     def __init__(self, module: FSDPModule) -> None:
         self._root: Any = module
         self._shows_gradients = False
         self._noted: dict[int, list[_AsGathered]] = {}
+        self._storages: dict[int, tuple[Tensor, Any]] = {}
         self._undo: list[Callable[[], None]] = []
         for child in module.modules():  # type: ignore[attr-defined]
             for group in _groups(child) if isinstance(child, FSDPModule) else ():
@@ -110,6 +111,8 @@ class GatheredWeights:
     def _note(self, group: Any, gather: Callable[[], None]) -> None:
         if group.is_unsharded:
             return
+        for weight in group.fsdp_params:
+            self._refuse_new_data(weight)
         gather()
         if self._shows_gradients and group in _groups(self._root):
             for weight in group.fsdp_params:
@@ -118,6 +121,17 @@ class GatheredWeights:
             _AsGathered(_version(one._unsharded_param), _version(one.sharded_param), one.sharded_param.requires_grad)
             for one in group.fsdp_params
         ]
+
+    def _refuse_new_data(self, weight: Any) -> None:
+        """Refuse `weight.data = ...` for a weight that is put away, which torch ignores for one that has parts."""
+        divided, storage = weight.sharded_param, weight.sharded_param.untyped_storage()
+        before, kept = self._storages.get(id(weight), (divided, storage))
+        if before is divided and kept._cdata != storage._cdata:
+            raise MisconfigurationException(
+                f"`{weight._param_fqn}.data = ...` has no effect on a weight of which FSDP2 leaves each rank a part. "
+                "Write into it: `weight.data.copy_(...)`, or `weight.copy_(...)` in `torch.no_grad()`."
+            )
+        self._storages[id(weight)] = divided, storage
 
     def _take_over(self, group: Any, stays: bool, put_away: Callable[[], None]) -> None:
         noted = self._noted.pop(id(group), None) if group.is_unsharded else None
