@@ -105,6 +105,19 @@ NAMES: dict[str, str] = {
     "_forward_hooks_with_kwargs": "torch.nn.Module",
     "_forward_pre_hooks": "torch.nn.Module",
     "_from_config": "transformers.PreTrainedModel",
+    "_remove_autograd_hooks": "torch.nn.parallel.DistributedDataParallel",
+    "_unsafe_preserve_version_counter": "torch.autograd",
+    "_local_tensor": "torch.distributed.tensor.DTensor",
+    "_fsdp_param_group": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+    "_orig_size": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+    "_contiguous_orig_stride": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+    "_foreach_copy_": "torch",
+    "_to_unsharded": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_to_sharded": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_to_sharded_post_forward": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_training_state": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+    "_wait_all_gather_streams_on_event": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_param_fqn": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
     "_fsdp_param_groups": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
     "_functorch": "torch._C",
     "_gen_transform_infos": "torch.distributed.tensor._redistribute",
@@ -199,6 +212,7 @@ NAMES: dict[str, str] = {
     "_waiters": "threading.Condition",
     "_version": "torch.Tensor",
     "_wrapped_by_lr_sched": "torch.optim.lr_scheduler",
+    "_tensor_parallel_size": "lightning.pytorch.strategies.ModelParallelStrategy",
 }
 
 

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_memfit.memory.kind import synchronize
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import read_run
 from lightning_memfit.strategies.integrity import verify
@@ -106,13 +107,11 @@ class DataParallelStrategy(DDPStrategy):
         rank_zero_info(
             f"{type(self).__name__}: DDP wraps the module anew, as weights were frozen or unfrozen: {listed(names)}."
         )
-        if self.root_device.type == "cuda":  # it copies weights in a stream of its own
-            torch.cuda.synchronize(self.root_device)
+        synchronize(self.root_device)  # it copies weights in a stream of its own
         wrapped._remove_autograd_hooks()
         self.model = module
         self.configure_ddp()
-        if self.root_device.type == "cuda":
-            torch.cuda.synchronize(self.root_device)
+        synchronize(self.root_device)
 
     @override
     def setup_environment(self) -> None:

@@ -211,7 +211,7 @@ class WholePenalty(Base):
     """A penalty of weights, made whole term by term, and norms of gradients."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        terms = [whole(p.square().sum() + p.norm()) for p in self.net.parameters()]
+        terms = [whole(p.square().sum()) + whole(p.norm()) for p in self.net.parameters()]
         return self.loss(batch) + 0.1 * torch.stack(terms).sum()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:

@@ -146,7 +146,10 @@ class GatheredWeights:
 
 
 def _groups(module: Any) -> list[Any]:
-    return list(module._get_fsdp_state()._fsdp_param_groups)
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
 
 
 def _local(tensor: Any) -> Tensor:
