@@ -5,10 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_memfit.memory.kind import synchronize
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import read_run
 from lightning_memfit.strategies.integrity import verify
@@ -57,6 +61,7 @@ class DataParallelStrategy(DDPStrategy):
             **options,
         )
         self._loaded: SavedRun | None = None
+        self._wrapped: list[tuple[torch.nn.Parameter, bool]] = []
 
     @override
     def _configure_launcher(self) -> None:
@@ -76,6 +81,37 @@ class DataParallelStrategy(DDPStrategy):
         trained = [name for name, parameter in self.lightning_module.named_parameters() if parameter.requires_grad]
         names = [trained[index] for index in map(int, found[1].split()) if index < len(trained)]
         return f" ({listed(names)})" if names else ""
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step in a DDP that has the parameters of now: its buckets are made for those that are trained."""
+        self._wrap_anew_if_trained_change()
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def configure_ddp(self) -> None:
+        """Wrap the module, and note which parameters are trained in it."""
+        super().configure_ddp()
+        assert self.lightning_module is not None
+        self._wrapped = [(one, one.requires_grad) for one in self.lightning_module.parameters()]
+
+    def _wrap_anew_if_trained_change(self) -> None:
+        """Wrap the module anew if a hook has frozen or unfrozen weights, whose gradients DDP wouldn't average."""
+        wrapped, module = self.model, self.lightning_module
+        if not isinstance(wrapped, DistributedDataParallel) or module is None:
+            return
+        changed = {id(one) for one, was_trained in self._wrapped if one.requires_grad != was_trained}
+        if not changed:
+            return
+        names = [name for name, parameter in module.named_parameters() if id(parameter) in changed]
+        rank_zero_info(
+            f"{type(self).__name__}: DDP wraps the module anew, as weights were frozen or unfrozen: {listed(names)}."
+        )
+        synchronize(self.root_device)  # it copies weights in a stream of its own
+        wrapped._remove_autograd_hooks()
+        self.model = module
+        self.configure_ddp()
+        synchronize(self.root_device)
 
     @override
     def setup_environment(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -24,14 +26,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import FSDP2_MARK, read_run, rewritten
+from lightning_memfit.strategies.divided_use import put_in_words, refuse_divided_loss
 from lightning_memfit.strategies.integrity import check_peers, stored_bytes, told_by, verify
 from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages, require_number
 from lightning_memfit.strategies.optimizers import check_divided
 from lightning_memfit.strategies.saved_run import PARAMETERS, group_names, numbered_optimizer, parameter_names
 from lightning_memfit.strategies.shards import load_divided
 from lightning_memfit.strategies.tensor_parallel import check_same_batch, divide_blocks, share_random_state
+from lightning_memfit.strategies.upstream.fsdp import GatheredWeights
 from lightning_memfit.strategies.upstream.torch import announce_backward, save_states_plainly
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -117,6 +122,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._compared: set[str] = set()
         self._gathering: set[str] = set()
+        self._weights: GatheredWeights | None = None
+        self._undo: list[Callable[[], None]] = []
 
     @override
     def _configure_launcher(self) -> None:
@@ -156,10 +163,18 @@ class FullyShardedStrategy(ModelParallelStrategy):
             self._start_alike(module)
             self._shard(module)
         self._gather_in_steps(module)
+        self._watch_weights(module)
         with _configured(module):
             super().setup(trainer)
         if self.tensor_parallel_size > 1:
             share_random_state(self._together, self.root_device)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Say what the parts of weights can't do, in which torch fails without a name."""
+        super().on_exception(exception)
+        if self.lightning_module is not None:
+            put_in_words(exception, self.lightning_module)
 
     @override
     def teardown(self) -> None:
@@ -168,6 +183,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
             for name in self._gathering:
                 vars(self.lightning_module).pop(name, None)
         self._gathering.clear()
+        while self._undo:
+            self._undo.pop()()
+        self._weights = None
         super().teardown()
 
     # --- manual optimization ------------------------------------------------------------------------------------------
@@ -183,6 +201,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Announce a backward pass within a step: FSDP2 learns of others by what the step returns."""
         super().pre_backward(closure_loss)
+        assert self.lightning_module is not None
+        refuse_divided_loss(closure_loss, self.lightning_module)
         if self._root_by_hand is not None:
             announce_backward(self._root_by_hand, closure_loss)
 
@@ -201,22 +221,51 @@ class FullyShardedStrategy(ModelParallelStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step; the rest of a step by hand, and closures that are called again, see the new weights."""
-        root = self._root_by_hand
-        if root is None:
+        """Step parts of weights, which hooks see; the rest of a step by hand, and closures, see the new weights."""
+        weights = self._weights
+        if self._root_by_hand is None or weights is None or not weights.are_gathered:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-        def gather() -> None:
-            root.reshard()
-            root.unshard()
-
         def closure_on_new_weights() -> Any:
-            gather()
-            return closure()
+            weights.gather()
+            result = closure()
+            weights.put_away()
+            return result
 
-        result = super().optimizer_step(optimizer, closure_on_new_weights, model, **kwargs)
-        gather()
+        weights.put_away()
+        is_none = closure is do_nothing_closure
+        result = super().optimizer_step(optimizer, closure if is_none else closure_on_new_weights, model, **kwargs)
+        weights.gather()
         return result
+
+    def _put_away_for_steps(self, optimizer: Optimizer) -> None:
+        """Let an optimizer, whoever steps it, change weights that are put away; by hand, gather the new ones."""
+        gathered: list[bool] = []
+
+        def put_away() -> bool:
+            were_gathered = self._weights is not None and self._weights.are_gathered
+            if self._weights is not None and were_gathered:
+                self._weights.put_away()
+            return were_gathered
+
+        def then_put_away(closure: Callable[[], Any]) -> Any:
+            result = closure()
+            put_away()  # hooks may have gathered them
+            return result
+
+        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            gathered.append(put_away())
+            own, *closures = args
+            wrapped = [partial(then_put_away, one) if callable(one) else one for one in closures]
+            if callable(kwargs.get("closure")):
+                kwargs = kwargs | {"closure": partial(then_put_away, kwargs["closure"])}
+            return (own, *wrapped), kwargs
+
+        def after(*_: Any) -> None:
+            if gathered.pop() and self._weights is not None and self._root_by_hand is not None:
+                self._weights.gather()
+
+        self._undo += [optimizer.register_step_pre_hook(before).remove, optimizer.register_step_post_hook(after).remove]
 
     # --- optimizers and batches ---------------------------------------------------------------------------------------
 
@@ -226,6 +275,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             check_divided(optimizer, self._divided, self.strategy_name)
+            self._put_away_for_steps(optimizer)
         if self.tensor_parallel_size > 1:
             for optimizer in self.optimizers:
                 save_states_plainly(optimizer)
@@ -269,6 +319,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 }
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        checkpoint = self._of_one_rank(checkpoint)
         needed, share = stored_bytes(checkpoint), (self.global_rank, self.world_size)
         path = self.broadcast(filepath)
         with rewritten(path, self.is_global_zero, self.barrier, FSDP2_MARK, needed, share) as folder:
@@ -278,6 +329,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 rank, (cause, _) = next(iter(error.failures.items()))
                 check_peers(path, [told_by(rank, cause)], cause)
                 raise
+
+    def _of_one_rank(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint in which the first rank alone has what isn't divided; of several, torch chooses one each."""
+        if self.is_global_zero:
+            return checkpoint
+        divided = {name: one for name, one in checkpoint["state_dict"].items() if isinstance(one, DTensor)}
+        return checkpoint | {"state_dict": divided}
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -307,6 +365,17 @@ class FullyShardedStrategy(ModelParallelStrategy):
             if is_overridden(name, module) and name not in vars(module):
                 register_fsdp_forward_method(module, name)
                 self._gathering.add(name)
+
+    def _watch_weights(self, module: LightningModule) -> None:
+        """Take over what a step does to gathered weights."""
+        if not isinstance(module, FSDPModule):
+            return
+        self._weights = weights = GatheredWeights(module)
+        if not module.automatic_optimization:
+            weights.show_gradients()
+        self._undo.append(weights.detach)
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            self._undo.append(wrap_method(module, name, weights.switch))
 
     @property
     def _together(self) -> DeviceMesh:

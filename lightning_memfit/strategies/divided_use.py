@@ -1,0 +1,109 @@
+"""Say in words what can't be done with weights and gradients of which a rank has a part, as under FSDP2."""
+
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+_INSTEAD = (
+    "A penalty of weights alone is exact if the term of each weight is made whole (`term.full_tensor() if "
+    "isinstance(term, DTensor) else term`), or leave it to the optimizer's `weight_decay`. In a hook, call `self(...)` "
+    "or a whole network of the module, on all ranks. Or train with `strategy=memfit_zero_2` or `memfit_ddp`."
+)
+_MESSAGES = {
+    "got mixed torch.Tensor and DTensor": (
+        "{where}computes with {weight} outside of its block, where FSDP2 leaves each rank a part of it. " + _INSTEAD
+    ),
+    "out of bounds for storage of size 0": (
+        "A backward pass goes through weights that FSDP2 has put away since their forward: it differentiates a "
+        "gradient (`torch.autograd.grad(..., create_graph=True)`, as a gradient penalty does), or an earlier step. "
+        "Train with `strategy=memfit_zero_2` or `memfit_ddp`."
+    ),
+    "its data is not allocated yet": (
+        "{where}makes one tensor of several, of which FSDP2 leaves each rank a part, as Lightning's `grad_norm` does. "
+        "A gradient's norm is `p.grad.norm().full_tensor()`, that of all gradients `torch.nn.utils.get_total_norm("
+        "[p.grad for p in parameters]).full_tensor()`, on all ranks."
+    ),
+}
+"""What torch says, and what is meant."""
+
+
+def refuse_divided_loss(loss: Any, module: nn.Module) -> None:
+    """Refuse a loss with a term of weights that are divided, in whose backward torch would fail.
+
+    Args:
+        loss: Where a backward pass begins.
+        module: The module that is trained.
+
+    Raises:
+        MisconfigurationException: With the name of a weight.
+    """
+    if not isinstance(loss, DTensor):
+        return
+    names = _names(module)
+    weight = next((names[id(leaf)] for leaf in _leaves(loss) if id(leaf) in names), None)
+    if weight is not None:
+        raise MisconfigurationException(
+            f"The loss of `training_step` is computed from `{weight}` outside of its block, where FSDP2 leaves each "
+            f"rank a part of it. {_INSTEAD}"
+        )
+
+
+def put_in_words(error: BaseException, module: nn.Module) -> None:
+    """Replace what torch says of parts that meet whole tensors by what is to be done, with the code and the weight.
+
+    Args:
+        error: What has ended a run.
+        module: The module that was trained.
+    """
+    text = str(error)
+    message = next((words for said, words in _MESSAGES.items() if said in text), None)
+    if message is None or not isinstance(error, RuntimeError):
+        return
+    frames = list(_frames(error))
+    users = [frame for frame in frames if not frame.f_globals.get("__name__", "").startswith(("torch.", "lightning"))]
+    where = "This run "
+    if users:
+        code = users[-1].f_code
+        where = f"`{code.co_name}` (line {users[-1].f_lineno} of {code.co_filename}) "
+    weight = _weight_in(reversed(frames), _names(module))
+    error.args = (message.format(where=where, weight=f"`{weight}`" if weight else "a weight"),)
+
+
+def _names(module: nn.Module) -> dict[int, str]:
+    return {id(one): name for name, one in module.named_parameters() if isinstance(one, DTensor)}
+
+
+def _leaves(loss: torch.Tensor) -> Iterator[Any]:
+    """Leaves of a tensor's graph."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield getattr(node, "variable", None)
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _weight_in(frames: Iterator[FrameType], names: dict[int, str]) -> str | None:
+    """The first divided weight that is a value of some code, or belongs to the layer whose code it is."""
+    for frame in frames:
+        values = list(frame.f_locals.values())
+        layer = frame.f_locals.get("self")
+        own = list(layer.parameters(recurse=False)) if isinstance(layer, nn.Module) else []
+        for value in (*values, *own):
+            if id(value) in names:
+                return names[id(value)]
+    return None

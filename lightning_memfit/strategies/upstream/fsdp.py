@@ -1,0 +1,249 @@
+"""`GatheredWeights`: what is done to weights while FSDP2 has gathered them reaches the parts that are trained.
+
+FSDP2 computes with other parameters than those that it shards and an optimizer steps: copies of all parts, which it
+drops when the weights are put away. Non-public parts of torch are needed for that, written for torch 2.11 to 2.13.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_memfit.memory.wrapping import wrap_method
+
+
+@dataclass
+class _AsGathered:
+    """What a weight was like when it was gathered.
+
+    Attributes:
+        version: Of the gathered one, which counts writes.
+        divided_version: Of this rank's part, which an optimizer steps.
+        requires_grad: Of both.
+    """
+
+    version: int
+    divided_version: int
+    requires_grad: bool
+
+
+class GatheredWeights:
+    """Takes over what is written into gathered weights into each rank's part, before they are put away.
+
+    Values and `requires_grad` are taken over, each rank's part from its own copy. Writes past torch's version counters
+    (`weight.data.clamp_()`) are seen in the weights that stay gathered for the whole of a step, those of no block.
+
+    Args:
+        module: The module that FSDP2 shards as a whole.
+
+    Raises:
+        MisconfigurationException: Later, if a weight and its parts were both changed, or parts by `weight.data = ...`.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._root: Any = module
+        self._shows_gradients = False
+        self._noted: dict[int, list[_AsGathered]] = {}
+        self._storages: dict[int, tuple[Tensor, Any]] = {}
+        self._undo: list[Callable[[], None]] = []
+        for child in module.modules():  # type: ignore[attr-defined]
+            for group in _groups(child) if isinstance(child, FSDPModule) else ():
+                take_over = partial(self._take_over, group, child is module)
+                self._undo.append(wrap_method(group, "_to_unsharded", partial(self._note, group)))
+                self._undo.append(wrap_method(group, "_to_sharded", take_over))
+                self._undo.append(wrap_method(group, "_to_sharded_post_forward", take_over))
+        for child in module.children():  # type: ignore[attr-defined]
+            if not isinstance(child, FSDPModule):
+                self._undo.append(child.register_forward_pre_hook(self.gather_for).remove)
+
+    def detach(self) -> None:
+        """Look no more."""
+        while self._undo:
+            self._undo.pop()()
+
+    @property
+    def are_gathered(self) -> bool:
+        """Whether the weights of no block are gathered at the moment."""
+        return any(group.is_unsharded for group in _groups(self._root))
+
+    def gather(self) -> None:
+        """Gather the weights of no block, on all ranks."""
+        self._root.unshard()
+
+    def gather_for(self, child: nn.Module, *_: Any) -> None:
+        """Gather them before a child's forward that no step of the module contains, such as one in a hook."""
+        if not torch.compiler.is_compiling() and self._is_idle():
+            self._root.unshard()
+
+    def _is_idle(self) -> bool:
+        state = self._root._get_fsdp_state()
+        return state._training_state.name == "IDLE" and not self.are_gathered
+
+    def put_away(self) -> None:
+        """Take over what was written into the weights of no block, and leave each rank its parts."""
+        self._root.reshard()
+
+    def show_gradients(self) -> None:
+        """Let `grad` of a gathered weight of no block be that of its parts, which an optimizer steps by."""
+        self._shows_gradients = True
+
+    def switch(self, change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what sets `requires_grad` of parts; the gathered weights have it at once."""
+        gathered = [group for group in _groups(self._root) if group.is_unsharded]
+        for group in gathered:
+            for weight, noted in zip(group.fsdp_params, self._noted[id(group)], strict=True):
+                _take_flag(weight, noted)
+        result = change(*args, **kwargs)
+        for group in gathered:
+            for weight, noted in zip(group.fsdp_params, self._noted[id(group)], strict=True):
+                noted.requires_grad = weight.sharded_param.requires_grad
+                if weight._unsharded_param.requires_grad != noted.requires_grad:
+                    weight._unsharded_param.requires_grad_(noted.requires_grad)
+        return result
+
+    def _note(self, group: Any, gather: Callable[[], None]) -> None:
+        if group.is_unsharded:
+            return
+        for weight in group.fsdp_params:
+            self._refuse_new_data(weight)
+        gather()
+        if self._shows_gradients and group in _groups(self._root):
+            for weight in group.fsdp_params:
+                _show_gradient(weight)
+        self._noted[id(group)] = [
+            _AsGathered(_version(one._unsharded_param), _version(one.sharded_param), one.sharded_param.requires_grad)
+            for one in group.fsdp_params
+        ]
+
+    def _refuse_new_data(self, weight: Any) -> None:
+        """Refuse `weight.data = ...` for a weight that is put away, which torch ignores for one that has parts."""
+        divided, storage = weight.sharded_param, weight.sharded_param.untyped_storage()
+        before, kept = self._storages.get(id(weight), (divided, storage))
+        if before is divided and kept._cdata != storage._cdata:
+            raise MisconfigurationException(
+                f"`{weight._param_fqn}.data = ...` has no effect on a weight of which FSDP2 leaves each rank a part. "
+                "Write into it: `weight.data.copy_(...)`, or `weight.copy_(...)` in `torch.no_grad()`."
+            )
+        self._storages[id(weight)] = divided, storage
+
+    def _take_over(self, group: Any, stays: bool, put_away: Callable[[], None]) -> None:
+        noted = self._noted.pop(id(group), None) if group.is_unsharded else None
+        if noted is not None:
+            copies = [pair for one in zip(group.fsdp_params, noted, strict=True) for pair in _written(*one, stays)]
+            if copies:
+                _copy(copies)
+                written = group.device_handle.Event()
+                written.record()
+                group._wait_all_gather_streams_on_event(written)
+        put_away()
+
+
+def _groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _version(tensor: Tensor) -> int:
+    """The number of writes; of a tensor that is divided, an operation counts for it or for this rank's part."""
+    parts = {id(one): one for one in (tensor, _local(tensor))}.values()
+    return sum(0 if one.is_inference() else one._version for one in parts)
+
+
+def _take_flag(weight: Any, noted: _AsGathered) -> None:
+    requires_grad = weight._unsharded_param.requires_grad
+    if requires_grad != noted.requires_grad:
+        weight.sharded_param.requires_grad_(requires_grad)
+        noted.requires_grad = requires_grad
+
+
+def _written(weight: Any, noted: _AsGathered, stays: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's part of a weight that was written, or may have been: where it is trained, and as it is gathered."""
+    gathered, part = weight._unsharded_param, _local(weight.sharded_param)
+    if hasattr(part, "fsdp_pre_all_gather"):  # gathered in a form of its own
+        return
+    _take_flag(weight, noted)
+    is_moved = _local(gathered).data_ptr() != weight.all_gather_outputs[0].data_ptr()  # `weight.data = ...`
+    is_written = is_moved or _version(gathered) != noted.version
+    if _version(weight.sharded_param) != noted.divided_version:
+        if is_written:
+            raise MisconfigurationException(
+                f"`{weight._param_fqn}` was written while FSDP2 had gathered it, and its parts were changed meanwhile, "
+                "so that one of both would be lost. Write weights before or after what changes the optimizer's "
+                "parameters, or train with `strategy=memfit_zero_2` or `memfit_ddp`."
+            )
+        return
+    if not is_written and not stays:
+        return
+    mesh, dim = weight.mesh_info, weight.fsdp_placement.dim
+    parts = _local(gathered).detach().chunk(getattr(mesh, "shard_mesh_size", 1), dim)
+    rank = getattr(mesh, "shard_mesh_rank", 0)
+    if rank < len(parts) and parts[rank].numel():
+        yield part.detach(), parts[rank]
+    if is_moved:  # back to where torch gathers it, as the same leaf of autograd's graph
+        gathered.data = weight.all_gather_outputs[0].as_strided(weight._orig_size, weight._contiguous_orig_stride)
+
+
+_autograd: Any = torch.autograd
+_without_count = _autograd._unsafe_preserve_version_counter
+
+
+@torch.no_grad()
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy gathered parts; where they are of another type, what has not changed keeps its precision."""
+    parts, values = [part for part, _ in pairs], []
+    for part, value in pairs:
+        is_exact = value.dtype == part.dtype
+        values.append(value if is_exact else torch.where(value != part.to(value.dtype), value.to(part.dtype), part))
+    counted = tuple(part for part in parts if not part.is_inference())
+    with _without_count(counted):
+        torch._foreach_copy_(parts, values)
+
+
+_tensors: Any = torch.Tensor
+_GRAD = _tensors.grad
+
+
+def _shown(weight: Any) -> Any:
+    """A gathered weight's own gradient for FSDP2, or else that of its parts."""
+    own = _GRAD.__get__(weight)
+    return own if own is not None or _asks_fsdp() else weight.divided.grad
+
+
+def _set_shown(weight: Any, value: Any) -> None:
+    is_users = not _asks_fsdp()
+    if value is None or not is_users:
+        _GRAD.__set__(weight, value)
+    if is_users:
+        weight.divided.grad = value
+
+
+class _ShownGradient(nn.Parameter):
+    """A gathered weight whose gradient in Python is that of its parts; autograd and FSDP2 go on with its own."""
+
+    divided: Any
+    grad: Any = property(_shown, _set_shown)
+
+
+def _asks_fsdp() -> bool:
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name.startswith("torch.distributed.fsdp.")
+
+
+def _show_gradient(weight: Any) -> None:
+    gathered = weight._unsharded_param
+    if type(gathered) is nn.Parameter:
+        shown: Any = gathered
+        shown.__class__, shown.divided = _ShownGradient, weight.sharded_param

@@ -1,0 +1,325 @@
+"""Modules as Lightning's users write them, which touch weights and gradients in their steps and hooks."""
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+class Net(nn.Module):
+    """Three equal blocks between two layers, of which one has rows that two ranks can't divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.blocks = nn.Sequential(*[Block() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.inp(x)))
+
+
+class Base(pl.LightningModule):
+    """Trains on the batches of one device, of which each rank has a part."""
+
+    by_hand = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Net()
+        self.automatic_optimization = not self.by_hand
+        self.seen: list[float] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(1)
+        rank, count = self.global_rank, self.trainer.world_size
+        data = [torch.randn(16, 3, generator=generator)[rank::count] for _ in range(2)]
+        return DataLoader(TensorDataset(*data), batch_size=4 // count)
+
+    val_dataloader = train_dataloader
+
+
+class ByHand(Base):
+    by_hand = True
+
+    def step(self, batch: Any) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.step(batch)
+
+
+class MomentumTarget(Base):
+    """A frozen network follows the trained one, as in BYOL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for new, old in zip(self.net.parameters(), self.target.parameters(), strict=True):
+                old.mul_(0.5).add_(new, alpha=0.5)
+            expected = self.target(batch[0])
+        return (self.net(batch[0]) - 1 - expected).square().mean()
+
+
+class Clipped(ByHand):
+    """Clips weights after each step, as in a Wasserstein GAN."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.step(batch)
+        with torch.no_grad():
+            for weight in self.net.parameters():
+                weight.clamp_(-0.3, 0.3)
+
+
+class ClippedData(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.step(batch)
+        for weight in self.net.parameters():
+            weight.data.clamp_(-0.3, 0.3)
+
+
+class NewData(ByHand):
+    """Puts other data into weights outside of the blocks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.step(batch)
+        for weight in self.net.head.parameters():
+            weight.data = weight.data * 0.9
+
+
+class ClippedInForward(Base):
+    """A block writes its own weights before it computes with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block, forward = self.net.blocks[1], self.net.blocks[1].forward
+
+        def clipped(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                block.a.weight.clamp_(-0.2, 0.2)
+                block.b.weight.data = block.b.weight.data.clamp(-0.2, 0.2)
+            return forward(x)
+
+        block.forward = clipped
+
+
+class Adversaries(ByHand):
+    """Lightning's example of a GAN, with `toggle_optimizer`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), 0.1), torch.optim.SGD(self.critic.parameters(), 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        of_net, of_critic = self.optimizers()
+        self.toggle_optimizer(of_net)
+        self.manual_backward(-self.critic(self.net(batch[0])).mean())
+        of_net.step()
+        of_net.zero_grad()
+        self.untoggle_optimizer(of_net)
+        self.toggle_optimizer(of_critic)
+        self.manual_backward((self.critic(self.net(batch[0]).detach()) - self.critic(batch[1])).square().mean())
+        of_critic.step()
+        of_critic.zero_grad()
+        self.untoggle_optimizer(of_critic)
+
+
+class Frozen(ByHand):
+    """Freezes weights within every second step, for two passes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.net.inp.requires_grad_(batch_idx % 2 == 0)
+        self.net.blocks[0].requires_grad_(batch_idx % 2 == 0)
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class Gradients(ByHand):
+    """Clips gradients of `parameters()` and takes them away in its step, and steps torch's own optimizer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        for _ in range(2):
+            self.manual_backward(self.loss(batch))
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+            optimizer.step()
+            self.zero_grad()
+
+
+class InHooks(Base):
+    """Calls its network and writes its weights in hooks."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.seen.append(float(self.net(torch.ones(1, 3)).sum()))
+            for weight in self.net.parameters():
+                weight.mul_(0.95)
+
+    def on_validation_epoch_end(self) -> None:
+        with torch.no_grad():
+            for weight in self.net.parameters():
+                weight.mul_(0.95)
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.seen.append(float(self.net(torch.ones(1, 3)).sum()))
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+class WholePenalty(Base):
+    """A penalty of weights, made whole term by term, and norms of gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        terms = [whole(p.square().sum()) + whole(p.norm()) for p in self.net.parameters()]
+        return self.loss(batch) + 0.1 * torch.stack(terms).sum()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [p.grad for p in self.parameters()]
+        self.seen += [float(whole(one.norm())) for one in gradients]
+        self.seen.append(float(whole(torch.nn.utils.get_total_norm(gradients))))
+
+
+class NotANumber(ByHand):
+    """The loss of its second batch is no number."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * (float("nan") if self.is_second else 1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.is_second = batch_idx == 1
+        self.step(batch)
+
+
+class Unfrozen(Base):
+    """Most weights are frozen in its first epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.inp.requires_grad_(False)
+        self.net.blocks.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net.requires_grad_(True)
+
+
+class Finetuning(BaseFinetuning):
+    """Lightning's way to do so."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.net.inp, pl_module.net.blocks])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group([pl_module.net.inp, pl_module.net.blocks], optimizer, lr=0.1)
+
+
+class Penalty(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + 0.1 * sum(p.square().sum() for p in self.net.parameters())
+
+
+class UsedInStep(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = self.net.blocks[0].a.bias
+        return self.loss(batch) + (weight[:3] * batch[1]).sum()
+
+
+class LayerInHook(Base):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net.inp(torch.ones(1, 3))
+
+
+class GradientPenalty(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].clone().requires_grad_()
+        found = self.net(x)
+        (gradient,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+        return (found - batch[1]).square().mean() + gradient.square().mean()
+
+
+class GradientNorms(Base):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, 2))
+
+
+class LostData(ByHand):
+    """Puts other data into weights of which each rank has a part."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.step(batch)
+        self.net.blocks[0].a.weight.data = self.net.blocks[0].a.weight.data * 0.9
+
+
+class WrittenTwice(ByHand):
+    """Writes a weight, and its part in the optimizer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for weight in (self.net.head.bias, *self.optimizers().param_groups[0]["params"]):  # type: ignore[union-attr]
+                weight.mul_(0.9)
+        self.step(batch)
+
+
+class Buffers(Base):
+    """Each rank fills buffers, and one of no tensor, with its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index in range(4):
+            self.register_buffer(f"own{index}", torch.zeros(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for index in range(4):
+            getattr(self, f"own{index}").fill_(self.global_rank + 1)
+        return self.loss(batch)
+
+    def get_extra_state(self) -> Any:
+        return {"rank": self.global_rank + 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
