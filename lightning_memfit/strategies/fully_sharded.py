@@ -34,7 +34,7 @@ from lightning_memfit.strategies.integrity import check_peers, stored_bytes, tol
 from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages, require_number
 from lightning_memfit.strategies.optimizers import check_divided
 from lightning_memfit.strategies.saved_run import PARAMETERS, group_names, numbered_optimizer, parameter_names
-from lightning_memfit.strategies.shards import load_divided
+from lightning_memfit.strategies.shards import kept_whole, load_divided
 from lightning_memfit.strategies.tensor_parallel import check_same_batch, divide_blocks, share_random_state
 from lightning_memfit.strategies.upstream.fsdp import GatheredWeights
 from lightning_memfit.strategies.upstream.torch import announce_backward, save_states_plainly
@@ -332,10 +332,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def _of_one_rank(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint in which the first rank alone has what isn't divided; of several, torch chooses one each."""
+        entries = checkpoint["state_dict"]
         if self.is_global_zero:
-            return checkpoint
-        divided = {name: one for name, one in checkpoint["state_dict"].items() if isinstance(one, DTensor)}
-        return checkpoint | {"state_dict": divided}
+            return checkpoint | {"state_dict": {name: kept_whole(name, one) for name, one in entries.items()}}
+        return checkpoint | {"state_dict": {name: one for name, one in entries.items() if isinstance(one, DTensor)}}
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

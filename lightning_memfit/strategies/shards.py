@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -168,7 +169,24 @@ class _Folder:
                 state_dict_loader.load(flat, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as error:  # which says no more than the ranks' numbers
             raise next(iter(error.failures.values()))[0] from error
-        return {path: flat[self._keys[path]] for path in into}
+        return {path: self._as_it_was(path, flat[self._keys[path]]) for path in into}
+
+    def _as_it_was(self, path: Place, value: Any) -> Any:
+        """What `kept_whole` has made bytes of; folders of earlier versions have it leaf by leaf."""
+        is_kept = isinstance(value, bytes) and str(path[-1]).endswith(_EXTRA_STATE_KEY_SUFFIX)
+        return load(io.BytesIO(value), name=self.folder) if is_kept else value
+
+
+def kept_whole(name: str, value: Any) -> Any:
+    """An entry of a state dict as it is to be written: what `get_extra_state` gave, as bytes.
+
+    torch would write the leaves of its dicts and lists one by one, with keys as text and without those that are empty.
+    """
+    if not name.endswith(_EXTRA_STATE_KEY_SUFFIX) or isinstance(value, Tensor):
+        return value
+    written = io.BytesIO()
+    torch.save(value, written)
+    return written.getvalue()
 
 
 def _put(at: Any, path: Place, value: Any) -> None:

@@ -32,7 +32,7 @@ from lightning_memfit.strategies.saved_run import (
     parameter_names,
     pieces_of,
 )
-from lightning_memfit.strategies.shards import META, _Folder, load_divided
+from lightning_memfit.strategies.shards import META, _Folder, kept_whole, load_divided
 from lightning_memfit.strategies.upstream.deepspeed import _divided, _fill, _Live
 
 
@@ -83,6 +83,24 @@ def test_a_folder_keeps_what_is_no_tensor(tmp_path):
     read = _Folder(tmp_path).read({place: {}, ("state_dict", "w"): torch.zeros(2, 2)})
     assert read[place]["history"].tolist() == [1, 1, 1]
     assert read["state_dict", "w"].tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    "state", [{"by": {0: 5, 3: 7}, "names": [], "pair": (1, 2), "empty": {}, "history": torch.ones(3)}, {}, None, 3]
+)
+def test_extra_states_come_back_as_they_were(tmp_path, state):
+    """torch alone writes the leaves of dicts, with keys as text."""
+    entries = {"w": torch.ones(2), "layer._extra_state": state}
+    dcp.save({"state_dict": {k: kept_whole(k, v) for k, v in entries.items()}}, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({"lr_schedulers": []}, tmp_path / META)
+    place = ("state_dict", "layer._extra_state")
+    saved = read_run(tmp_path)
+    for read in (saved.state_dict()["layer._extra_state"], _Folder(tmp_path).read({place: state})[place]):
+        if isinstance(state, dict) and state:
+            assert read.pop("history").tolist() == [1, 1, 1]
+            read["history"] = state["history"]
+        assert read == state
+    assert "layer._extra_state" in _Folder(tmp_path).weights()
 
 
 @pytest.mark.parametrize(("extras", "optimizers"), [({"lr_schedulers": []}, []), ({}, None)])
