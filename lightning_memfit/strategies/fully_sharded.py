@@ -188,6 +188,28 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self._weights = None
         super().teardown()
 
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, after which hooks find weights in parts, as after a step of training."""
+        return self._then_put_away(super().validation_step(*args, **kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, after which hooks find weights in parts, as after a step of training."""
+        return self._then_put_away(super().test_step(*args, **kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, after which hooks find weights in parts, as after a step of training."""
+        return self._then_put_away(super().predict_step(*args, **kwargs))
+
+    def _then_put_away(self, result: Any) -> Any:
+        if self._weights is not None and self._weights.are_gathered:
+            self._weights.put_away()
+        return result
+
     # --- manual optimization ------------------------------------------------------------------------------------------
 
     @property

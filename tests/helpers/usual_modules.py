@@ -203,6 +203,20 @@ class InHooks(Base):
             self.seen.append(float(self.net(torch.ones(1, 3)).sum()))
 
 
+class OfOptimizer(Base):
+    """Writes what its optimizer steps, after validation."""
+
+    def on_validation_epoch_end(self) -> None:
+        optimizer: Any = self.optimizers()
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                weight.detach().mul_(0.95)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net(torch.ones(1, 3))
+        self.on_validation_epoch_end()
+
+
 def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

@@ -27,6 +27,7 @@ SHARDED = [
     "Frozen",
     "Gradients",
     "InHooks",
+    "OfOptimizer",
     "WholePenalty",
     "NotANumber",
 ]

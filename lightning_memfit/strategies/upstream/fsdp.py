@@ -59,6 +59,8 @@ class GatheredWeights:
                 self._undo.append(wrap_method(group, "_to_unsharded", partial(self._note, group)))
                 self._undo.append(wrap_method(group, "_to_sharded", take_over))
                 self._undo.append(wrap_method(group, "_to_sharded_post_forward", take_over))
+        for group in _groups(module):
+            self._undo.append(wrap_method(group, "unshard", partial(self._renew, group)))
         for child in module.children():  # type: ignore[attr-defined]
             if not isinstance(child, FSDPModule):
                 self._undo.append(child.register_forward_pre_hook(self.gather_for).remove)
@@ -108,6 +110,16 @@ class GatheredWeights:
                     weight._unsharded_param.requires_grad_(noted.requires_grad)
         return result
 
+    def _renew(self, group: Any, gather: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Gather what is gathered still if its parts were changed meanwhile, as by a hook after validation."""
+        noted = self._noted.get(id(group), []) if group.is_unsharded else []
+        if any(
+            _version(one.sharded_param) != was.divided_version
+            for one, was in zip(group.fsdp_params, noted, strict=False)
+        ):
+            group._to_sharded()
+        gather(*args, **kwargs)
+
     def _note(self, group: Any, gather: Callable[[], None]) -> None:
         if group.is_unsharded:
             return
@@ -156,10 +168,10 @@ def _local(tensor: Any) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _version(tensor: Tensor) -> int:
+def _version(tensor: Any) -> int:
     """The number of writes; of a tensor that is divided, an operation counts for it or for this rank's part."""
-    parts = {id(one): one for one in (tensor, _local(tensor))}.values()
-    return sum(0 if one.is_inference() else one._version for one in parts)
+    own = 0 if tensor.is_inference() else tensor._version
+    return own + _version(tensor._local_tensor) if isinstance(tensor, DTensor) else own
 
 
 def _take_flag(weight: Any, noted: _AsGathered) -> None:
