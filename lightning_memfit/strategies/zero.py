@@ -29,7 +29,7 @@ from lightning_memfit.nvme.extensions import outlive_killed_builds
 from lightning_memfit.strategies.checkpoints import ZERO_MARK, read_run, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.integrity import stored_bytes, verify
-from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages
+from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages, refuse_lr_finder
 from lightning_memfit.strategies.optimizers import check_flat
 from lightning_memfit.strategies.saved_run import (
     PARAMETERS,
@@ -47,9 +47,12 @@ from lightning_memfit.strategies.upstream.deepspeed import (
     failing_together,
     keep_adagrad,
     known_options,
+    remove_engine_hooks,
+    removing_engine_hooks_only,
     save_what_is_not_stepped,
     step_by_gradients_of_the_window,
     stepped_by,
+    take_buffers,
     take_run,
 )
 from lightning_memfit.strategies.upstream.huggingface import partitioned_builds
@@ -267,8 +270,10 @@ class ZeroStrategy(DeepSpeedStrategy):
     ) -> tuple[Any, Optimizer]:
         assert self.lightning_module is not None
         refuse_averages(self.lightning_module.trainer, self.strategy_name)
+        refuse_lr_finder(self.lightning_module.trainer, self.strategy_name)
         if optimizer is not None:
             check_flat(optimizer, self.strategy_name)
+            self._refuse_frozen_groups(optimizer)
         self._choose_accumulation()
         self._fill_sizes(model)
         if optimizer is not None:  # before DeepSpeed puts its own tensors into the groups
@@ -291,10 +296,20 @@ class ZeroStrategy(DeepSpeedStrategy):
         )
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
+    def _refuse_frozen_groups(self, optimizer: Optimizer) -> None:
+        for number, group in enumerate(optimizer.param_groups):
+            if not self.zero_stage_3 and not any(one.requires_grad for one in group["params"]):
+                raise MisconfigurationException(
+                    f"All weights of the optimizer's group {number} are frozen, and ZeRO-1 and -2 can't divide a "
+                    "group that trains nothing. Leave it out of `configure_optimizers`, or train with `strategy="
+                    "memfit_fsdp2`."
+                )
+
     @override
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
         if self._train_engine is not None:
             self._train_engine.destroy()  # an earlier `fit` made it: its hooks would run as well as the new engine's
+        remove_engine_hooks(model)  # of one that evaluated
         super()._initialize_deepspeed_train(model)
         self._train_engine = self.model
         assert self.lightning_module is not None
@@ -318,7 +333,8 @@ class ZeroStrategy(DeepSpeedStrategy):
             self.model = self._train_engine
             return
         self._fill_sizes(model)
-        super()._initialize_deepspeed_inference(model)
+        with removing_engine_hooks_only():
+            super()._initialize_deepspeed_inference(model)
 
     @override
     def teardown(self) -> None:
@@ -399,7 +415,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             whole = {"state_dict": saved.state_dict()}
             if self.zero_stage_3:
-                self._restore_zero_state(whole, strict=strict)
+                self._restore_zero_state(whole, strict=strict)  # on the first rank, whose parameters reach the others
+                take_buffers(self.lightning_module, saved.weights)
             else:
                 self.lightning_module.load_state_dict(whole["state_dict"], strict=strict)
             return saved.extras

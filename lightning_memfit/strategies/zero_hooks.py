@@ -6,7 +6,7 @@ weight that no layer is computing with has no elements, with which every operati
 """
 
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -137,10 +137,13 @@ class HooksUnderZero:
 
     def __init__(self, trainer: Trainer, stepped: Iterable[torch.nn.Parameter], in_parts: bool) -> None:
         module = trainer.lightning_module
-        self._in_parts = in_parts
-        self._stepped = {id(one): one for one in stepped}
-        self._names = {id(one): name for name, one in module.named_parameters() if in_parts or id(one) in self._stepped}
-        self._active: list[_Touches] = []
+        self.in_parts = in_parts
+        self.stepped = {id(one) for one in stepped}
+        named = [(name, one) for name, one in module.named_parameters() if in_parts or id(one) in self.stepped]
+        self.names = {id(one): name for name, one in named}
+        self.versions: dict[int, int] = {}
+        self._weights = [one for _, one in named]
+        self.active: list[_Touches] = []
         self._undo: list[Callable[[], None]] = []
         self.note()
         for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
@@ -152,7 +155,7 @@ class HooksUnderZero:
         if not module.automatic_optimization:
             self._watch(module, "training_step", _always)
         elif in_parts or not _is_compiled(module):
-            self._watch(module, "training_step", lambda touches: bool(touches.aliases))
+            self._watch(module, "training_step", lambda touches: touches.may_write)
 
     def detach(self) -> None:
         """Give the hooks back."""
@@ -161,17 +164,21 @@ class HooksUnderZero:
 
     def note(self) -> None:
         """Weights are now what the masters have."""
-        self._versions = {key: one._version for key, one in self._stepped.items()}
+        self.versions.update((id(one), one._version) for one in self._weights)
 
     def take(self, where: str = "the module or a callback") -> None:
         """Take what was written into weights over into the masters: before they are stepped or saved."""
         with torch._C.DisableTorchFunction():
-            written = {key: one for key, one in self._stepped.items() if one._version != self._versions[key]}
-            for touches in self._active:
-                written |= {id(one): one for one in touches.take_aliased() if id(one) in self._stepped}
+            written = {id(one): one for one in self._weights if one._version != self.versions[id(one)]}
+            for touches in self.active:
+                written |= {id(one): one for one in touches.take_aliased()}
             for key, parameter in written.items():
-                _write_master(parameter, True, f"`{where}` writes `{self._names[key]}`")
-                self._versions[key] = parameter._version
+                self.versions[key] = parameter._version
+                what = f"`{where}` writes `{self.names[key]}`"
+                if key in self.stepped:
+                    _write_master(parameter, True, what)
+                elif self.in_parts:
+                    _write_part(parameter, what)
 
     def _watch(self, owner: Any, name: str, goes_on: "Callable[[_Touches], bool] | None" = None) -> None:
         where = f"{type(owner).__name__}.{name}"
@@ -188,21 +195,21 @@ class HooksUnderZero:
         **kwargs: Any,
     ) -> Any:
         """Run a hook that goes by a name, or a step, which is seen once more as long as `goes_on` says so."""
-        touches = _Touches(self._names, self._stepped, where, self._in_parts, self._active)
-        self._active.append(touches)
+        touches = _Touches(self, where)
+        self.active.append(touches)
         try:
             with touches:
                 result = hook(*args, **kwargs)
             self.take(where)
         finally:
-            self._active.remove(touches)
+            self.active.remove(touches)
         if goes_on is not None:  # a step, whose layers use all weights
             if not goes_on(touches):
                 undo()
             return result
         for parameter in touches.put_away():
-            if id(parameter) in self._stepped:
-                _write_master(parameter, False, f"`{where}` writes `{self._names[id(parameter)]}`")
+            if id(parameter) in self.stepped:
+                _write_master(parameter, False, f"`{where}` writes `{self.names[id(parameter)]}`")
         return result
 
 
@@ -224,70 +231,90 @@ class _Touches(TorchFunctionMode):
     """Sees every function that is called with a weight.
 
     Args:
-        names: Names of the weights, by their identity.
-        stepped: Those that DeepSpeed steps, by identity.
+        hooks: What knows the weights.
         where: The code that runs.
-        in_parts: Whether weights are put away.
-        active: All that look now, of which the last one sees for the others.
     """
 
-    def __init__(
-        self, names: dict[int, str], stepped: Container[int], where: str, in_parts: bool, active: "list[_Touches]"
-    ) -> None:
+    def __init__(self, hooks: HooksUnderZero, where: str) -> None:
         super().__init__()
-        self._names = names
-        self._stepped = stepped
+        self._hooks = hooks
         self._where = where
-        self._in_parts = in_parts
-        self._active = active
         self._touched: dict[int, Any] = {}
-        self.aliases: list[tuple[Any, Any, int]] = []
-        """Weights, what `weight.data` gave of them, and its version."""
+        self.aliases: dict[int, tuple[Any, Any, int]] = {}
+        """Weights, what shares their elements, and its version, by the identity of the latter."""
+        self.may_write = False
+        """Whether it has written weights, or reached past their versions."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._active[-1] is not self:
+        if self._hooks.active[-1] is not self:
             return func(*args, **kwargs)
-        weights = [one for one in _flat((args, kwargs)) if id(one) in self._names]
-        if not weights or func in _ABOUT:
+        names, in_parts = self._hooks.names, self._hooks.in_parts
+        given = [one for one in _flat((args, kwargs)) if id(one) in names or id(one) in self.aliases]
+        if not given or func in _ABOUT:
             return func(*args, **kwargs)
-        weight, name = weights[0], self._names[id(weights[0])]
-        if self._in_parts:
-            empty = next((one for one in weights if one.numel() == 0 and getattr(one, "ds_numel", 0)), None)
-            if empty is not None and _is_users_call():
-                raise MisconfigurationException(
-                    f"`{self._where}` uses `{self._names[id(empty)]}`, which ZeRO-3 has put away: outside of its "
-                    "layer's `forward` it has no elements. Use it in a hook within `with deepspeed.zero."
-                    "GatheredParameters(parameters, modifier_rank=0):`, or train with `strategy=memfit_fsdp2` or "
-                    "`memfit_zero_2`."
-                )
+        weights = [one for one in given if id(one) in names]
         self._touched |= {id(one): one for one in weights}
-        if func == _SET_DATA and _is_users_call():  # it must stay where DeepSpeed has it
-            weight.detach().copy_(args[1])
+        if in_parts:
+            self._refuse_put_away(weights)
+        if func == _SET_DATA and weights and _is_users_call():  # it must stay where DeepSpeed has it
+            weights[0].detach().copy_(args[1])
+            self._hooks.take(self._where)
             return None
         result = func(*args, **kwargs)
-        if func == _GRAD and id(weight) in self._stepped and _is_users_call():
+        if func == _GRAD and id(given[0]) in self._hooks.stepped and _is_users_call():
             raise MisconfigurationException(
-                f"`{self._where}` reads the gradient of `{name}`, which ZeRO keeps in parts of its own: here it is "
-                "None or this rank's alone, and what is done to it would be lost. Read it by `deepspeed.utils."
-                "safe_get_full_grad`, clip by `self.clip_gradients` or the Trainer, or train with `strategy="
+                f"`{self._where}` reads the gradient of `{names[id(given[0])]}`, which ZeRO keeps in parts of its own: "
+                "here it is None or this rank's alone, and what is done to it would be lost. Read it by `deepspeed."
+                "utils.safe_get_full_grad`, clip by `self.clip_gradients` or the Trainer, or train with `strategy="
                 "memfit_fsdp2` or `memfit_ddp`."
             )
         if func == _DATA and _is_users_call():
-            self.aliases.append((weight, result, result._version))
+            self.aliases[id(result)] = (given[0], result, result._version)
+            self.may_write = True
+        elif in_parts:
+            self._follow(given, result)
         return result
 
+    def _refuse_put_away(self, weights: list[Any]) -> None:
+        empty = next((one for one in weights if one.numel() == 0 and getattr(one, "ds_numel", 0)), None)
+        if empty is not None and _is_users_call():
+            raise MisconfigurationException(
+                f"`{self._where}` uses `{self._hooks.names[id(empty)]}`, which ZeRO-3 has put away: outside of its "
+                "layer's `forward` it has no elements. Use it in a hook within `with deepspeed.zero."
+                "GatheredParameters(parameters, modifier_rank=0):`, or train with `strategy=memfit_fsdp2` or "
+                "`memfit_zero_2`."
+            )
+
+    def _follow(self, given: list[Any], result: Any) -> None:
+        """Take a write over at once, while the weight is whole, and look out for those into views of it."""
+        if any(one._version != self._hooks.versions.get(id(one), one._version) for one in given) or any(
+            one._version != self.aliases[id(one)][2] for one in given if id(one) in self.aliases
+        ):
+            self.may_write = True
+            self._hooks.take(self._where)
+        if isinstance(result, torch.Tensor) and result is not given[0] and result.numel():
+            weight = self.aliases[id(given[0])][0] if id(given[0]) in self.aliases else given[0]
+            if result.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() and _is_users_call():
+                self.aliases[id(result)] = (weight, result, result._version)
+
     def take_aliased(self) -> list[Any]:
-        """Weights that were written by `weight.data` since the last call."""
-        written = [weight for weight, alias, version in self.aliases if alias._version != version]
-        self.aliases = [(weight, alias, alias._version) for weight, alias, _ in self.aliases]
+        """Weights that were written by what shares their elements since the last call."""
+        written = [weight for weight, alias, version in self.aliases.values() if alias._version != version]
+        self.aliases = {key: (weight, alias, alias._version) for key, (weight, alias, _) in self.aliases.items()}
         return written
 
     def put_away(self) -> list[Any]:
         """Weights that were used and are put away now: they were gathered for a while, perhaps to be written."""
         with torch._C.DisableTorchFunction():
             return [weight for weight in self._touched.values() if not weight.numel()]
+
+
+_LOST = (
+    "{}, which ZeRO-3 has put away since, so that it is lost. Write it in a hook within `with deepspeed.zero."
+    "GatheredParameters(parameters, modifier_rank=0):`, or train with `strategy=memfit_fsdp2` or `memfit_zero_2`."
+)
 
 
 def _flat(value: Any) -> Iterator[Any]:
@@ -333,14 +360,31 @@ def _write_master(parameter: Any, is_certain: bool, what: str) -> None:
         return
     master = safe_get_local_fp32_param(parameter)
     if parameter.numel():
-        begin = part.numel() * torch.distributed.get_rank(parameter.ds_process_group)
-        own = parameter.detach().flatten()[begin:][: part.numel()]  # the last one is padded
+        own = _own(parameter)
         _take_changed(own, master.view(-1)[: own.numel()])
         safe_set_local_fp32_param(parameter, master)
         part.detach().view(-1)[: own.numel()].copy_(own)
         return
     if not torch.equal(part.detach(), master.view_as(part).to(part.dtype)):
         safe_set_local_fp32_param(parameter, part.detach().float())
+    elif is_certain:
+        raise MisconfigurationException(_LOST.format(what))
+
+
+def _write_part(parameter: Any, what: str) -> None:
+    """Take what was written into a weight that isn't stepped over into what stage 3 gathers it from."""
+    part = parameter.ds_tensor
+    if part.ds_numel != part.numel() or not parameter.numel():
+        raise MisconfigurationException(_LOST.format(what))
+    own = _own(parameter)
+    part.detach().view(-1)[: own.numel()].copy_(own)
+
+
+def _own(parameter: Any) -> torch.Tensor:
+    """This rank's elements of a weight that is whole; the last rank has fewer."""
+    size = parameter.ds_tensor.numel()
+    elements: torch.Tensor = parameter.detach().flatten()
+    return elements[size * torch.distributed.get_rank(parameter.ds_process_group) :][:size]
 
 
 def _take_changed(written: torch.Tensor, master: torch.Tensor) -> None:

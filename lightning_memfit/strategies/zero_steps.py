@@ -55,8 +55,8 @@ class StepsUnderZero:
         if unfrozen is not None:
             raise MisconfigurationException(
                 f"`{unfrozen}` was frozen when training began, and has been unfrozen: DeepSpeed would not train it. "
-                "End this `fit` and go on in another one (`ckpt_path`) with it unfrozen from the start, let its optimizer "
-                "group begin with `lr=0` instead of freezing it, or train with `strategy=memfit_fsdp2`."
+                "Unfreeze it before `fit` and let its optimizer group have `lr=0` for as long as it shall stay, start "
+                "another `fit` from these weights, or train with `strategy=memfit_fsdp2`."
             )
         if len(self._zero.optimizer.param_groups) != self._num_groups:
             raise MisconfigurationException(

@@ -79,9 +79,7 @@ def test_free_host_memory_counts(tmp_path: Path, recipe: Path, fits: bool, now: 
 def test_ranks_of_a_machine_share_its_host_memory(tmp_path: Path, recipe: Path) -> None:
     lock, key = PlanLock(tmp_path / "plan.lock"), plan_key([recipe], [], "T4", {})
     setting = {"world_size": 8, "techniques": {"fsdp2": {"num_nodes": 4}, "bf16_mixed": {}}}
-    lock.save(
-        key, {"fits": True, "breakdown": {"host": {"gradient": 20}}, "setting": setting}, Sources(), free_bytes=60
-    )
+    lock.save(key, {"fits": True, "breakdown": {"host": {"gradient": 20}}, "setting": setting}, Sources(), free_bytes=60)
     assert lock.load(key, 41)[1] == []
     assert lock.load(key, 39)[1] == ["free host memory"]
 
