@@ -1,5 +1,6 @@
 """`ZeroStrategy`: DeepSpeed's ZeRO stages, from few typed arguments, on CUDA devices and on the CPU."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -252,6 +253,13 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.config["zero_optimization"] = zero_sizes(self.config["zero_optimization"], sizes, self.world_size)
 
     # --- model and optimizer ----------------------------------------------------------------------------------------
+
+    @override
+    def init_deepspeed(self) -> None:
+        """Make the engine, without Lightning's warning that `clip_gradients` does nothing: `StepsUnderZero` clips."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Since DeepSpeed handles gradient clipping internally")
+            super().init_deepspeed()
 
     @override
     @contextmanager

@@ -6,6 +6,7 @@ weight that no layer is computing with has no elements, with which every operati
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -240,7 +241,7 @@ class _Touches(TorchFunctionMode):
         self._hooks = hooks
         self._where = where
         self._touched: dict[int, Any] = {}
-        self.aliases: dict[int, tuple[Any, Any, int]] = {}
+        self._aliases: dict[int, tuple[Any, Callable[[], Any], int]] = {}
         """Weights, what shares their elements, and its version, by the identity of the latter."""
         self.may_write = False
         """Whether it has written weights, or reached past their versions."""
@@ -251,7 +252,7 @@ class _Touches(TorchFunctionMode):
         if self._hooks.active[-1] is not self:
             return func(*args, **kwargs)
         names, in_parts = self._hooks.names, self._hooks.in_parts
-        given = [one for one in _flat((args, kwargs)) if id(one) in names or id(one) in self.aliases]
+        given = [one for one in _flat((args, kwargs)) if id(one) in names or id(one) in self._aliases]
         if not given or func in _ABOUT:
             return func(*args, **kwargs)
         weights = [one for one in given if id(one) in names]
@@ -270,11 +271,14 @@ class _Touches(TorchFunctionMode):
                 "utils.safe_get_full_grad`, clip by `self.clip_gradients` or the Trainer, or train with `strategy="
                 "memfit_fsdp2` or `memfit_ddp`."
             )
-        if func == _DATA and _is_users_call():
-            self.aliases[id(result)] = (given[0], result, result._version)
-            self.may_write = True
-        elif in_parts:
-            self._follow(given, result)
+        if in_parts:
+            self._take_now(given)
+        if isinstance(result, torch.Tensor) and result is not given[0]:
+            if func == _DATA and _is_users_call():
+                self.may_write = True
+                self._follow(given[0], result)
+            elif in_parts and not torch.is_grad_enabled() and _shares(result, given[0]) and _is_users_call():
+                self._follow(given[0], result)
         return result
 
     def _refuse_put_away(self, weights: list[Any]) -> None:
@@ -287,23 +291,30 @@ class _Touches(TorchFunctionMode):
                 "`memfit_zero_2`."
             )
 
-    def _follow(self, given: list[Any], result: Any) -> None:
-        """Take a write over at once, while the weight is whole, and look out for those into views of it."""
-        if any(one._version != self._hooks.versions.get(id(one), one._version) for one in given) or any(
-            one._version != self.aliases[id(one)][2] for one in given if id(one) in self.aliases
-        ):
+    def _take_now(self, given: list[Any]) -> None:
+        """Take a write over while the weight is whole."""
+        versions = self._hooks.versions
+        known = [(one, self._aliases[id(one)][2] if id(one) in self._aliases else versions[id(one)]) for one in given]
+        if any(one._version != version for one, version in known):
             self.may_write = True
             self._hooks.take(self._where)
-        if isinstance(result, torch.Tensor) and result is not given[0] and result.numel():
-            weight = self.aliases[id(given[0])][0] if id(given[0]) in self.aliases else given[0]
-            if result.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() and _is_users_call():
-                self.aliases[id(result)] = (weight, result, result._version)
+
+    def _follow(self, given: Any, result: Any) -> None:
+        """Look out for writes into what shares a weight's elements."""
+        weight, key = self._aliases[id(given)][0] if id(given) in self._aliases else given, id(result)
+        if self._hooks.in_parts:  # whose writes are taken at once, and whose memory must be freed
+            alias: Callable[[], Any] = weakref.ref(result, lambda _: self._aliases.pop(key, None))
+        else:
+            alias = partial(_itself, result)
+        self._aliases[key] = (weight, alias, result._version)
 
     def take_aliased(self) -> list[Any]:
         """Weights that were written by what shares their elements since the last call."""
-        written = [weight for weight, alias, version in self.aliases.values() if alias._version != version]
-        self.aliases = {key: (weight, alias, alias._version) for key, (weight, alias, _) in self.aliases.items()}
-        return written
+        living = [(key, weight, alias, alias(), version) for key, (weight, alias, version) in self._aliases.items()]
+        self._aliases.update(
+            (key, (weight, alias, one._version)) for key, weight, alias, one, _ in living if one is not None
+        )
+        return [weight for _, weight, _, one, version in living if one is not None and one._version != version]
 
     def put_away(self) -> list[Any]:
         """Weights that were used and are put away now: they were gathered for a while, perhaps to be written."""
@@ -315,6 +326,14 @@ _LOST = (
     "{}, which ZeRO-3 has put away since, so that it is lost. Write it in a hook within `with deepspeed.zero."
     "GatheredParameters(parameters, modifier_rank=0):`, or train with `strategy=memfit_fsdp2` or `memfit_zero_2`."
 )
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.numel()) and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _flat(value: Any) -> Iterator[Any]:
