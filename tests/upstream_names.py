@@ -39,6 +39,8 @@ NAMES: dict[str, str] = {
     "_restore_cpu_offload_grad_to_gpu": "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer",
     "_register_pre_backward_hook": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
     "_offload_grad_partition_at_boundary": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+    "_epilogue_ran_this_backward": "deepspeed.runtime.base_optimizer.ZeROOptimizer",
+    "_offload_boundary_param_ids": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_offload_accumulated_param_ids": "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer",
     "_get_zero_frozen_param_attributes": "deepspeed.DeepSpeedEngine",
     "_BatchNorm": "torch.nn.modules.batchnorm",
@@ -74,7 +76,9 @@ NAMES: dict[str, str] = {
     "_should_check_val_fx": "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
     "_restarting": "lightning.pytorch.loops.loop._Loop",
     "_compiled_call_impl": "torch.nn.Module",
+    "_orig_mod": "torch._dynamo.OptimizedModule",
     "_computed": "torchmetrics.Metric",
+    "_tensor_parallel_size": "lightning.pytorch.strategies.ModelParallelStrategy",
     "_configure_launcher": "lightning.pytorch.strategies.Strategy",
     "_convert_to_deepspeed_param": "deepspeed.runtime.zero.partition_parameters.Init",
     "_swap_out_optimizer_state": "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper.PipelinedOptimizerSwapper",
@@ -212,7 +216,6 @@ NAMES: dict[str, str] = {
     "_waiters": "threading.Condition",
     "_version": "torch.Tensor",
     "_wrapped_by_lr_sched": "torch.optim.lr_scheduler",
-    "_tensor_parallel_size": "lightning.pytorch.strategies.ModelParallelStrategy",
 }
 
 

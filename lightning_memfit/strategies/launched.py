@@ -5,7 +5,7 @@ import os
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging, WeightAveraging
 
 
 def check_num_nodes(environment: ClusterEnvironment | None, devices: int, num_nodes: int) -> None:
@@ -50,6 +50,27 @@ def refuse_averages(trainer: Trainer, strategy: str) -> None:
             raise MisconfigurationException(
                 f"`{type(callback).__name__}` can't average weights under `strategy={strategy}`: checkpoints would "
                 "hold others than the averages. Train with `strategy=memfit_ddp`, or without it."
+            )
+
+
+def refuse_lr_finder(trainer: Trainer, strategy: str) -> None:
+    """Refuse the search for a learning rate where DeepSpeed has put its own optimizer in the place of torch's.
+
+    Its schedules take torch's optimizers only, and it saves and restores the run by what Lightning knows of it.
+
+    Args:
+        trainer: The trainer, whose callbacks have `Tuner.lr_find`'s as well.
+        strategy: Name of the strategy.
+
+    Raises:
+        MisconfigurationException: If it has one.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, LearningRateFinder):
+            raise MisconfigurationException(
+                f"`{type(callback).__name__}` (`Tuner.lr_find`) can't search under `strategy={strategy}`, where "
+                "DeepSpeed's optimizer stands in the place of torch's. Search under `memfit_fsdp2` or on one device, "
+                "and set the learning rate that it finds."
             )
 
 

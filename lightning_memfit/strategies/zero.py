@@ -1,5 +1,6 @@
 """`ZeroStrategy`: DeepSpeed's ZeRO stages, from few typed arguments, on CUDA devices and on the CPU."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,11 +11,13 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -24,10 +27,11 @@ from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
 from lightning_memfit.extras import require
 from lightning_memfit.memory.process import return_freed_memory
 from lightning_memfit.nvme.extensions import outlive_killed_builds
+from lightning_memfit.profile.replaced import keep_constructors
 from lightning_memfit.strategies.checkpoints import ZERO_MARK, read_run, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.integrity import stored_bytes, verify
-from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages
+from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages, refuse_lr_finder
 from lightning_memfit.strategies.optimizers import check_flat
 from lightning_memfit.strategies.saved_run import (
     PARAMETERS,
@@ -38,20 +42,25 @@ from lightning_memfit.strategies.saved_run import (
     parameter_names,
 )
 from lightning_memfit.strategies.upstream.deepspeed import (
+    begin_pass,
     broadcast_scalars,
     checkpoint_bytes,
     disable_shared_memory_collectives,
     failing_together,
     keep_adagrad,
     known_options,
+    remove_engine_hooks,
+    removing_engine_hooks_only,
     save_what_is_not_stepped,
     step_by_gradients_of_the_window,
     stepped_by,
+    take_buffers,
     take_run,
 )
 from lightning_memfit.strategies.upstream.huggingface import partitioned_builds
 from lightning_memfit.strategies.zero_config import Config, ZeroOptions, check_names_of_options, with_raw_options
 from lightning_memfit.strategies.zero_hooks import HooksUnderZero, Passes
+from lightning_memfit.strategies.zero_steps import StepsUnderZero
 
 
 def prefer_fused(optimizer: Optimizer) -> bool:
@@ -145,6 +154,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         self._train_engine: Any = None
         self._hooks: HooksUnderZero | None = None
         self._passes: Passes | None = None
+        self._steps: StepsUnderZero | None = None
+        self._frozen: dict[str, nn.Parameter] = {}
         self._accumulates = False
         self._group_names: list[list[list[str]]] | None = None
 
@@ -226,6 +237,18 @@ class ZeroStrategy(DeepSpeedStrategy):
         super()._init_config_if_needed()
         self.config = with_raw_options(self.config, self._raw, typed)
 
+    def _choose_accumulation(self) -> None:
+        """By hand, let `step` end what was accumulated, however many passes it took."""
+        assert self.lightning_module is not None
+        automatic, zero = self.lightning_module.automatic_optimization, self.config["zero_optimization"]
+        sums_in_step = not automatic and zero["stage"] == 1
+        made = {"managed_gradient_accumulation": automatic}
+        typed: dict[str, tuple[str, Any]] = {"managed_gradient_accumulation": ("automatic_optimization", automatic)}
+        if sums_in_step:  # the gradients of all passes, not those of each one as they come
+            typed["zero_optimization.overlap_comm"] = ("automatic_optimization", False)
+        config = self.config | made | {"zero_optimization": zero | {"overlap_comm": not sums_in_step}}
+        self.config = with_raw_options(config, self._raw, typed)
+
     def _fill_sizes(self, model: nn.Module) -> None:
         sizes = ModelSizes.of(model.parameters())
         self.config["zero_optimization"] = zero_sizes(self.config["zero_optimization"], sizes, self.world_size)
@@ -233,9 +256,17 @@ class ZeroStrategy(DeepSpeedStrategy):
     # --- model and optimizer ----------------------------------------------------------------------------------------
 
     @override
+    def init_deepspeed(self) -> None:
+        """Make the engine, without Lightning's warning that `clip_gradients` does nothing: `StepsUnderZero` clips."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Since DeepSpeed handles gradient clipping internally")
+            super().init_deepspeed()
+
+    @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """With stage 3, partition parameters as they are made."""
+        keep_constructors()  # DeepSpeed replaces some of torch's
         with super().model_sharded_context():
             if not self.zero_stage_3:
                 yield
@@ -249,10 +280,16 @@ class ZeroStrategy(DeepSpeedStrategy):
     ) -> tuple[Any, Optimizer]:
         assert self.lightning_module is not None
         refuse_averages(self.lightning_module.trainer, self.strategy_name)
+        refuse_lr_finder(self.lightning_module.trainer, self.strategy_name)
         if optimizer is not None:
             check_flat(optimizer, self.strategy_name)
+            self._refuse_frozen_groups(optimizer)
+        self._choose_accumulation()
         self._fill_sizes(model)
         if optimizer is not None:  # before DeepSpeed puts its own tensors into the groups
+            given = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
+            self._frozen = {name: one for name, one in frozen.items() if id(one) in given}
             self._group_names = group_names([optimizer], parameter_names(model, [optimizer]))
         offloaded = "offload_optimizer" in self.config["zero_optimization"]
         if optimizer is not None and offloaded:
@@ -269,18 +306,34 @@ class ZeroStrategy(DeepSpeedStrategy):
         )
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
+    def _refuse_frozen_groups(self, optimizer: Optimizer) -> None:
+        for number, group in enumerate(optimizer.param_groups):
+            if not self.zero_stage_3 and not any(one.requires_grad for one in group["params"]):
+                raise MisconfigurationException(
+                    f"All weights of the optimizer's group {number} are frozen, and ZeRO-1 and -2 can't divide a "
+                    "group that trains nothing. Leave it out of `configure_optimizers`, or train with `strategy="
+                    "memfit_fsdp2`."
+                )
+
     @override
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
         if self._train_engine is not None:
             self._train_engine.destroy()  # an earlier `fit` made it: its hooks would run as well as the new engine's
+        remove_engine_hooks(model)  # of one that evaluated
         super()._initialize_deepspeed_train(model)
         self._train_engine = self.model
         assert self.lightning_module is not None
         save_what_is_not_stepped(self.model)
         trainer = self.lightning_module.trainer
+        self._detach()
         self._hooks = HooksUnderZero(trainer, stepped_by(self.model), self.zero_stage_3)
-        if self.config["zero_optimization"]["stage"] == 1 and trainer.accumulate_grad_batches > 1:
-            self._passes = Passes(self.lightning_module)
+        clips_itself = is_overridden("configure_gradient_clipping", self.lightning_module, LightningModule)
+        always_clips = trainer.gradient_clip_val is None or not clips_itself
+        precision, take = self.precision_plugin, self._hooks.take
+        self._steps = StepsUnderZero(self.model, precision, self._frozen, always_clips, take)
+        zero = self.config["zero_optimization"]
+        if zero["stage"] == 1 and zero["overlap_comm"]:
+            self._passes = Passes(self.lightning_module, self._train_engine.optimizer)
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
@@ -290,18 +343,20 @@ class ZeroStrategy(DeepSpeedStrategy):
             self.model = self._train_engine
             return
         self._fill_sizes(model)
-        super()._initialize_deepspeed_inference(model)
+        with removing_engine_hooks_only():
+            super()._initialize_deepspeed_inference(model)
 
     @override
     def teardown(self) -> None:
         """Give the hooks back, and end as Lightning does."""
-        if self._hooks is not None:
-            self._hooks.detach()
-            self._hooks = None
-        if self._passes is not None:
-            self._passes.detach()
-            self._passes = None
+        self._detach()
         super().teardown()
+
+    def _detach(self) -> None:
+        for watch in (self._hooks, self._passes, self._steps):
+            if watch is not None:
+                watch.detach()
+        self._hooks = self._passes = self._steps = None
 
     @property
     @override
@@ -330,6 +385,9 @@ class ZeroStrategy(DeepSpeedStrategy):
         is mixed with the next epoch's, or lost (deepspeed 0.19).
         """
         assert self.lightning_module is not None
+        assert self._steps is not None
+        self._steps.begin_pass()
+        begin_pass(self.deepspeed_engine)
         if self.lightning_module.automatic_optimization:
             self.deepspeed_engine.set_gradient_accumulation_boundary(not self._accumulates)
         loss = super().backward(closure_loss, optimizer, *args, **{"scale_wrt_gas": False, **kwargs})
@@ -342,6 +400,8 @@ class ZeroStrategy(DeepSpeedStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint folder; an existing one is replaced when the new one is complete."""
+        if self._hooks is not None:
+            self._hooks.take()
         if self._group_names is not None:
             checkpoint = checkpoint | {PARAMETERS: self._group_names}
         beside = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
@@ -365,7 +425,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             whole = {"state_dict": saved.state_dict()}
             if self.zero_stage_3:
-                self._restore_zero_state(whole, strict=strict)
+                self._restore_zero_state(whole, strict=strict)  # on the first rank, whose parameters reach the others
+                take_buffers(self.lightning_module, saved.weights)
             else:
                 self.lightning_module.load_state_dict(whole["state_dict"], strict=strict)
             return saved.extras
@@ -374,6 +435,8 @@ class ZeroStrategy(DeepSpeedStrategy):
             check_trained(saved.path, saved.trained_names(), groups, self.lightning_module)
         states = [] if self.load_full_weights else saved.named_optimizers(groups)
         take_run(self.deepspeed_engine, saved, states)
+        if self._hooks is not None:
+            self._hooks.note()
         return saved.extras
 
     @override

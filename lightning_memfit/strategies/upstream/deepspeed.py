@@ -218,6 +218,8 @@ def step_by_gradients_of_the_window() -> None:
     DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu = _accumulating_anew(
         DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu
     )
+    DeepSpeedZeroOptimizer_Stage3.zero_grad = _forgetting(_forget_in_parts, DeepSpeedZeroOptimizer_Stage3.zero_grad)
+    DeepSpeedZeroOptimizer.zero_grad = _forgetting(_forget, DeepSpeedZeroOptimizer.zero_grad)
 
 
 def _after(prepare: Callable[[Any], None], plain: Callable[..., None]) -> Callable[..., None]:
@@ -279,6 +281,64 @@ def _accumulating_anew(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any]
         plain(self, param)
 
     return accumulate
+
+
+def _forgetting(forget: Callable[[Any], None], plain: Callable[..., None]) -> Callable[..., None]:
+    """Let `zero_grad` between a backward pass and the step throw away what DeepSpeed has reduced, too."""
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        forget(self)
+        plain(self, set_to_none)
+
+    return zero_grad
+
+
+def _forget_in_parts(zero: Any) -> None:
+    if zero.micro_step_id > 0 or zero._epilogue_ran_this_backward:
+        zero.grad_partitions_flat_buffer.zero_()
+        zero._offload_boundary_param_ids.clear()
+        if zero.offload_optimizer:
+            zero.norm_for_param_grads.clear()
+
+
+def _forget(zero: Any) -> None:
+    if zero.micro_step_id < 0 and not zero._epilogue_ran_this_backward:
+        return
+    zero.micro_step_id = -1  # the next pass is the first one
+    for kept in (zero.averaged_gradients, zero.all_grad_tensors):
+        kept.update(dict.fromkeys(kept))
+    if zero.cpu_offload:
+        zero.norm_for_param_grads.clear()
+        zero._offload_accumulated_param_ids.clear()
+
+
+def begin_pass(engine: Any) -> None:
+    """Tell an engine that a backward pass begins, which it learns from `forward` alone: a step may run several."""
+    engine.optimizer.clear_backward_seen_flag()
+
+
+@contextmanager
+def removing_engine_hooks_only() -> Iterator[None]:
+    """Let a module keep the user's hooks while Lightning makes an engine that evaluates.
+
+    It takes away all of them, for good, to be rid of those of an earlier engine.
+    """
+    from lightning.pytorch.strategies import deepspeed
+
+    plain, deepspeed.remove_module_hooks = deepspeed.remove_module_hooks, remove_engine_hooks
+    try:
+        yield
+    finally:
+        deepspeed.remove_module_hooks = plain
+
+
+def remove_engine_hooks(model: torch.nn.Module) -> None:
+    """Take away the hooks that an engine of DeepSpeed has given a module, in which it would go on working."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "__module__", "").startswith("deepspeed."):
+                    del hooks[key]
 
 
 # --- states on disk -------------------------------------------------------------------------------------------------
@@ -688,6 +748,23 @@ def _named_groups(
 
 
 @torch.no_grad()
+def take_buffers(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
+    """Give a module on every rank the buffers and extra states of a checkpoint.
+
+    Args:
+        module: The module.
+        weights: What the checkpoint has under the names of the module's state.
+    """
+    for name, buffer in module.named_buffers():
+        if name in weights:
+            buffer.copy_(whole(weights[name]))
+    for name, value in weights.items():
+        prefix, _, last = name.rpartition(".")
+        if last == EXTRA_STATE:
+            module.get_submodule(prefix).set_extra_state(whole(value))
+
+
+@torch.no_grad()
 def take_run(engine: Any, saved: SavedRun, optimizers: Sequence[SavedOptimizer]) -> None:
     """Give an engine that trains the weights, states and groups of a checkpoint, whatever wrote it.
 
@@ -710,13 +787,7 @@ def take_run(engine: Any, saved: SavedRun, optimizers: Sequence[SavedOptimizer])
         zero.checkpoint_event_prologue()
     live = _live_partitioned(zero, names) if is_partitioned else _live_whole(zero, names)
     stepped = {name for one in live for name, _ in one.all}
-    for name, buffer in engine.module.named_buffers():
-        if name in saved.weights:
-            buffer.copy_(whole(saved.weights[name]))
-    for name, value in saved.weights.items():
-        prefix, _, last = name.rpartition(".")
-        if last == EXTRA_STATE:
-            engine.module.get_submodule(prefix).set_extra_state(whole(value))
+    take_buffers(engine.module, saved.weights)
     for parameter, name in names.items():
         if name not in saved.weights:
             continue

@@ -20,7 +20,7 @@ def model() -> nn.Module:
 
 
 def require(model: nn.Module, zero: dict, make: type = torch.optim.AdamW, ranks: int = 1, on_cpu: bool = True) -> None:
-    require_host_memory(model, make(model.parameters(), lr=1e-3), zero, 2, ranks, ranks, on_cpu)
+    require_host_memory(model, make(model.parameters(), lr=1e-3), zero, "bf16-true", ranks, ranks, on_cpu)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_offloading_counts_on_a_gpu_too(model: nn.Module) -> None:
 @pytest.mark.usefixtures("small_machine")
 def test_optimizers_whose_states_are_unknown_are_let_through(model: nn.Module) -> None:
     require(model, ZERO_2, torch.optim.SGD)
-    require_host_memory(model, None, ZERO_2, 2, 1, 1, True)
+    require_host_memory(model, None, ZERO_2, "bf16-true", 1, 1, True)
 
 
 def test_let_through_where_there_is_room(model: nn.Module) -> None:

@@ -364,6 +364,7 @@ def test_zero_refuses_a_new_parameter_before_it_loads(tmp_path, monkeypatch, has
         broadcast=lambda path: path,
         load_full_weights=False,
         deepspeed_engine=None,
+        _hooks=None,
         _group_names=group_names([optimizer], parameter_names(module)),
     )
     if frozen and has_names:
@@ -410,6 +411,7 @@ def test_zero_counts_what_it_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(zero, "checkpoint_bytes", lambda engine: 100)
     strategy = SimpleNamespace(
         _group_names=None,
+        _hooks=None,
         deepspeed_engine=None,
         broadcast=lambda path: path,
         local_rank=0,

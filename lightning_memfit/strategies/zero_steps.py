@@ -1,0 +1,103 @@
+"""`StepsUnderZero`: a step clips by what `clip_gradients` was told, and trains what trained when training began.
+
+DeepSpeed clips within its step, by a value that it is given when it starts, and trains the weights that had
+`requires_grad` then.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
+from torch import nn
+
+from lightning_memfit.memory.wrapping import wrap_method
+
+
+class StepsUnderZero:
+    """Looks at backward passes and steps of an engine.
+
+    Args:
+        engine: DeepSpeed's engine; its `step` is wrapped.
+        precision: The Trainer's precision, whose `clip_gradients` is.
+        frozen: Weights of the optimizer that are frozen, by name.
+        always_clips: Whether steps clip by the engine's own value when nothing is asked for.
+        before_step: Called before every step.
+
+    Raises:
+        MisconfigurationException: Later, for what can't be done.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        precision: Precision,
+        frozen: Mapping[str, nn.Parameter],
+        always_clips: bool,
+        before_step: Callable[[], None],
+    ) -> None:
+        self._zero = engine.optimizer
+        self._frozen = dict(frozen)
+        self._num_groups = len(self._zero.optimizer.param_groups)
+        self._always = float(self._zero.clip_grad) if always_clips else 0.0
+        self._asked: float | None = None
+        self._before_step = before_step
+        self._undo = [wrap_method(engine, "step", self._step), wrap_method(precision, "clip_gradients", self._clip)]
+
+    def begin_pass(self) -> None:
+        """Check what a backward pass would silently leave out.
+
+        Raises:
+            MisconfigurationException: If a weight was unfrozen, or gradients are asked to be clipped before the pass.
+        """
+        unfrozen = next((name for name, one in self._frozen.items() if one.requires_grad), None)
+        if unfrozen is not None:
+            raise MisconfigurationException(
+                f"`{unfrozen}` was frozen when training began, and has been unfrozen: DeepSpeed would not train it. "
+                "Unfreeze it before `fit` and let its optimizer group have `lr=0` for as long as it shall stay, start "
+                "another `fit` from these weights, or train with `strategy=memfit_fsdp2`."
+            )
+        if len(self._zero.optimizer.param_groups) != self._num_groups:
+            raise MisconfigurationException(
+                "A group was added to the optimizer after training began: DeepSpeed would not train it. Give "
+                "`configure_optimizers` all groups, or train with `strategy=memfit_fsdp2`."
+            )
+        if self._asked is not None:
+            raise MisconfigurationException(
+                "`clip_gradients` comes before a backward pass, and DeepSpeed clips within the step, the gradients of "
+                "all passes together. Call it after the last pass before `optimizer.step()`, or train with `strategy="
+                "memfit_fsdp2`."
+            )
+
+    def detach(self) -> None:
+        """Look no more."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._before_step()
+        asked, self._asked = self._asked, None
+        limits = [one for one in (asked, self._always) if one]
+        self._zero.clip_grad = min(limits, default=0.0)
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self._zero.clip_grad = self._always
+
+    def _clip(
+        self,
+        clip: Callable[..., None],
+        optimizer: Any,
+        clip_val: float | None = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Let the next step clip."""
+        if clip_val is None or clip_val <= 0:
+            return
+        if gradient_clip_algorithm != GradClipAlgorithmType.NORM:
+            raise MisconfigurationException(
+                f"`clip_gradients(gradient_clip_algorithm={gradient_clip_algorithm.value!r})`: DeepSpeed clips by the "
+                "norm of all gradients only. Use 'norm', or train with `strategy=memfit_fsdp2`."
+            )
+        self._asked = min(clip_val, self._asked or clip_val)
