@@ -29,7 +29,8 @@ from lightning_memfit.fitting.recovery.whole_steps import WholeSteps
 from lightning_memfit.hub import asked_once
 from lightning_memfit.measure.guarded_loggers import guard_loggers
 from lightning_memfit.memory.kind import allows_cuda
-from lightning_memfit.planner.plan import is_technique
+from lightning_memfit.planner.plan import check_adapters, is_technique
+from lightning_memfit.planner.workload import DEFAULT_ALLOW
 
 from .arguments import next_line
 from .errors import RunFailedError
@@ -199,7 +200,10 @@ def plan_automatically(trainer: Any) -> None:
     callbacks = named if isinstance(named, list) else [named]
     replaced = [spec.class_path for spec in callbacks if is_technique(spec.class_path)]
     kept = [spec for spec in callbacks if spec.class_path not in replaced]
-    if not any(spec.class_path.endswith(".MemFit") for spec in kept):
+    own = next((spec for spec in kept if spec.class_path.endswith(".MemFit")), None)
+    allow = DEFAULT_ALLOW if own is None or not own.init_args.allow else own.init_args.allow
+    check_adapters(replaced, allow, "`memfit: auto` with `allow` of the callback MemFit that has `lora`")
+    if own is None:
         kept = [
             Namespace(
                 class_path=_MEM_FIT, init_args=Namespace(allow=None, host_memory=None, probe=True, tolerance=0.05)

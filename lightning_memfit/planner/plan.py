@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -336,6 +336,30 @@ def overlay_of(plan: Plan, batch_size_in_data: bool, nvme_path: str | None = Non
 def technique_classes() -> frozenset[str]:
     """Import paths of all callbacks that techniques put into a run."""
     return frozenset(spec.class_path for technique in techniques() for spec in technique.callbacks)
+
+
+def check_adapters(class_paths: Iterable[str], allow: Collection[str], where: str) -> None:
+    """Refuse to plan without the adapters of a recipe, so that a run would train all weights instead.
+
+    Args:
+        class_paths: Of the recipe's callbacks, in full or as `lightning_memfit.NAME`.
+        allow: Numerics that a plan may have.
+        where: What plans, and where `allow` is given to it.
+
+    Raises:
+        ValueError: If there are some, and none may be planned.
+    """
+    if "lora" in allow:
+        return
+    of_adapters = {spec.class_path for one in techniques() if one.kind == "adapter" for spec in one.callbacks}
+    names = {path.rpartition(".")[2] for path in of_adapters}
+    found = [path for path in class_paths if is_technique(path) and path.rpartition(".")[2] in names]
+    if found:
+        raise ValueError(
+            f"`trainer.callbacks` has {found[0].rpartition('.')[2]}, by which adapters are trained, and a plan would "
+            f"train all weights in its stead. {where} lets it choose adapters, with arguments of their own; or choose "
+            "the other techniques by hand, by what `memfit estimate` says."
+        )
 
 
 def is_planned(class_path: str) -> bool:

@@ -71,3 +71,16 @@ def test_processes_that_others_start_are_told_by_the_first_of_them(name: str, mo
 
 def test_processes_on_several_machines_are_started_by_others() -> None:
     assert is_started_by_others(2)
+
+
+@pytest.mark.parametrize("allow", [None, ["exact", "lora"]])
+def test_adapters_of_a_recipe_are_not_left_out_in_silence(allow: list[str] | None) -> None:
+    lora = Namespace(class_path="lightning_memfit.techniques.lora.Lora", init_args=Namespace())
+    own = Namespace(class_path="lightning_memfit.fitting.auto.MemFit", init_args=Namespace(allow=allow))
+    trainer = Namespace(callbacks=[lora, own])
+    if allow is None:
+        with pytest.raises(ValueError, match="has Lora, by which adapters are trained"):
+            fit.plan_automatically(trainer)
+        return
+    fit.plan_automatically(trainer)
+    assert trainer.callbacks == [own]

@@ -91,3 +91,14 @@ def test_a_plan_keeps_the_samples_of_a_step(
 def test_machines_that_cannot_share_the_named_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="names 3 devices, which the recipe's 2 machines can't share"):
         plan_recipe._named_here(3, replace(recipe(devices=None), num_nodes=2))
+
+
+@pytest.mark.medium
+def test_adapters_of_a_recipe_are_not_left_out_in_silence() -> None:
+    parser = make_parser()
+    with load_recipe(["--config", "chat_lora", "--config", "quick/chat"]) as run:
+        target = target_of("12GiB", run)
+        with pytest.raises(ValueError, match="`trainer.callbacks` has Lora, by which adapters are trained"):
+            plan_recipe.workload_of(run, target, parser.parse_args(["--host-memory", "64GiB"]))
+        allowed = parser.parse_args(["--host-memory", "64GiB", "--allow", "exact,lora"])
+        assert "lora" in plan_recipe.workload_of(run, target, allowed).allow
