@@ -78,6 +78,7 @@ NAMES: dict[str, str] = {
     "_compiled_call_impl": "torch.nn.Module",
     "_orig_mod": "torch._dynamo.OptimizedModule",
     "_computed": "torchmetrics.Metric",
+    "_signal_connector": "lightning.pytorch.Trainer",
     "_tensor_parallel_size": "lightning.pytorch.strategies.ModelParallelStrategy",
     "_configure_launcher": "lightning.pytorch.strategies.Strategy",
     "_convert_to_deepspeed_param": "deepspeed.runtime.zero.partition_parameters.Init",

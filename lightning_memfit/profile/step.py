@@ -211,6 +211,8 @@ def _run_lightning(
             callbacks=[has_datamodule(datamodule), *callbacks, _phase_callback(course, others)],
             **SILENT_TRAINER,
         )
+        # Lightning's handlers would note a SIGTERM in this Trainer, and the process would go on.
+        trainer._signal_connector.register_signal_handlers = lambda: None
         with (
             recorder,
             recorder.following_resizes(),

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import random
+import signal
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -777,3 +778,18 @@ def test_models_that_are_read_after_a_trace_are_whole(tmp_path):
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = deterministic
     assert torch.equal(read.model.rotary_emb.inv_freq, made.model.rotary_emb.inv_freq)
+
+
+class NeedsItsHandlers(Classifier):
+    def training_step(self, batch, batch_idx):
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        return self.loss(batch)
+
+
+def test_signals_reach_the_process_and_not_the_traced_trainer():
+    """A trace went on after SIGTERM, and a plan without what was traced at that moment."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        assert peak(trace_cpu(NeedsItsHandlers(), batch()).events) > 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
