@@ -117,7 +117,7 @@ def test_a_plan_and_the_check_before_a_run_ask_for_the_same(
     options = ZeroOptions(found.stage, True, found.parameters != "none", pin_memory=True)
     zero = zero_sizes(options.config({})["zero_optimization"], ModelSizes.of(model.parameters()), ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    host_check.require_host_memory(model, optimizer, zero, 2, ranks, ranks, on_cpu=False, accumulates=True)
+    host_check.require_host_memory(model, optimizer, zero, "bf16-mixed", ranks, ranks, on_cpu=False, accumulates=True)
     (memory,) = asked
     _, peak = memory.host_peak
     for tier in (Tier.PINNED_HOST, Tier.HOST):
