@@ -219,12 +219,15 @@ def _named_here(named: int | None, run: RecipeRun) -> int | None:
     Raises:
         ValueError: If the recipe's machines can't share them.
     """
-    if named is None or named % run.num_nodes == 0:
-        return None if named is None else named // run.num_nodes
-    raise ValueError(
-        f"`--device` names {named} devices, which the recipe's {run.num_nodes} machines can't share. Name a multiple "
-        f"of {run.num_nodes}, or set `--trainer.num_nodes=1`."
-    )
+    if named is None:
+        return None
+    here, left = divmod(named, run.num_nodes)
+    if left:
+        raise ValueError(
+            f"`--device` names {named} devices, which the recipe's {run.num_nodes} machines can't share. Name a "
+            f"multiple of {run.num_nodes}, or set `--trainer.num_nodes=1`."
+        )
+    return here
 
 
 def _together(strategy: Any) -> int:

@@ -31,6 +31,14 @@ CONFIG = {
     "attn_pdrop": 0.0,
 }
 LEARNING_RATE, WEIGHT_DECAY, BATCH = 1e-3, 0.1, 2
+ZERO: dict[str, dict[str, Any]] = {
+    "stage_1": {"stage": 1},
+    "stage_2": {"stage": 2},
+    "stage_3": {"stage": 3},
+    "offload": {"stage": 2, "offload_optimizer": True},
+}
+"""Arguments of `ZeroStrategy`, by a name."""
+
 CLIP = 2.5  # gradient norms fall from 3.3 to 1.8: some steps are clipped, and others not
 
 

@@ -17,16 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memfit import MicroBatching
 from tests.helpers import ranks
 from tests.helpers.ranks import Ended, run_ranks
+from tests.helpers.strategy_runs import ZERO
 from tests.helpers.trainers import quiet_trainer
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
 
-STAGES: dict[str, dict[str, Any]] = {
-    "stage_1": {"stage": 1},
-    "stage_2": {"stage": 2},
-    "stage_3": {"stage": 3},
-    "offload": {"stage": 2, "offload_optimizer": True},
+STAGES = ZERO | {
     "in_parts": {
         "stage": 3,
         "offload_optimizer": True,

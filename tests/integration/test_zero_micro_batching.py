@@ -22,17 +22,13 @@ from tests.helpers import ranks
 from tests.helpers.aio import needs_aio
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded_steps import Moments, Tagger, break_down, never, run_out_of_memory
-from tests.helpers.strategy_runs import CLIP, Tokens, build_module
+from tests.helpers.strategy_runs import CLIP, ZERO, Tokens, build_module
 from tests.helpers.trainers import quiet_trainer
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
 
-STAGES: dict[str, dict[str, Any]] = {
-    "stage_1": {"stage": 1},
-    "stage_2": {"stage": 2},
-    "stage_3": {"stage": 3},
-    "offload": {"stage": 2, "offload_optimizer": True},
+STAGES = ZERO | {
     "stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
 }
 SAMPLES = 20  # per rank: batches of 8, 8 and 4 in each epoch
