@@ -71,6 +71,8 @@ def main(argv: list[str]) -> int:
     # Real steps may need the memory that the collector frees.
     with contextlib.nullcontext() if arguments.measure else collector_paused():
         report = _report(arguments, overrides)
+        if not arguments.measure:
+            gc.freeze()  # else the collector, once it is back, walks all of that at its first chance
     if report is None:
         return 2
     _show(report, arguments)

@@ -54,7 +54,9 @@ class MemFitCLI(LightningCLI):
 
     def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
         silence_deprecated_calls()
-        set_parsing_settings(docstring_parse_attribute_docstrings=True)
+        arguments = sys.argv[1:] if args is None else args
+        # They are read from the source of every class, for those who ask for help.
+        set_parsing_settings(docstring_parse_attribute_docstrings=_asks_for_help(arguments))
         _bound_yaml()
         super().__init__(
             args=args,
@@ -187,6 +189,14 @@ def _section(config: Namespace) -> Namespace:
     command = config.get("subcommand")
     section: Namespace = config if command is None else config[command]
     return section
+
+
+def _asks_for_help(args: ArgsType) -> bool:
+    """Whether arguments have the parser write what classes and their arguments are for."""
+    if not isinstance(args, Sequence):
+        return False
+    # `-h`, `--help`, `--model.help CLASS`, `--print_config=comments`
+    return any(one == "-h" or "help" in one or one.startswith("--print_") for one in args)
 
 
 def _as_list(value: Any) -> list[Any]:

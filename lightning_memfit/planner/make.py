@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.memory import format_bytes
@@ -21,6 +22,7 @@ from lightning_memfit.planner.solve import Solution, TooLarge
 from lightning_memfit.planner.time import uncorrected
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload
+from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.build import sequence_length
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.record import ModelProfile
@@ -85,14 +87,17 @@ def make_plan(
     if best is None:
         plan = replace(plan, advice=tuple(advice_of(search, outcome)))
     else:
-        plan = _with_figures(search, plan, best, verified)
-        plan = replace(plan, sensitivities=tuple(sensitivities_of(search, best, overlap)) if compare else ())
+        largest: Callable[[], int] = partial(largest_micro_batch, search, best.setting)
+        if overlap and compare:
+            largest = in_child(largest)  # meanwhile, this process works out other limits
+        sensitivities = tuple(sensitivities_of(search, best, overlap)) if compare else ()
+        plan = replace(_with_figures(search, plan, best, verified, largest()), sensitivities=sensitivities)
     if observe is not None:
         observe(search, outcome, plan)
     return plan
 
 
-def _with_figures(search: Search, plan: Plan, best: Solution, verified: Solution | None) -> Plan:
+def _with_figures(search: Search, plan: Plan, best: Solution, verified: Solution | None, largest: int) -> Plan:
     """Complete a plan for the setting that was chosen."""
     workload = search.workload
     # The figures of a plan under a strategy are those that `memfit estimate` gives for it, and so is its limit.
@@ -106,7 +111,7 @@ def _with_figures(search: Search, plan: Plan, best: Solution, verified: Solution
         breakdown=shown.breakdown,
         verified_bytes=None if verified is None else verified.needed_bytes,
         bought=tuple(_effects(search, best)),
-        largest_micro_batch=largest_micro_batch(search, best.setting),
+        largest_micro_batch=largest,
     )
 
 

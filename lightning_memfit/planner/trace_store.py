@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -256,6 +256,7 @@ def _ranks(setting: Setting, division: Division) -> Ranks:
 _NOT_IN_PASSES: tuple[Kind, ...] = ("optimizer", "gradient", "checkpointing", "strategy")
 
 
+@lru_cache(1 << 12)
 def passes_of(setting: Setting) -> Setting:
     """Reduce a setting to what decides forward and backward; Lightning's precision replaces techniques built on it.
 
@@ -272,6 +273,7 @@ def passes_of(setting: Setting) -> Setting:
     return pure.without("precision").choose(technique_for(precision.technique.trainer["precision"]).name)
 
 
+@lru_cache(1 << 12)
 def stepping_of(setting: Setting) -> Setting:
     """Reduce a setting to what decides how the optimizer steps. Paged states are as large as others."""
     kinds = ("adapter", "optimizer", "precision", "gradient")

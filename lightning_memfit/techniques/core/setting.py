@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from typing_extensions import override
@@ -29,11 +30,16 @@ class TechniqueChoice:
 
     def __post_init__(self) -> None:
         """Store options as JSON would return them, so that a saved setting equals itself."""
-        object.__setattr__(self, "options", json.loads(json.dumps(dict(self.options), sort_keys=True)))
+        object.__setattr__(self, "options", json.loads(self._text))
 
     @override
     def __hash__(self) -> int:
-        return hash((self.name, json.dumps(self.options, sort_keys=True)))
+        return hash((self.name, self._text))
+
+    @cached_property
+    def _text(self) -> str:
+        """The options as JSON; a search asks for the hash of its settings a hundred thousand times."""
+        return json.dumps(dict(self.options), sort_keys=True)
 
     @property
     def technique(self) -> Technique:
@@ -98,11 +104,11 @@ class Setting:
 
     def has(self, name: str) -> bool:
         """Whether a technique is chosen."""
-        return any(choice.name == name for choice in self._complete())
+        return any(choice.name == name for choice in self._complete)
 
     def of_kind(self, kind: Kind) -> TechniqueChoice | None:
         """The technique of a kind, if one is chosen."""
-        return next((choice for choice in self._complete() if choice.technique.kind == kind), None)
+        return next((choice for choice in self._complete if choice.technique.kind == kind), None)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -113,7 +119,7 @@ class Setting:
             return None
         return self.micro_batch_size * self.accumulate_grad_batches * self.world_size
 
-    @property
+    @cached_property
     def precision(self) -> Precision:
         """Lightning's name of the precision."""
         precision: Precision = self._trainer_options().get("precision", "32-true")
@@ -126,7 +132,7 @@ class Setting:
 
     def techniques(self) -> tuple[Technique, ...]:
         """Records of all chosen techniques, including micro-batching if batches are accumulated."""
-        return tuple(choice.technique for choice in self._complete())
+        return tuple(choice.technique for choice in self._complete)
 
     @property
     def sharding(self) -> Sharding | None:
@@ -157,7 +163,7 @@ class Setting:
     def cost(self, profile: Any) -> Cost:
         """What all techniques together add to the plain step of a profile, on each device."""
         total = Cost()
-        for choice in self._complete():
+        for choice in self._complete:
             technique, options = choice.technique, dict(choice.options)
             if technique.kind == "strategy":
                 options["precision"] = self.precision  # decides the size of what is moved
@@ -175,7 +181,7 @@ class Setting:
         Raises:
             ModuleNotFoundError: If a technique's package is missing.
         """
-        return [callback for choice in self._complete() for callback in choice.technique.build(**choice.options)]
+        return [callback for choice in self._complete for callback in choice.technique.build(**choice.options)]
 
     def traced_callbacks(self) -> tuple[Any, ...]:
         """New callbacks for `profile_module`: those that change what a step allocates."""
@@ -190,18 +196,18 @@ class Setting:
 
     def overlay(self) -> dict[str, Any]:
         """What `fit --config recipe.yaml --config plan.yaml` applies on top of a recipe."""
-        specs = [spec for choice in self._complete() for spec in choice.technique.configured(**choice.options)[1]]
+        specs = [spec for choice in self._complete for spec in choice.technique.configured(**choice.options)[1]]
         return overlay(self._trainer_options(), specs)
 
     def validate(self, facts: Facts) -> list[str]:
         """Every conflict, with the reason and the fix; empty if the setting can run."""
         run = self.run(facts)
-        reasons = ((choice.name, choice.technique.refusal(run, choice.options)) for choice in self._complete())
+        reasons = ((choice.name, choice.technique.refusal(run, choice.options)) for choice in self._complete)
         return [f"{name}: {reason}" for name, reason in reasons if reason is not None]
 
     def run(self, facts: Facts) -> Run:
         """Facts and choices together, for rules."""
-        specs = [spec for choice in self._complete() for spec in choice.technique.configured(**choice.options)[1]]
+        specs = [spec for choice in self._complete for spec in choice.technique.configured(**choice.options)[1]]
         strategy, sharding = self.of_kind("strategy"), self.sharding
         lightning = "SingleDeviceStrategy" if self.world_size == 1 else "DDPStrategy"  # Lightning's own default
         return Run(
@@ -269,6 +275,7 @@ class Setting:
             found = found.choose(technique_for(precision).name)
         return found
 
+    @cached_property
     def _complete(self) -> tuple[TechniqueChoice, ...]:
         """The choices, with micro-batching added if the sizes need it, and the strategy given its number of devices."""
         chosen = tuple(self._with_devices(c) if c.technique.kind == "strategy" else c for c in self.chosen)
