@@ -39,7 +39,7 @@ def collect() -> list[Comparison]:
 
 def _estimator() -> Iterator[Comparison]:
     for path in sorted(RESULTS.glob("estimator_*.json")):
-        device = path.stem.removeprefix("estimator_")
+        device = path.stem.removeprefix("estimator_").partition("_")[0]  # the rest names the card
         for row in _rows(path):
             if "failed" not in row:
                 peaks = (row[name]["allocated_bytes"] for name in ("predicted", "measured"))

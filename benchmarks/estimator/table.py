@@ -55,11 +55,24 @@ def _summary_line(name: str, errors: list[float]) -> str:
     )
 
 
+_SECTIONS = {
+    "cpu": ("CPU", ""),
+    "cuda": ("CUDA: H200", "The memory model was made with these runs; they are predicted anew when it changes.\n"),
+    "cuda_h100": (
+        "CUDA, held out: H100",
+        "The same runs on a card that nothing was measured on before. Each was predicted on that machine before it ran, "
+        "and the predictions are kept as they were.\n",
+    ),
+}
+"""Files of results, by what follows `estimator_` in their names: the heading, and what there is to say."""
+
+
 def render(document: dict[str, Any], device: str) -> str:
     """One section of the page."""
     rows = [row for row in document["rows"] if "failed" not in row]
     versions = ", ".join(f"{name} {value}" for name, value in document["versions"].items())
-    lines = [f"\n## {device.upper()}", f"`{document['command']}` ({versions})\n"]
+    heading, remark = _SECTIONS[device]
+    lines = [f"\n## {heading}", f"`{document['command']}` ({versions})\n", *([remark] if remark else [])]
     lines += ["| figure | runs | median error | 95th percentile | largest | most under |", "|---|---|---|---|---|---|"]
     lines.append(_summary_line("allocated", [row["error_allocated"] for row in rows]))
     if any("error_reserved" in row for row in rows):
@@ -107,14 +120,14 @@ def _everything() -> str:
 def page() -> str:
     """The whole page."""
     text = _HEAD.format(everything=_everything())
-    for device in ("cpu", "cuda"):
+    for device, (heading, _) in _SECTIONS.items():
         path = RESULTS / f"estimator_{device}.json"
         if path.exists():
             text += render(json.loads(path.read_text()), device)
         else:
             text += (
-                f"\n## {device.upper()}\nNot measured yet. On a machine with a GPU: "
-                f"`python -m benchmarks.estimator.run --device {device}`, then this page's command.\n"
+                f"\n## {heading}\nNot measured yet. On a machine with a GPU: "
+                f"`python -m benchmarks.estimator.run --device {device.partition('_')[0]}`, then this page's command.\n"
             )
     return text + published.table(json.loads(published.RESULT.read_text()))
 

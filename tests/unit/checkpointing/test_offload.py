@@ -320,8 +320,9 @@ def test_a_ledger_leaves_out_what_is_on_the_host():
 @pytest.mark.gpu
 @needs_cuda
 def test_cuda_inputs_of_recomputed_blocks_leave():
-    sizes = {"n_layer": 24, "n_embd": 512, "n_head": 8, "n_positions": 256}
-    ids = torch.randint(0, 64, (32, 256), device="cuda")
+    # A block's input is five times as large as its gradients, which take its place while backward goes on.
+    sizes = {"n_layer": 24, "n_embd": 256, "n_head": 4, "n_positions": 512}
+    ids = torch.randint(0, 64, (32, 512), device="cuda")
     results, peaks = {}, {}
     for name, pool in (("device", None), ("host", OffloadPool())):
         torch.manual_seed(0)
@@ -337,7 +338,7 @@ def test_cuda_inputs_of_recomputed_blocks_leave():
         gc.collect()  # a block and its forward hold each other
     ours, plain = results["host"], results["device"]
     assert (ours - plain).norm() <= 1e-5 * plain.norm()  # CUDA kernels don't always add in one order
-    assert peaks["host"] < peaks["device"] - 16 * ids.numel() * 512 * 4  # most of the 24 inputs
+    assert peaks["host"] < peaks["device"] - 16 * ids.numel() * 256 * 4  # most of the 24 inputs
 
 
 @pytest.mark.gpu
