@@ -47,9 +47,8 @@ from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.registry import all_strategies
+from lightning_memfit.techniques.core.registry import strategy_of
 from lightning_memfit.techniques.core.setting import Setting
-from lightning_memfit.techniques.core.sharding import Sharding
 
 from .errors import user_mistake
 from .estimate_recipe import division_in_plans_of, make_strategy, quiet, target_of
@@ -203,10 +202,10 @@ def own_setting(run: RecipeRun, all_devices: int) -> tuple[Setting | None, str]:
                 division = division_in_plans_of(replace(run, devices=ranks // run.num_nodes))
             except NotDividedError as error:
                 return None, f"`trainer.strategy={run.strategy}`: {error}"
-            same = [] if division is None else [t for t in all_strategies() if t.sharding == Sharding.of(division)]
-            if not same:
+            same = None if division is None else strategy_of(division)
+            if same is None:
                 return None, f"`trainer.strategy={run.strategy}` is none that plans know"
-            setting = setting.choose(same[0].name, **({"num_nodes": run.num_nodes} if run.num_nodes > 1 else {}))
+            setting = setting.choose(same.name, **({"num_nodes": run.num_nodes} if run.num_nodes > 1 else {}))
     except Exception as error:  # whatever its strategy's class raises is no reason to plan nothing
         return None, str(error)
     size, accumulate = batch_size(run.batch), run.options.accumulate_grad_batches

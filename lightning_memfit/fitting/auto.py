@@ -59,9 +59,8 @@ from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import read_facts
 from lightning_memfit.techniques.core.first_batch import first_batch
-from lightning_memfit.techniques.core.registry import all_strategies
+from lightning_memfit.techniques.core.registry import strategy_of
 from lightning_memfit.techniques.core.setting import Setting
-from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
 
 T = TypeVar("T")
@@ -410,7 +409,7 @@ def _division(trainer: pl.Trainer) -> Division | None:
     strategy, name = trainer.strategy, type(trainer.strategy).__name__
     try:
         division = division_in_plans(strategy, name, trainer.world_size, trainer.num_devices)
-        if division is not None and not any(one.sharding == Sharding.of(division) for one in all_strategies()):
+        if division is not None and strategy_of(division) is None:
             raise NotDividedError("plans know no strategy that divides and offloads the same")
     except NotDividedError as error:
         raise MisconfigurationException(

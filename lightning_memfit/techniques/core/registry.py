@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from difflib import get_close_matches
 
+from lightning_memfit.estimate.division import Division
 from lightning_memfit.optim import optimizers
 from lightning_memfit.optim.optimizers import OptimizerRecord
 from lightning_memfit.techniques import (
@@ -23,6 +24,7 @@ from lightning_memfit.techniques import (
     torch_compile,
     zero_grad_after_step,
 )
+from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.core.technique import Technique
 
 TECHNIQUES: tuple[Technique, ...] = (
@@ -65,6 +67,11 @@ def techniques() -> tuple[Technique, ...]:
 def all_strategies() -> tuple[Technique, ...]:
     """Every strategy, registered ones last."""
     return tuple(technique for technique in _BY_NAME.values() if technique.kind == "strategy")
+
+
+def strategy_of(division: Division) -> Technique | None:
+    """The strategy that divides a run and offloads its parts the same, by which plans know it; None if none does."""
+    return next((one for one in all_strategies() if one.sharding == Sharding.of(division)), None)
 
 
 def find_technique(name: str) -> Technique:
