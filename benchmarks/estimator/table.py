@@ -60,8 +60,8 @@ _SECTIONS = {
     "cuda": ("CUDA: H200", "The memory model was made with these runs; they are predicted anew when it changes.\n"),
     "cuda_h100": (
         "CUDA, held out: H100",
-        "The same runs on a card that nothing was measured on before. Each was predicted on that machine before it ran, "
-        "and the predictions are kept as they were.\n",
+        "The same runs on a card that nothing was measured on before. Each was predicted on that machine before it "
+        "ran, and the predictions are kept as they were.\n",
     ),
 }
 """Files of results, by what follows `estimator_` in their names: the heading, and what there is to say."""
