@@ -87,6 +87,16 @@ class RecipeRun:
         return plain
 
     @property
+    def device_numbers(self) -> tuple[int, ...] | None:
+        """Numbers of the devices that the recipe takes on each machine; None if it takes all that exist."""
+        devices = self.config["trainer"]["devices"]
+        if not isinstance(devices, (list, tuple)):
+            if "," not in str(devices):
+                return None if self.devices is None else tuple(range(self.devices))
+            devices = [part for part in str(devices).split(",") if part.strip()]
+        return tuple(map(int, devices))
+
+    @property
     def takes_batch_size(self) -> bool:
         """Whether the data module has an argument `batch_size`."""
         return "batch_size" in ((self.config.get("data") or {}).get("init_args") or {})
