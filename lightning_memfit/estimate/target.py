@@ -143,7 +143,7 @@ def live_target(indices: Iterable[int] | None = (0,), limits: Iterable[int] = ()
         return None
     count = torch.cuda.device_count()
     wanted = list(range(count) if indices is None else indices)
-    here = [index for index in wanted if index < count]
+    here = [index for index in wanted if 0 <= index < count]
     if not here:
         raise ValueError(
             f"CUDA device{'s' * (len(wanted) > 1)} {', '.join(map(str, wanted))}: this machine has {count}, numbered "
