@@ -194,11 +194,16 @@ def quiet() -> Iterator[None]:
 
 
 def target_of(name: str | None, run: RecipeRun) -> Target:
-    """Return the named device, else this machine's GPU, else its CPU unless the recipe requires a GPU."""
+    """Return the named device, else this machine's GPU, else its CPU unless the recipe requires a GPU.
+
+    Raises:
+        ValueError: If the recipe's accelerator is another, or none of its GPUs is here.
+    """
     if name is not None:
         return named_target(name)
+    limits = [callback.limit_bytes for callback in run.callbacks if isinstance(callback, MemoryLimit)]
     if allows_cuda(run.accelerator):
-        live = live_target()
+        live = live_target(run.device_numbers, limits)
         if live is not None:
             return live
         if run.accelerator != "auto":
@@ -207,7 +212,6 @@ def target_of(name: str | None, run: RecipeRun) -> Target:
         raise ValueError(
             f"`trainer.accelerator={run.accelerator!r}`: estimates are for CUDA and the CPU. Pass `--device`."
         )
-    limits = [callback.limit_bytes for callback in run.callbacks if isinstance(callback, MemoryLimit)]
     return host_target(min(limits) if limits else None)
 
 

@@ -78,6 +78,8 @@ class RecipeRun:
     """What the user should know of how the module and the batch were made."""
     example: str = ""
     """Whose example the batch is, as a sentence; empty for real batches, and shapes that were given."""
+    device_numbers: tuple[int, ...] | None = None
+    """Numbers of the devices that the recipe takes on each machine; None if it takes all that exist."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -255,6 +257,7 @@ def _loaded(cli: _RecipeCLI, shaped: Any, real_batch: bool) -> RecipeRun:
         (cli.parser, cli.as_written),
         cli.notes,
         cli.example,
+        device_numbers(recipe["devices"]),
     )
 
 
@@ -280,6 +283,24 @@ def num_processes(devices: Any) -> int:
     if text != "-1" and not 1 <= int(text) <= LARGEST_COUNT:
         raise ValueError(f"`trainer.devices={devices}` must be from 1 to {LARGEST_COUNT:,}, or -1 for all that exist.")
     return max(1, int(text))
+
+
+def device_numbers(devices: Any) -> tuple[int, ...] | None:
+    """Return the numbers of the devices that the Trainer's `devices` names or counts; None for all that exist.
+
+    Raises:
+        ValueError: If they are no numbers of devices.
+    """
+    if str(devices) in ("auto", "-1"):
+        return None
+    if not isinstance(devices, (list, tuple)):
+        if "," not in str(devices):
+            return tuple(range(num_processes(devices)))
+        devices = [part for part in str(devices).split(",") if part.strip()]
+    try:
+        return tuple(map(int, devices))
+    except ValueError:
+        raise ValueError(f"`trainer.devices={devices}` must be numbers of devices, for example [0, 1].") from None
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ NAMES: dict[str, str] = {
     "_set_dtype": "deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses",
     "_config_initialized": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_cuda_clearCublasWorkspaces": "torch._C",
+    "_cuda_isHistoryEnabled": "torch._C",
     "_current_frames": "sys",
     "_current_fx_name": "lightning.pytorch.LightningModule",
     "_current_graph_task_id": "torch._C",

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.report import build_report
-from lightning_memfit.estimate.target import Target, host_target, live_target
+from lightning_memfit.estimate.target import Target, device_target, host_target
 from lightning_memfit.estimate.timeline import render
 from lightning_memfit.measure.throughput import count_samples
 from lightning_memfit.memory.attach import TrainerAttachment
@@ -134,7 +134,7 @@ class RunTimeline(Callback):
 
 def _target(trainer: Trainer) -> Target:
     device = trainer.strategy.root_device
-    if DeviceKind.of(device).has_own_memory and (live := live_target(index_of(device))) is not None:
-        return live
-    limits = (callback.limit_bytes for callback in trainer.callbacks if isinstance(callback, MemoryLimit))  # type: ignore[attr-defined]
-    return host_target(next(limits, None))
+    limits = [callback.limit_bytes for callback in trainer.callbacks if isinstance(callback, MemoryLimit)]  # type: ignore[attr-defined]
+    if DeviceKind.of(device).has_own_memory:
+        return device_target(index_of(device), limits, is_running=True)
+    return host_target(min(limits) if limits else None)

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -45,6 +45,9 @@ from lightning_memfit.checkpointing.state import (
     in_function_transform,
     in_trace,
 )
+
+_WITHOUT_GENERATOR = ("cpu", "meta")
+"""Types of devices that have no random state beside the host's."""
 
 _NUM_LOOKS = 2
 """Calls in which the operators of a block are watched, each time that its modules or their training flags change."""
@@ -275,6 +278,9 @@ class _Call:
             self._leaves[number] = None
         self._objects = [leaf for leaf in self._leaves if leaf is not None and not isinstance(leaf, torch.Tensor)]
         self._state = BlockState(self._places, knowledge.written, self._objects)
+        # `checkpoint` keeps the random state of the devices of its arguments, and looks into no object (a sparse tensor
+        # of spconv, a dataclass).
+        self.saved += [_nothing_on(device) for device in _further_devices(tensors, self._state)]
         self._before = self._state.versions() | {place: tensor._version for place, tensor in self._inputs}
         self._fresh: dict[int, torch.Tensor] = {}
         watched = (*self._state.tensors.items(), *self._inputs) if self._is_watched else ()
@@ -286,7 +292,7 @@ class _Call:
             self._samples = Samples(knowledge.name, unsteady, knowledge.steps_in_backward)
         self._is_compared = self._is_watched and not self._places.is_gathered and self._samples is not None
         is_tried = self._is_compared and not kept and num_calls == 0
-        self._random_states = _random_states(tensors) if is_tried else None
+        self._random_states = _random_states(self.saved) if is_tried else None
         self._asks_gradient = False
 
     def from_here_on(self) -> AbstractContextManager[None]:
@@ -436,10 +442,22 @@ def _unseen(context: AbstractContextManager[None]) -> Iterator[None]:
             context.__exit__(None, None, None)
 
 
-def _random_states(tensors: Sequence[tuple[Place, torch.Tensor]]) -> Callable[[], AbstractContextManager[None]]:
+def _further_devices(tensors: Sequence[tuple[Place, torch.Tensor]], state: BlockState) -> list[torch.device]:
+    """Devices of a block's state, and of what its arguments hold, on which none of the arguments lies itself."""
+    further = state.devices().difference(tensor.device for _, tensor in tensors)
+    return sorted((one for one in further if one.type not in _WITHOUT_GENERATOR), key=str)
+
+
+@lru_cache
+def _nothing_on(device: torch.device) -> torch.Tensor:
+    with _disable_current_modes():
+        return torch.empty(0, device=device)
+
+
+def _random_states(tensors: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager[None]]:
     """Torch's own random states as they are now, as a context in which they are so again."""
-    devices, states = get_device_states(*(tensor for _, tensor in tensors))
-    kinds = [tensor.device.type for _, tensor in tensors if tensor.device.type not in ("cpu", "meta")]
+    devices, states = get_device_states(*tensors)
+    kinds = [tensor.device.type for tensor in tensors if tensor.device.type not in _WITHOUT_GENERATOR]
     of_kind = {"device_type": kinds[0]} if kinds else {}  # as `checkpoint` takes it
     with _disable_current_modes():  # what keeps count of a device's memory is not to count it
         of_host = torch.get_rng_state()

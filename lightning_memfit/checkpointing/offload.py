@@ -237,7 +237,7 @@ class _HostCopy:
     def _copy_out(self, flat: torch.Tensor) -> torch.Tensor:
         if self._stream is None:
             return copy_to_host(flat, Category.ACTIVATION)
-        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(flat, non_blocking=True)

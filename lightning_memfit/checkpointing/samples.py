@@ -258,7 +258,7 @@ def _indices(numel: int, device: torch.device, stream: torch.cuda.Stream | None)
     places = _spread((numel,), (1,), numel, _NUM_ELEMENTS)
     if stream is None:
         return torch.tensor(places, device=device)
-    return torch.tensor(places, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(places, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def _spread(shape: tuple[int, ...], stride: tuple[int, ...], numel: int, most: int, length: int = 1) -> list[int]:

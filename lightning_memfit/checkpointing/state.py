@@ -301,6 +301,7 @@ class BlockState:
         scripted = torch.jit.ScriptModule
         self._parameters = [(m._parameters, dict(m._parameters)) for m in places.modules if not isinstance(m, scripted)]
         self._need_grad: list[tuple[Tensor, bool]] = []
+        self._others: list[Tensor] = []  # parameters that are not followed
         for number, (_, held) in enumerate(self._parameters):
             for name, parameter in held.items():
                 if parameter is not None and not _is_put_away(parameter) and id(parameter) not in self._seen:
@@ -311,6 +312,10 @@ class BlockState:
 
     # --- saving ---
 
+    def devices(self) -> set[torch.device]:
+        """Devices on which parts of it lie."""
+        return {tensor.device for tensor in (*self.tensors.values(), *self._others)}
+
     def _add_parameter(self, parameter: Tensor, place: Place) -> None:
         self._seen.add(id(parameter))
         if parameter.is_leaf:
@@ -319,6 +324,8 @@ class BlockState:
             self.tensors[place] = parameter
             if place in self._written:
                 self.copy(parameter)
+        else:
+            self._others.append(parameter)
 
     def _add_module(self, module: nn.Module, number: Any) -> None:
         self._seen.add(id(module))

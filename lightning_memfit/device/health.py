@@ -74,9 +74,20 @@ def check_nvml(error: str | None, driver: str | None) -> Finding:
         return Finding("NVML", "ok", "answers")
     if driver is None:
         return Finding("NVML", "note", "no driver to talk to", "none needed for the CPU")
-    mismatch = "mismatch" in error.lower()
-    fix = "reboot, or reload the kernel module: library and driver differ" if mismatch else "pip install nvidia-ml-py"
-    return Finding("NVML", "problem", error, fix)
+    level: Level = "problem"
+    if "mismatch" in error.lower():
+        fix = "reboot, or reload the kernel module: library and driver differ"
+    elif error.startswith("ModuleNotFoundError"):
+        fix = "pip install nvidia-ml-py"
+    elif "LibraryNotFound" in error:  # CUDA works without it
+        level = "note"
+        fix = (
+            "its library, libnvidia-ml.so, tells how much memory each process uses: in a container set "
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility, elsewhere install the driver's user-space tools"
+        )
+    else:
+        fix = "see what `nvidia-smi` says, which asks NVML, too"
+    return Finding("NVML", level, error, fix)
 
 
 def check_cuda(build: str | None, available: bool, driver: str | None) -> Finding:

@@ -3,7 +3,7 @@
 On the CPU it uses a `SimulatedDevice`, which runs real operators on real tensors and enforces a limit on their bytes.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_memfit.memory import Category, format_bytes, parse_bytes
 from lightning_memfit.memory.attach import TrainerAttachment
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import StorageLedger
+from lightning_memfit.memory.wrapping import wrap_method
 
 
 class SimulatedDevice(StorageLedger):
@@ -147,10 +148,12 @@ class MemoryLimit(Callback):
         self.ledger: SimulatedDevice | None = None
         self._attachment: TrainerAttachment | None = None
         self._restored_fraction: tuple[torch.device, float] | None = None
+        self._unwrap: Callable[[], None] | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Limit CUDA before the weights are moved there."""
+        self._stop()  # where an error in another callback's hook kept this one's from being called
         limits = [callback for callback in trainer.callbacks if isinstance(callback, MemoryLimit)]  # type: ignore[attr-defined]
         if len(limits) > 1:
             named = ", ".join(format_bytes(callback.limit_bytes) for callback in limits)
@@ -214,6 +217,9 @@ class MemoryLimit(Callback):
             self._attachment.detach()
             self._attachment.ledger.close()
             self._attachment = None
+        if self._unwrap is not None:
+            self._unwrap()
+            self._unwrap = None
         if self._restored_fraction is not None:
             device, fraction = self._restored_fraction
             torch.cuda.set_per_process_memory_fraction(fraction, device)
@@ -226,25 +232,21 @@ class MemoryLimit(Callback):
                 f"`limit={format_bytes(self.limit_bytes)}` is more than {device} has, {format_bytes(total_bytes)}. "
                 "Lower it or leave `MemoryLimit` out."
             )
-        self._restored_fraction = (device, torch.cuda.get_per_process_memory_fraction(device))
+        fraction = torch.cuda.get_per_process_memory_fraction(device)
+        self._restored_fraction = (device, min(1.0, fraction))  # cudaMallocAsync without a limit says far above 1
         torch.cuda.set_per_process_memory_fraction(self.limit_bytes / total_bytes, device)
         rank_zero_info(
             f"Memory limit: {format_bytes(self.limit_bytes)} of the {format_bytes(total_bytes)} of {device}."
         )
 
     def _explain_oom_of_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = trainer.strategy
-        move = strategy.model_to_device
-
-        @functools.wraps(move)
-        def model_to_device() -> None:
-            del strategy.model_to_device
+        def explained(move: Callable[[], None]) -> None:
             try:
                 move()
             except torch.OutOfMemoryError as error:
                 raise self._too_small(module_bytes(pl_module)) from error
 
-        strategy.model_to_device = model_to_device  # type: ignore[method-assign]
+        self._unwrap = wrap_method(trainer.strategy, "model_to_device", explained)
 
     def _check_weights(self, pl_module: LightningModule) -> None:
         weights_bytes = module_bytes(pl_module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ DEFAULT_CAPABILITY = (8, 0)
 """CUDA capability that is assumed for a device without a name; it decides the attention kernel."""
 
 _AMD_DRIVER = Path("/dev/kfd")
+_CUDA_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-ctrl", "/dev/nvhost-gpu", "/dev/dxg")))
+"""Of NVIDIA's driver: for cards, for Jetson (two generations), and under WSL."""
 
 
 @dataclass(frozen=True)
@@ -121,38 +124,81 @@ def host_target(limit_bytes: int | None = None) -> Target:
     )
 
 
-def live_target(index: int = 0) -> Target | None:
-    """The GPU of this machine that torch calls "cuda", with what is free on it now; None without one."""
+def live_target(indices: Iterable[int] | None = (0,), limits: Iterable[int] = ()) -> Target | None:
+    """The GPU of this machine that torch calls "cuda", with what is free on it now; None without one.
+
+    Args:
+        indices: Numbers of those that a run takes, of which the one with the least room counts: every rank needs as
+            much. Numbers that this machine hasn't are left out. None takes all that there are.
+        limits: Limits that the run keeps (`MemoryLimit`), in bytes.
+
+    Raises:
+        ValueError: If none of them is here.
+    """
     if not _driver_sees_gpu():
         return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    count = torch.cuda.device_count()
+    wanted = list(range(count) if indices is None else indices)
+    here = [index for index in wanted if 0 <= index < count]
+    if not here:
+        raise ValueError(
+            f"CUDA device{'s' * (len(wanted) > 1)} {', '.join(map(str, wanted))}: this machine has {count}, numbered "
+            "from 0. Take one of them (`trainer.devices`), or name the device (`--device`)."
+        )
+    limits = tuple(limits)
+    return min((device_target(index, limits) for index in here), key=lambda target: target.usable_bytes or 0)
+
+
+def device_target(index: int, limits: Iterable[int] = (), is_running: bool = False) -> Target:
+    """A CUDA device that torch has in this process, with what a run may take there.
+
+    Args:
+        index: Its number.
+        limits: Limits that the run keeps (`MemoryLimit`), in bytes: it sees a device of that size.
+        is_running: Whether the run is the one that is going on in this process, so that all that the process has
+            reserved is the run's. Before a run, only what its allocator keeps in its cache is.
+
+    Raises:
+        RuntimeError: If there is no CUDA device.
+        ValueError: If the index is out of range.
+    """
     import torch
 
     from lightning_memfit.device.host import probe_host
     from lightning_memfit.device.probe import probe_device
 
-    if not torch.cuda.is_available():
-        return None
     state = probe_device(index)
     host = probe_host().available_bytes
     rocm = torch.version.hip is not None
     runtime = None if rocm else runtime_memory(state.compute_capability)
-    # The context that the probe made here is counted as that of the run.
+    # The context that the probe made here is counted as that of the run, and a limit doesn't count it.
     context = runtime.context_bytes if runtime is not None else 0
+    total = min([state.total_bytes, *(limit + context for limit in limits)])
+    available = state.free_bytes + state.reserved_bytes if is_running else state.available_bytes
+    source = f"{'available to this run' if is_running else 'free now'} of {format_bytes(state.total_bytes)}"
     return Target(
         name=state.name,
         kind=CUDA,
-        capacity_bytes=min(state.total_bytes, state.free_bytes + context),
-        margin_bytes=safety_margin_bytes(state.total_bytes),
+        capacity_bytes=min(total, available + context),
+        margin_bytes=safety_margin_bytes(total),
         capability=DEFAULT_CAPABILITY if rocm else state.compute_capability,
         runtime=runtime,
-        source=f"free now of {format_bytes(state.total_bytes)}",
+        source=source if total > available + context or total == state.total_bytes else "`limit` of MemoryLimit",
         host_usable_bytes=max(0, host - safety_margin_bytes(host)),
         lower_bound=on_rocm(state.name) if rocm else "",
     )
 
 
 def _driver_sees_gpu() -> bool:
-    """Ask the drivers, which takes milliseconds where importing torch takes seconds; without NVML torch decides."""
+    """Ask the drivers, which takes milliseconds where importing torch takes seconds; where they can't be asked, torch.
+
+    NVML may be absent where CUDA works: containers get its library for the capability `utility` alone, and Jetson's
+    integrated devices have had none for long. Then the files tell by which CUDA talks to a driver.
+    """
     if _AMD_DRIVER.exists():
         return True
     try:
@@ -163,4 +209,4 @@ def _driver_sees_gpu() -> bool:
         pynvml.nvmlInit()
         return bool(pynvml.nvmlDeviceGetCount())
     except pynvml.NVMLError:
-        return False
+        return any(path.exists() for path in _CUDA_DRIVERS)

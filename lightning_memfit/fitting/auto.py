@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_memfit.device.host import probe_host
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.division import Division, NotDividedError, division_in_plans
-from lightning_memfit.estimate.target import Target, host_target, live_target
+from lightning_memfit.estimate.target import Target, device_target, host_target
 from lightning_memfit.fitting.recovery.consensus import PeerFailed, RankConsensus
 from lightning_memfit.fitting.recovery.ladder import LastResort
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory
@@ -464,13 +464,9 @@ def target_of(trainer: pl.Trainer) -> Target:
     kind = DeviceKind.of(device)
     if kind.is_host:
         return host_target(min(limits) if limits else None)
-    target = live_target(index_of(device)) if kind.is_modelled else None
-    if target is None:
+    if not kind.is_modelled:
         raise MisconfigurationException(f"`MemFit` plans for CUDA and for the CPU, not for `{device.type}`.")
-    assert target.capacity_bytes is not None
-    context = target.runtime.context_bytes if target.runtime is not None else 0
-    capacity = min([target.capacity_bytes, *(limit + context for limit in limits)])
-    return replace(target, capacity_bytes=capacity)
+    return device_target(index_of(device), limits)
 
 
 def precision_plugin(name: str, strategy: Strategy) -> Precision:

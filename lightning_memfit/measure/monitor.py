@@ -298,6 +298,7 @@ class MemoryMonitor(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the last figures before the strategy is torn down."""
+        self._throughput.stop()
         self._stop_following()
         self._usage.read_driver()
         if self._ledger is not None:

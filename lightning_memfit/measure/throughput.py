@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_memfit.memory.kind import synchronize
+from lightning_memfit.memory.kind import DeviceKind, synchronize
 
 
 def count_tokens(batch: Any) -> int | None:
@@ -40,7 +40,8 @@ class Throughput:
 
     Args:
         device: The run's device. On CUDA the clock is read after the queued kernels are done, but only in `start`,
-            `pause`, `resume` and `synchronize`: a batch costs no synchronization.
+            `pause`, `resume`, `synchronize` and `stop`: a batch costs no synchronization. Between them, figures are
+            those of launching kernels.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,9 +52,16 @@ class Throughput:
         self._started: float | None = None
         self._paused: float | None = None
         self._last = 0.0
+        # Events of the device's own clock: when the host's was last read, and when the last batch is done.
+        self._read: Any = None
+        self._read_at = 0.0
+        self._done: Any = None
+        self._is_behind = False
 
     def start(self) -> None:
         """Begin counting with the next batch."""
+        if DeviceKind.of(self._device).is_asynchronous:
+            self._read, self._done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.synchronize()
         self._started = self._last
 
@@ -62,6 +70,9 @@ class Throughput:
         if self._started is None:
             return
         self._last = time.perf_counter()
+        if self._done is not None:
+            self._done.record(torch.cuda.current_stream(self._device))
+            self._is_behind = True
         self._steps += stepped
         if self._tokens is not None:
             count = count_tokens(batch)
@@ -74,6 +85,21 @@ class Throughput:
         """Wait for the device and read the clock."""
         synchronize(self._device)
         self._last = time.perf_counter()
+        self._is_behind = False
+        if self._read is not None:
+            self._read_at = self._last
+            self._read.record(torch.cuda.current_stream(self._device))
+
+    def stop(self) -> None:
+        """Wait until the device has finished the last batch, and read when that was; no batch may follow.
+
+        What has been done since then doesn't count: a checkpoint that is written at the end of a run, for instance.
+        """
+        if self._is_behind:
+            self._done.synchronize()
+            self._last = self._read_at + self._read.elapsed_time(self._done) / 1000
+            self._is_behind = False
+        self._read = self._done = None
 
     def pause(self) -> None:
         """Stop the clock, for instance during validation."""

@@ -141,7 +141,7 @@ class FlopsMonitor(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the last figures; give the strategy its method back."""
-        self._throughput.synchronize()
+        self._throughput.stop()
         self._restore()
 
     @override

@@ -1,9 +1,10 @@
-"""Where code that communicates says so beforehand, and who wants to know."""
+"""Where code that communicates says so beforehand, and who wants to know; a broadcast of tensors of any layout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, distributed
 from torch.autograd import Function
 from typing_extensions import override
 
@@ -38,6 +39,28 @@ def announce_in_backward(tensor: Tensor) -> Tensor:
     """Return the same tensor, whose backward says that a collective follows."""
     announced: Tensor = _Announcing.apply(tensor)  # type: ignore[no-untyped-call]
     return announced
+
+
+@torch.no_grad()
+def broadcast_from_first(tensors: Iterable[Tensor], device: torch.device | None = None) -> None:
+    """Give all ranks the first one's values, in place.
+
+    Tensors that aren't contiguous go by way of a copy: NCCL refuses them, and gloo sends as many elements as they have
+    from their first one on, whosever these are. Of elements that `expand` repeats, one is sent.
+
+    Args:
+        tensors: The same number on every rank, of the same shapes and types, in the same order.
+        device: Where the ranks communicate; None is where each tensor lies.
+    """
+    for tensor in tensors:
+        place = tensor.detach()
+        for dim, step in enumerate(place.stride()):
+            if step == 0 and place.shape[dim] > 1:
+                place = place.narrow(dim, 0, 1)
+        value = place.to(device or place.device).contiguous()
+        distributed.broadcast(value, src=0)
+        if value is not place:
+            place.copy_(value)
 
 
 class _Announcing(Function):

@@ -1,7 +1,7 @@
 """`NetworkModule`: one network, a cosine schedule and an exact resumption, the base of the modules that fine-tune.
 
-A subclass says what the network is and what its loss. Torch's random state is kept in checkpoints, so that dropout and
-noise continue where they stopped.
+A subclass says what the network is and what its loss. Torch's random state is kept in checkpoints, that of every rank,
+so that dropout and noise continue where they stopped on as many ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RANDOM_STATE = "memfit_random_state"
 
 
 def collect_random_state() -> dict[str, Any]:
-    """Return the state of the CPU generator and of every visible CUDA device's."""
+    """Return the state of this process's generators, for the CPU and for every visible CUDA device."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
@@ -179,15 +179,37 @@ class NetworkModule(pl.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add architecture (a checkpoint loads without the hub) and random state (dropout continues exactly)."""
+        """Add architecture (a checkpoint loads without the hub) and every rank's random state (dropout continues).
+
+        With several processes all of them have to save, as Lightning does.
+        """
         config = self.network.config
         checkpoint[ARCHITECTURE_KEY] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        checkpoint[_RANDOM_STATE] = collect_random_state()
+        mine = collect_random_state()
+        states: list[Any] = [mine]
+        if self._num_ranks > 1:
+            states = [None] * self._num_ranks
+            torch.distributed.all_gather_object(states, mine)
+        checkpoint[_RANDOM_STATE] = states
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the random state for the first batch."""
-        self._random_state = checkpoint.get(_RANDOM_STATE)
+        """Keep this rank's random state for the first batch, if there are as many ranks as before.
+
+        It is left to a callback that restores it (`WholeSteps`), which knows of a validation that is repeated first.
+        """
+        callbacks: list[Any] = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
+        if any(getattr(callback, "restores_random_state", False) for callback in callbacks):
+            return
+        states = checkpoint.get(_RANDOM_STATE)
+        if isinstance(states, dict):  # of a version that kept the first rank's alone
+            states = [states]
+        if states and len(states) == self._num_ranks:
+            self._random_state = states[self.global_rank]
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1 if self._trainer is None else self._trainer.world_size
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -484,6 +484,7 @@ class _Transfer:
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device) if DeviceKind.of(device).is_asynchronous else None
         self._thread = ThreadPoolExecutor(1, "gradients") if DeviceKind.of(device).is_asynchronous else None
+        self._sent: Any = None  # when the weights are where they were last sent
 
     def close(self) -> None:
         if self._thread is not None:
@@ -525,6 +526,8 @@ class _Transfer:
                 assert slot.exact is not None
                 slot.half.copy_(slot.exact)
             return
+        if self._sent is not None:
+            self._sent.synchronize()  # the staging memory may still hold the values before these
         device = self._stream.device
         self._stream.wait_stream(torch.cuda.current_stream(device))
         for slot in slots:
@@ -535,6 +538,7 @@ class _Transfer:
             slot.staging.copy_(slot.exact)
             with torch.cuda.stream(self._stream):
                 slot.half.copy_(slot.staging, non_blocking=True)
+        self._sent = self._stream.record_event()
         torch.cuda.current_stream(device).wait_stream(self._stream)
 
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
+from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import FSDP2_MARK, read_run, rewritten
@@ -375,11 +376,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def _start_alike(self, module: nn.Module) -> None:
         """Give every rank the first one's weights, as DDP does: a shard is cut from what its own rank has."""
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not tensor.is_meta:
-                value = tensor.detach().to(self.root_device)
-                torch.distributed.broadcast(value, src=0)
-                tensor.detach().copy_(value)
+        tensors = (tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta)
+        broadcast_from_first(tensors, self.root_device)
 
     def _gather_in_steps(self, module: LightningModule) -> None:
         """Gather what no block holds for the whole of a step, which need not call the module itself."""

@@ -101,7 +101,7 @@ def _first_tried(
 def _numbers(seed: int, shapes: _Shapes) -> list[Tensor]:
     """The same on every rank, without a random generator of the run."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+    return [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
 
 
 def _stepped(

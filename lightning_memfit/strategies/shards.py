@@ -119,7 +119,7 @@ class _Folder:
         entry = self._metadata.state_dict_metadata[self._keys[path]]
         if not isinstance(entry, TensorStorageMetadata):
             return None
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
 
     def read_whole(self, *begin: Any) -> dict[Place, Any]:
         """Everything below a place, in this process's memory."""

@@ -213,12 +213,12 @@ def check_same_batch(batch: Any, mesh: DeviceMesh, device: torch.device, stage: 
 
 
 def _fingerprint(batch: Any) -> Tensor:
-    total = torch.zeros(3, dtype=torch.float64)
+    total = torch.zeros(3, dtype=torch.float64, device="cpu")
 
     def add(tensor: Tensor) -> Tensor:
         values = tensor.detach().reshape(-1).to("cpu", torch.float64)
-        weights = torch.arange(1, len(values) + 1, dtype=torch.float64) % 8191
-        total.add_(torch.stack([torch.tensor(float(len(values))), values.sum(), values @ weights]))
+        weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device="cpu") % 8191
+        total.add_(torch.stack([torch.tensor(float(len(values)), device="cpu"), values.sum(), values @ weights]))
         return tensor
 
     apply_to_collection(batch, Tensor, add)

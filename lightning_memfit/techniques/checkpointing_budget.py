@@ -18,7 +18,7 @@ from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
 from lightning_memfit.estimate.block_figures import BudgetError
 from lightning_memfit.estimate.checkpointing_budget import BudgetPlanner, ComputeRate, cpu_rate, device_rate
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_total_bytes
-from lightning_memfit.estimate.target import live_target
+from lightning_memfit.estimate.target import device_target
 from lightning_memfit.memory import parse_bytes
 from lightning_memfit.memory.kind import CPU, CUDA, compute_capability, index_of
 from lightning_memfit.profile.events import EventList
@@ -215,8 +215,7 @@ def _available_bytes(trainer: pl.Trainer, runtime: RuntimeMemory | None) -> tupl
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     limits = [c for c in callbacks if isinstance(c, MemoryLimit)]
     if runtime is not None:
-        target = live_target(index_of(trainer.strategy.root_device))
-        assert target is not None
+        target = device_target(index_of(trainer.strategy.root_device))
         assert target.usable_bytes is not None
         return min([target.usable_bytes, *(c.limit_bytes + runtime.context_bytes for c in limits)]), True
     if not limits:

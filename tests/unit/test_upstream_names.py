@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.upstream_names import HEADING, NAMES, PAGE, VERSIONS, exists, own_sources, page, paths, used_names
 
-ONLY_WITH_CUDA = {"torch._C._cuda_clearCublasWorkspaces"}
+ONLY_WITH_CUDA = {"torch._C._cuda_clearCublasWorkspaces", "torch._C._cuda_isHistoryEnabled"}
 WITH_NEXT_PASS = {"torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups"}
 """Asked for where FSDP2 can forget a pass only (`FSDPModule.reset_iter_state`, torch 2.13)."""
 

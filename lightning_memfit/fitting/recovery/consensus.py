@@ -149,8 +149,8 @@ class RankConsensus:
         """
         if self._group is None:
             return [numbers]
-        mine = torch.zeros(1 + _MOST_NUMBERS, dtype=torch.float64)
-        mine[: 1 + len(numbers)] = torch.tensor((at, *numbers), dtype=torch.float64)
+        mine = torch.zeros(1 + _MOST_NUMBERS, dtype=torch.float64, device="cpu")
+        mine[: 1 + len(numbers)] = torch.tensor((at, *numbers), dtype=torch.float64, device="cpu")
         theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
         work = distributed.all_gather(theirs, mine, group=self._group, async_op=True)
         assert work is not None
@@ -166,7 +166,7 @@ class RankConsensus:
         """Return for each flag whether it is set on any rank."""
         if self._group is None:
             return list(flags)
-        tensor: Tensor = torch.tensor(flags, dtype=torch.uint8)
+        tensor: Tensor = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in tensor.tolist()]
 

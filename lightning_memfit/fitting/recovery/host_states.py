@@ -81,7 +81,9 @@ class HostStates:
         if not state.is_cuda:
             return copy_to_host(state, Category.OPTIMIZER_STATE)
         try:
-            return torch.empty_strided(state.size(), state.stride(), dtype=state.dtype, pin_memory=self._pins)
+            return torch.empty_strided(
+                state.size(), state.stride(), dtype=state.dtype, device="cpu", pin_memory=self._pins
+            )
         except RuntimeError as error:
             if not (self._pins and is_out_of_memory(error)):
                 raise

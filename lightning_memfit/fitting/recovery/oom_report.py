@@ -3,12 +3,13 @@
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
@@ -32,15 +33,27 @@ from lightning_memfit.techniques.core.first_batch import first_batch
 # --- torch's own record of CUDA allocations, for https://pytorch.org/memory_viz ---------------------------------------
 
 # `torch.cuda.memory._record_memory_history` and `_dump_snapshot` are documented by torch, but their names are
-# private; written for torch 2.11 to 2.13. `tests/unit/device/test_memory_history.py` fails when they move.
+# private, as is `torch._C._cuda_isHistoryEnabled`, which CUDA builds have; written for torch 2.11 to 2.13.
+# `tests/unit/device/test_memory_history.py` fails when they move.
 
 
 _MAX_ENTRIES = 100_000  # number of latest allocations and frees; they take some tens of MiB of host memory
 
 
-def start_history() -> None:
-    """Start recording where every block of CUDA memory is allocated and freed."""
+def start_history() -> bool:
+    """Start recording where every block of CUDA memory is allocated and freed.
+
+    Returns:
+        Whether it was started here. A history that is recorded already goes on as whoever started it wanted: to start
+        another would change its length and its stacks, and to stop it would discard it.
+
+    Raises:
+        RuntimeError: If the allocator records none (cudaMallocAsync).
+    """
+    if torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
+        return False
     torch.cuda.memory._record_memory_history(max_entries=_MAX_ENTRIES, stacks="python")
+    return True
 
 
 def stop_history() -> None:
@@ -78,7 +91,8 @@ class OutOfMemoryReport(Callback):
         folder: Folder for snapshots named `out_of_memory_rank0.pickle`; older ones are kept. None takes the Trainer's
             `default_root_dir`.
         record_history: On CUDA, record where allocations come from, so that a snapshot shows the lines of code; this
-            costs some microseconds per allocation.
+            costs some microseconds per allocation. A history that is recorded already is left as it is. With
+            allocators that record none (cudaMallocAsync) the run goes without, and says so.
 
     Attributes:
         text: The report; None before an error.
@@ -120,8 +134,10 @@ class OutOfMemoryReport(Callback):
             return
         check_folders(trainer, "OutOfMemoryReport(folder=...)", self.folder)
         if self.record_history:
-            start_history()
-            self._records = True
+            try:
+                self._records = start_history()
+            except RuntimeError as error:
+                rank_zero_warn(f"`OutOfMemoryReport` goes without a history of allocations: {_in_short(error)}")
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -160,23 +176,37 @@ class OutOfMemoryReport(Callback):
     def _explain(
         self, trainer: Trainer, module: LightningModule, error: BaseException, running: tuple[Any, int] | None
     ) -> None:
-        device = trainer.strategy.root_device
-        rank = trainer.global_rank
-        if DeviceKind.of(device).has_caching_allocator:
-            self.snapshot_path = _free_path(from_where_it_began(trainer, self.folder or trainer.default_root_dir), rank)
-            dump_snapshot(self.snapshot_path)
-        held = held_bytes(module, trainer.optimizers, device)
-        sizes = ", ".join(f"{str(category).replace('_', ' ')} {format_bytes(n)}" for _, category, n in held)
-        lines = [
-            f"Out of memory on {device}, rank {rank}, after {trainer.global_step} optimizer steps. "
-            f"Module and optimizers hold {format_bytes(held.total())} there: {sizes or 'nothing'}."
-        ]
-        lines.append(explain(module, trainer.optimizers, self._step_again(trainer, module, error, running), None))
-        lines.append(self._what_fits(trainer))
-        if self.snapshot_path is not None:
-            lines.append(f"Memory snapshot: {self.snapshot_path}; open it at https://pytorch.org/memory_viz.")
-        self.text = "\n".join(lines)
+        snapshot = self._take_snapshot(trainer)  # before anything is let go
+        parts: tuple[Callable[[], str], ...] = (
+            lambda: _what_is_held(trainer, module),
+            lambda: explain(module, trainer.optimizers, self._step_again(trainer, module, error, running), None),
+            lambda: self._what_fits(trainer),
+        )
+        lines = []
+        for part in parts:
+            try:
+                lines.append(part())
+            except Exception as failure:  # which must not be raised in the place of the run's own error
+                lines.append(f"A part of this report could not be made: {_in_short(failure)}")
+        self.text = "\n".join([*lines, *snapshot])
         print(f"OutOfMemoryReport: {self.text}", file=sys.stderr, flush=True)
+
+    def _take_snapshot(self, trainer: Trainer) -> list[str]:
+        """Write a snapshot if the device has any, and return what to say of it."""
+        if not DeviceKind.of(trainer.strategy.root_device).has_caching_allocator:
+            return []
+        path = None
+        try:
+            folder = from_where_it_began(trainer, self.folder or trainer.default_root_dir)
+            path = _free_path(folder, trainer.global_rank)
+            dump_snapshot(path)
+        except Exception as failure:
+            if path is not None:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)  # what was written until the disk was full
+            return [f"No memory snapshot could be written: {_in_short(failure)}"]
+        self.snapshot_path = path
+        return [f"Memory snapshot: {path}; open it at https://pytorch.org/memory_viz."]
 
     def _step_again(
         self, trainer: Trainer, module: LightningModule, error: BaseException, running: tuple[Any, int] | None
@@ -228,6 +258,20 @@ class OutOfMemoryReport(Callback):
             f"`MicroBatching(global_batch_size={whole * trainer.accumulate_grad_batches})` goes on with the same "
             f"effective batch. {_ADVICE}"
         )
+
+
+def _what_is_held(trainer: Trainer, module: LightningModule) -> str:
+    device = trainer.strategy.root_device
+    held = held_bytes(module, trainer.optimizers, device)
+    sizes = ", ".join(f"{str(category).replace('_', ' ')} {format_bytes(n)}" for _, category, n in held)
+    return (
+        f"Out of memory on {device}, rank {trainer.global_rank}, after {trainer.global_step} optimizer steps. "
+        f"Module and optimizers hold {format_bytes(held.total())} there: {sizes or 'nothing'}."
+    )
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}."
 
 
 def _finds_its_size(trainer: Trainer) -> bool:

@@ -35,6 +35,7 @@ from lightning_memfit.fitting.recovery.step_state import (
     with_notes,
 )
 from lightning_memfit.fitting.upstream.deepspeed import held_weight
+from lightning_memfit.memory.kind import DeviceKind
 
 # --- random generators, cheap enough to save in every step ----------------------------------------------------------
 
@@ -61,7 +62,7 @@ class RandomState:
         self._cpu = _torch.state()
         self._accelerator: Tensor | None = None
         if device != _CPU and device.type != "cpu":  # the name of a type takes longer than the comparison
-            self._accelerator = torch.get_device_module(device).get_rng_state()
+            self._accelerator = torch.get_device_module(device).get_rng_state(*_of_one(device))
 
     def restore(self) -> None:
         """Set all generators back."""
@@ -69,7 +70,12 @@ class RandomState:
         numpy.random.set_state(self._numpy)  # noqa: NPY002
         torch.set_rng_state(torch.frombuffer(bytearray(self._cpu), dtype=torch.uint8))
         if self._accelerator is not None:
-            torch.get_device_module(self._device).set_rng_state(self._accelerator)
+            torch.get_device_module(self._device).set_rng_state(self._accelerator, *_of_one(self._device))
+
+
+def _of_one(device: torch.device) -> tuple[torch.device, ...]:
+    """What names a device to its type's functions: without it, it is the current one, which user code may change."""
+    return (device,) if DeviceKind.of(device).has_own_generator else ()  # "mps" has one device, and no such argument
 
 
 class _Generator:

@@ -54,6 +54,9 @@ class WholeSteps(Callback):
         moved: Number of saves that waited.
     """
 
+    restores_random_state = True
+    """For modules that would do so themselves."""
+
     def __init__(self) -> None:
         self.moved = 0
         self._undo: list[Callable[[], None]] = []

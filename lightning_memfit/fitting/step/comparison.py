@@ -351,7 +351,7 @@ _SIGNS: dict[torch.device, Tensor] = {}
 def _signs(device: torch.device) -> Tensor:
     if device not in _SIGNS:
         generator = torch.Generator().manual_seed(0)
-        values = torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8) * 2 - 1
+        values = torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
         _SIGNS[device] = values.to(device)
     return _SIGNS[device]
 

@@ -38,12 +38,13 @@ from lightning_memfit.fitting.size.device_memory import allocation_retries
 from lightning_memfit.fitting.size.shapes import ProvenShapes, ShapeGuard
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
 from lightning_memfit.fitting.step.exactness import ExactnessCheck
-from lightning_memfit.fitting.step.gradient_reducer import GradientReducer, broadcast_buffers
+from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
 from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LocalBatch, LossWeights
 from lightning_memfit.fitting.step.outputs import StepOutputs, merge_kept
 from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of
+from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.kind import DeviceKind
 
 _NO_RULES = StateRules()
@@ -606,7 +607,7 @@ class EffectiveStep:
         if any(other != signatures[0] for other in signatures):
             present = self._consensus.any_of(present)
         reducer.add_up(present)
-        broadcast_buffers(self._loop.module)
+        broadcast_from_first(self._loop.module.buffers())  # as DDP does before a forward that synchronises
 
     def _correct_window(self) -> None:
         if self._window_total == self._reference or not self._window_total or self._weights.is_sum:

@@ -85,9 +85,3 @@ def _is_small(tensor: Tensor) -> bool:
 def _flat(grad: Tensor) -> Tensor:
     # The elements in memory order, which is the same on all ranks; a channels-last gradient has no flat `view`.
     return grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,))
-
-
-def broadcast_buffers(module: nn.Module) -> None:
-    """Give all ranks rank 0's buffers, as DistributedDataParallel does before a forward that synchronises."""
-    for buffer in module.buffers():
-        distributed.broadcast(buffer, src=0)

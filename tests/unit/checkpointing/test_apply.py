@@ -1,16 +1,19 @@
 import copy
+import dataclasses
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memfit.checkpointing import policies
+from lightning_memfit.checkpointing import apply, policies
 from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segments, disable_caches
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import CHOICES
+from lightning_memfit.checkpointing.state import BlockState, StatePlaces
 from lightning_memfit.memory.ledger import StorageLedger
 from tests.unit.checkpointing.models import EVERY_MODEL, ResNet, gpt2, loss_of, make
 
@@ -321,6 +324,90 @@ def test_random_numbers_behind_a_kept_operator_that_draws_are_those_of_the_plain
     apply_checkpointing(list(model), ["keep_attention"] * 3)
     for _ in range(3):  # in later calls fewer operators are watched
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(run(model), plain, strict=True))
+
+
+@dataclasses.dataclass
+class Graph:
+    x: torch.Tensor
+
+
+class Odd(nn.Parameter):
+    """A weight of a type of its own, as quantized and divided ones are."""
+
+
+class OfGraphs(nn.Module):
+    """A block that drops, whose argument is an object that holds the tensors."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.inner, self.drop = nn.Linear(width, width), nn.Dropout(0.5)
+
+    def forward(self, graph):
+        return Graph(self.drop(self.inner(graph.x)))
+
+
+def run_on_graphs(blocks, x):
+    torch.manual_seed(1)
+    blocks.zero_grad()
+    graph = Graph(x)
+    for block in blocks:
+        graph = block(graph)
+    graph.x.square().mean().backward()
+    return [p.grad.clone() for p in blocks.parameters()]
+
+
+def test_devices_of_weights_and_of_what_objects_hold_are_found(monkeypatch):
+    """On a CUDA device `checkpoint` must be given a tensor there, or it keeps no random state of it."""
+    on = lambda *names: SimpleNamespace(devices=lambda: set(map(torch.device, names)))  # noqa: E731
+    argument = lambda name: (("argument", 0), SimpleNamespace(device=torch.device(name)))  # noqa: E731
+    cuda, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert apply._further_devices([], on("cuda:0", "cpu", "meta")) == [cuda]
+    assert apply._further_devices([argument("cuda:0")], on("cuda:0", "cpu")) == []
+    assert apply._further_devices([argument("cuda:0")], on("cuda:1", "cuda:0")) == [second]
+    assert apply._further_devices([argument("cpu")], on("cuda:0", "cuda:1")) == [cuda, second]
+
+    found, given = [], []
+    monkeypatch.setattr(apply, "_further_devices", lambda *a: found.append(a[1].devices()) or [cuda])
+    monkeypatch.setattr(apply, "_nothing_on", lambda device: given.append(device) or torch.empty(0))
+    checkpointed = apply.checkpoint
+    arguments = []
+    monkeypatch.setattr(apply, "checkpoint", lambda *a, **k: arguments.append(len(a) - 1) or checkpointed(*a, **k))
+    blocks = nn.Sequential(OfGraphs(), OfGraphs())
+    x = torch.randn(4, 8)
+    plain = run_on_graphs(blocks, x)
+    applied = apply_checkpointing(list(blocks), ["full", "full"])
+    for _ in range(3):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(run_on_graphs(blocks, x), plain, strict=True))
+    assert found == [{torch.device("cpu")}] * 6
+    assert given == [cuda] * 6
+    assert arguments == [1] * 6, "the tensor that tells the device"
+    applied.remove()
+
+
+def test_the_state_of_a_block_knows_where_it_lies():
+    block = OfGraphs().to("meta")
+    block.register_buffer("count", torch.zeros(1))
+    state = BlockState(StatePlaces((block,)), set(), [Graph(torch.zeros(2))])
+    assert state.devices() == {torch.device("meta"), torch.device("cpu")}
+    odd = nn.Dropout()
+    odd.weight = Odd(torch.zeros(2, device="meta"))
+    assert BlockState(StatePlaces((odd,)), set()).devices() == {torch.device("meta")}
+    assert BlockState(StatePlaces((nn.Dropout(),)), set(), [Graph(torch.zeros(2, device="meta"))]).devices() == {
+        torch.device("meta")
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("choice", [c for c in CHOICES if c != "none"])
+def test_dropout_of_objects_on_cuda(choice):
+    torch.manual_seed(0)
+    blocks = nn.Sequential(OfGraphs(64), OfGraphs(64)).to("cuda")
+    x = torch.randn(16, 64, device="cuda")
+    plain = run_on_graphs(blocks, x)
+    apply_checkpointing(list(blocks), [choice] * 2)
+    for _ in range(3):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(run_on_graphs(blocks, x), plain, strict=True))
 
 
 @pytest.mark.gpu

@@ -113,7 +113,7 @@ def test_recipe_without_device_is_held_against_this_machine(capsys, recipe):
 
 @pytest.mark.slow
 def test_recipe_that_insists_on_a_gpu_gets_no_verdict(capsys, recipe, monkeypatch):
-    monkeypatch.setattr("cli.estimate_recipe.live_target", lambda: None)
+    monkeypatch.setattr("cli.estimate_recipe.live_target", lambda *_: None)
     code, report = estimate(capsys, *recipe, "--trainer.accelerator=cuda")
     assert code == 2
     assert report["verdict"]["fits"] is None

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from cli import plan_recipe
+from cli import estimate_recipe, plan_recipe
 from cli.estimate_recipe import target_of
 from cli.plan import make_parser
-from cli.recipe_run import RecipeRun, load_recipe
+from cli.recipe_run import RecipeRun, device_numbers, load_recipe
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.estimate.target import named_target
 from lightning_memfit.planner.workload import parse_device_count
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
@@ -86,6 +88,40 @@ def test_a_plan_keeps_the_samples_of_a_step(
         workload = plan_recipe.workload_of(run, target_of(name, run), arguments, count)
     devices = workload.devices
     assert (workload.samples_per_step, devices.per_machine, devices.machines) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "wanted"),
+    [
+        ([1], (1,)),
+        ("1,", (1,)),
+        ("2,0", (2, 0)),
+        (2, (0, 1)),
+        ("2", (0, 1)),
+        ("auto", None),
+        (-1, None),
+    ],
+)
+def test_estimates_and_plans_take_the_devices_and_limits_of_the_recipe(
+    devices: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(estimate_recipe, "live_target", lambda *given: asked.append(given) or named_target("12GiB"))
+    limited = (MemoryLimit("4GiB"), Optimizer8bit())
+    run = replace(recipe(), callbacks=limited, device_numbers=device_numbers(devices))
+    target_of(None, run)
+    assert asked == [(wanted, [4 << 30])]
+
+
+def test_devices_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`trainer.devices=\['first', '1'\]` must be numbers"):
+        device_numbers("first,1")
+
+
+@pytest.mark.medium
+def test_a_recipe_tells_its_devices() -> None:
+    with load_recipe(["--config", "gpt2xl_fsdp2", *SMALL, "--trainer.devices=[1,3]"]) as run:
+        assert (run.devices, run.device_numbers) == (2, (1, 3))
 
 
 def test_machines_that_cannot_share_the_named_devices_are_refused() -> None:

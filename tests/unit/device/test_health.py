@@ -22,6 +22,9 @@ def test_nvml() -> None:
     assert health.check_nvml("NVMLError: not found", None).level == "note"
     assert "reboot" in health.check_nvml("Driver/library version mismatch", "570.86").fix
     assert "nvidia-ml-py" in health.check_nvml("ModuleNotFoundError: pynvml", "570.86").fix
+    missing = health.check_nvml("NVMLError_LibraryNotFound: NVML Shared Library Not Found", "570.86")
+    assert (missing.level, "compute,utility" in missing.fix, "pip" in missing.fix) == ("note", True, False)
+    assert "nvidia-smi" in health.check_nvml("NVMLError_Unknown: Unknown Error", "570.86").fix
 
 
 def test_cuda() -> None:

@@ -1,14 +1,17 @@
 """The callback limits every stage, always leaves the mode, and explains a hopeless limit."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_memfit.device import limit as limit_module
 from lightning_memfit.device.limit import MemoryLimit, SimulatedDevice, module_bytes
-from lightning_memfit.memory import MIB, Category
+from lightning_memfit.memory import GIB, MIB, Category
+from lightning_memfit.memory.kind import DeviceKind
 from tests.helpers.modules import Layers
 from tests.helpers.trainers import quiet_trainer
 
@@ -151,6 +154,83 @@ def test_tied_weights_count_once():
     module = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
     module[1].weight = module[0].weight
     assert module_bytes(module) == 256
+
+
+@pytest.fixture
+def cpu_as_cuda(monkeypatch):
+    """The CPU in the role of a CUDA device of 80 GiB; returns its memory fraction and all that it was set to."""
+    card = SimpleNamespace(fraction=1.0, set_to=[])
+
+    def set_fraction(fraction, device=None):
+        assert 0 <= fraction <= 1
+        card.set_to.append(fraction)
+        card.fraction = fraction
+
+    monkeypatch.setattr(limit_module, "DeviceKind", SimpleNamespace(of=lambda device: DeviceKind.of("cuda")))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: card.fraction)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_fraction)
+    return card
+
+
+class FailsEarly(Regression):
+    """Its first `configure_model` fails, before the weights are moved."""
+
+    is_mended = False
+
+    def configure_model(self):
+        if not self.is_mended:
+            raise ValueError("a mistake of the user's")
+
+
+def test_on_cuda_a_run_that_ends_before_the_weights_are_moved_leaves_nothing(tmp_path, cpu_as_cuda):
+    module, run = FailsEarly(), trainer(tmp_path, MemoryLimit("4GiB"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a mistake of the user's"):
+            run.fit(module)
+        assert "model_to_device" not in vars(run.strategy)
+        assert cpu_as_cuda.fraction == 1
+    module.is_mended = True
+    run.fit(module)
+    assert cpu_as_cuda.set_to == [0.05, 1.0] * 3
+    assert "model_to_device" not in vars(run.strategy)
+
+
+def test_on_cuda_weights_above_the_limit_are_explained_in_every_run(tmp_path, cpu_as_cuda, monkeypatch):
+    run = trainer(tmp_path, MemoryLimit("4GiB"))
+
+    def full(self):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(run.strategy), "model_to_device", full)
+        for _ in range(2):
+            with pytest.raises(MisconfigurationException, match="smaller than the module"):
+                run.fit(Regression())
+    run.fit(Regression())
+
+
+def test_on_cuda_a_limit_is_lifted_though_another_callback_fails_first(tmp_path, cpu_as_cuda):
+    class Fails(Callback):
+        has_failed = False
+
+        def on_exception(self, trainer, pl_module, exception):
+            if not self.has_failed:
+                self.has_failed = True
+                raise RuntimeError("fails before the limit hears of it") from exception
+
+    module, run = FailsEarly(), trainer(tmp_path, Fails(), MemoryLimit("4GiB"))
+    with pytest.raises(RuntimeError, match="fails before"):
+        run.fit(module)
+    module.is_mended = True
+    run.fit(module)
+    assert cpu_as_cuda.fraction == 1
+
+
+def test_on_cuda_an_allocator_that_knows_no_limit_gets_the_whole_card_back(tmp_path, cpu_as_cuda):
+    cpu_as_cuda.fraction = 2.0**64 / (80 * GIB)  # what cudaMallocAsync says
+    trainer(tmp_path, MemoryLimit("4GiB")).fit(Regression())
+    assert cpu_as_cuda.set_to == [0.05, 1.0]
 
 
 @pytest.mark.gpu

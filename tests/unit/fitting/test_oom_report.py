@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 
 from lightning_memfit import MemoryLimit, MicroBatching, OutOfMemoryReport
+from lightning_memfit.fitting.recovery import oom_report
 from lightning_memfit.fitting.size.device_memory import find_device_memory
 from lightning_memfit.memory import parse_bytes
+from lightning_memfit.memory.kind import DeviceKind
 
 WIDTH, SAMPLES = 64, 32
 
@@ -153,11 +156,9 @@ def test_beside_micro_batching_one_sample_is_run(tmp_path):
 
 def test_on_cuda_a_snapshot_is_written_before_anything_is_let_go(tmp_path, monkeypatch):
     """Without CUDA the calls are watched; on CUDA see the test below."""
-    from lightning_memfit.fitting.recovery import oom_report
-
     calls: list[Any] = []
     for name in ("start_history", "stop_history", "dump_snapshot"):
-        monkeypatch.setattr(oom_report, name, lambda *a, name=name: calls.append((name, *a)))
+        monkeypatch.setattr(oom_report, name, lambda *a, name=name: calls.append((name, *a)) or True)
     monkeypatch.setattr(oom_report, "explain", lambda *a: calls.append(("explain",)) or "explained")
     monkeypatch.setattr(oom_report, "held_bytes", lambda m, o, d: held(m, o, torch.device("cpu")))
     monkeypatch.setattr(pl.strategies.SingleDeviceStrategy, "root_device", torch.device("cuda", 0))
@@ -175,6 +176,71 @@ def test_on_cuda_a_snapshot_is_written_before_anything_is_let_go(tmp_path, monke
         path.parent.mkdir(exist_ok=True)
         path.touch()
         calls.clear()
+
+
+@pytest.fixture
+def cpu_as_cuda(monkeypatch):
+    """The CPU in the role of a CUDA device without a history; returns the calls that were made."""
+    calls: list[Any] = []
+    record = lambda enabled="all", **options: calls.append(enabled)  # noqa: E731
+    monkeypatch.setattr(oom_report, "DeviceKind", SimpleNamespace(of=lambda device: DeviceKind.of("cuda")))
+    monkeypatch.setattr(oom_report, "find_device_memory", lambda trainer: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    is_on = lambda: bool(calls) and calls[-1] is not None  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", is_on, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
+    return calls
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("is_users", [True, False])
+def test_on_cuda_only_its_own_history_is_ended(tmp_path, cpu_as_cuda, is_users, fails):
+    if is_users:
+        torch.cuda.memory._record_memory_history("all")
+    if fails:
+        with pytest.raises(MemoryError, match="no more"):
+            fit(tmp_path, OutOfMemoryReport(), module=Wide(fail_in="epoch"))
+    else:
+        fit(tmp_path, OutOfMemoryReport())
+    assert cpu_as_cuda == (["all"] if is_users else ["all", None])
+
+
+def test_on_cuda_a_full_disk_does_not_hide_the_error(tmp_path, cpu_as_cuda, monkeypatch):
+    def dump(path):
+        Path(path).write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    report = OutOfMemoryReport(folder=tmp_path / "snapshots")
+    with pytest.raises(MemoryError, match="no more"):
+        fit(tmp_path, report, module=Wide(fail_in="epoch"))
+    assert "No memory snapshot could be written: OSError: [Errno 28] No space left on device." in report.text
+    assert "optimizer state" in report.text
+    assert report.snapshot_path is None
+    assert list((tmp_path / "snapshots").iterdir()) == []
+
+
+def test_a_part_of_the_report_that_fails_does_not_hide_the_error(tmp_path, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors ...")
+
+    monkeypatch.setattr(oom_report, "held_bytes", fails)
+    report = OutOfMemoryReport()
+    with pytest.raises(MemoryError, match="no more"):
+        fit(tmp_path, report, module=Wide(fail_in="epoch"))
+    said = "could not be made: RuntimeError: CUDA error: an illegal memory access was encountered."
+    assert said in report.text
+    assert "The largest tensors" in report.text
+
+
+def test_on_cuda_an_allocator_that_records_no_history_is_no_obstacle(tmp_path, cpu_as_cuda, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("cudaMallocAsync does not yet support recordHistory.")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refuse)
+    with pytest.warns(UserWarning, match="without a history of allocations: .* does not yet support recordHistory"):
+        fit(tmp_path, OutOfMemoryReport())
 
 
 @pytest.mark.gpu

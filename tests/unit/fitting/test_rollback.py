@@ -2,6 +2,7 @@
 import copy
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -140,6 +141,34 @@ def test_states_are_right_whether_or_not_a_generator_is_used(seed: object, draw:
     expected = [draw() for _ in range(3)]  # type: ignore[operator]
     later.restore()
     assert [draw() for _ in range(3)] == expected  # type: ignore[operator]
+
+
+class Devices:
+    """A stand-in for `torch.cuda` with two devices, of which the second is the current one."""
+
+    def __init__(self) -> None:
+        self.states = [torch.tensor([10]), torch.tensor([20])]
+
+    def get_rng_state(self, device: torch.device | None = None) -> torch.Tensor:
+        return self.states[1 if device is None else device.index or 0].clone()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device | None = None) -> None:
+        self.states[1 if device is None else device.index or 0] = state
+
+
+def test_the_state_is_that_of_the_runs_device_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
+    saved = RandomState(torch.device("cuda", 0))
+    devices.states = [torch.tensor([11]), torch.tensor([21])]
+    saved.restore()
+    assert devices.states == [torch.tensor([10]), torch.tensor([21])]
+
+
+def test_devices_whose_functions_take_no_index_are_asked_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(get_rng_state=lambda: torch.tensor([1]), set_rng_state=lambda state: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    RandomState(torch.device("mps", 0)).restore()
 
 
 @pytest.mark.parametrize(

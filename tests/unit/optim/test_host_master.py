@@ -1,8 +1,13 @@
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from lightning_memfit.memory.kind import DeviceKind
+from lightning_memfit.optim import host_master
 from lightning_memfit.optim.host_master import HostMaster
 
 DEVICES = [
@@ -228,3 +233,68 @@ def test_loaded_states_stay_float32_and_one_optimizer_can_follow_another():
     assert state["exp_avg"].dtype is torch.float32
     assert state["step"] == 2
     assert "zero_grad" not in vars(optimizers[0])
+
+
+class Queue:
+    """A stand-in for a CUDA stream that is far behind: copies are made when an event behind them is waited for."""
+
+    def __init__(self, device=None):
+        self.device = device
+        self.waiting = []
+
+    def wait_stream(self, stream):
+        pass
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        while self.waiting:
+            self.waiting.pop(0)()
+
+
+class OnDevice:
+    """A weight of a device whose copies are put on a queue."""
+
+    def __init__(self, queue):
+        self.queue = queue
+        self.values = []
+
+    def copy_(self, source, non_blocking=False):
+        assert non_blocking
+        self.queue.waiting.append(lambda: self.values.append(source.item()))
+
+
+def test_values_that_are_still_being_sent_are_not_overwritten(monkeypatch):
+    monkeypatch.setattr(host_master, "DeviceKind", SimpleNamespace(of=lambda device: DeviceKind.of("cuda")))
+    monkeypatch.setattr(torch.cuda, "Stream", Queue)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Queue())
+    transfer = host_master._Transfer(torch.device("cpu"))
+    half = OnDevice(transfer._stream)
+    slot = SimpleNamespace(exact=torch.zeros(1), staging=torch.zeros(1, dtype=torch.bfloat16), half=half)
+    for value in (1.0, 2.0, 3.0):
+        slot.exact.fill_(value)
+        transfer.to_device([slot])
+    transfer._stream.synchronize()
+    transfer.close()
+    assert half.values == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_values_sent_to_a_busy_device_arrive_in_their_order():
+    device = torch.device("cuda", torch.cuda.current_device())
+    transfer = host_master._Transfer(device)
+    half = torch.zeros(1 << 20, dtype=torch.bfloat16, device=device)
+    slot = SimpleNamespace(
+        exact=torch.zeros(1 << 20), staging=torch.empty_like(half, device="cpu", pin_memory=True), half=half
+    )
+    torch.cuda._sleep(500_000_000)
+    seen = []
+    for value in (1.0, 2.0, 3.0):
+        slot.exact.fill_(value)
+        transfer.to_device([slot])
+        seen.append(half.clone())
+    transfer.close()
+    assert [(one.min().item(), one.max().item()) for one in seen] == [(1, 1), (2, 2), (3, 3)]
