@@ -195,7 +195,7 @@ class EffectiveStep:
         self._is_cleared = False
         self._failed_size = 0
         self._num_steps = 0
-        self._retries = 0
+        self._retries = allocation_retries(self._device)  # those of before training, such as of trial steps
         self.shapes: ShapeGuard | None = None
         self._last: tuple[LocalBatch, RollbackPoint]
         self._is_again = False
@@ -638,6 +638,7 @@ class EffectiveStep:
         if not self._failed_size:
             return True
         self._need_less(request, message, error, start)
+        self._retries = allocation_retries(self._device)  # the size has been lowered for these
         return False
 
     def _need_less(self, request: StepRequest, message: str, error: Exception | None, start: RollbackPoint) -> None:
