@@ -198,6 +198,7 @@ NAMES: dict[str, str] = {
     "_setup_model_and_optimizer": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_should_accumulate": "lightning.pytorch.loops.fit_loop._FitLoop",
     "_softmax": "torch.ops.aten",
+    "_step_supports_amp_scaling": "torch.optim.Adam",
     "_step_fn": "lightning.pytorch.loops.optimization.automatic.Closure",
     "_swappable_optimizer_subgroup": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_to_copy": "torch.ops.aten",

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.fitting.size.device_memory import allocation_retries
+from lightning_memfit.fitting.step import effective_step
 from tests.helpers.fitting import Tagger
 from tests.helpers.strategy_launch import run_program
 from tests.helpers.trainers import difference, fit, fit_on_two_ranks, quiet_trainer
@@ -324,3 +327,33 @@ def test_killed_while_probing_leaves_no_files_and_the_next_run_starts_clean(tmp_
     again = run()
     assert again.returncode == 0, again.stderr
     assert again.stdout == untouched.stdout
+
+
+# --- an allocator that frees its cache --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("of_each_step", "sizes"),
+    [
+        pytest.param({}, [8], id="before training"),
+        pytest.param({"num_alloc_retries": 1, "num_ooms": 1}, [8], id="ran out of memory"),
+        pytest.param({"num_alloc_retries": 1}, [8, 4], id="thrashing"),
+    ],
+)
+def test_a_cache_that_is_freed_in_training_time_and_again_lowers_the_size(
+    of_each_step: dict[str, int], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was freed before training, or where memory ran out all the same, tells nothing of the size in use."""
+    stats = {"num_alloc_retries": 9, "num_ooms": 2}
+
+    class Counts(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            stats.update({name: stats[name] + number for name, number in of_each_step.items()})
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(effective_step, "allocation_retries", lambda _: allocation_retries(torch.device("cuda")))
+    with_cache = SimpleNamespace(of=lambda _: SimpleNamespace(has_caching_allocator=True))
+    monkeypatch.setattr(effective_step, "DeviceKind", with_cache)
+    callback = MicroBatching(micro_batch_size=8)
+    fit(Tagger(batch_size=8, num_samples=8 * 20), Counts(), callback, max_epochs=1)
+    assert [size for _, size, _ in callback.changes] == sizes

@@ -163,6 +163,51 @@ def test_half_precision_with_a_scaler():
     assert guard.skipped[-1:] == [2]
 
 
+class Fused(Breaks):
+    """Has an optimizer that unscales gradients within its kernel, after the guard has seen them."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5, fused=True)
+
+
+@pytest.mark.parametrize("more", [(), (MicroBatching(micro_batch_size=2),)], ids=["whole", "micro-batches"])
+def test_a_scaler_sees_what_an_optimizer_unscales_itself(more):
+    """The scale is lowered and the step left out, as without the guard."""
+    found = []
+    for guards in [(), (NonFiniteGuard(),)]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        weights = train(Fused({2, 5}), *more, *guards, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+        found.append((weights, scaler.get_scale(), [guard.skipped for guard in guards]))
+    (plain, scale, _), (guarded, same_scale, skipped) = found
+    assert skipped == [[2, 5]]
+    assert scale == same_scale == 2.0**8
+    assert guarded.isfinite().all()
+    torch.testing.assert_close(guarded, plain, rtol=0, atol=0)
+
+
+class SpoiltOnOneRank(Fused):
+    """Spoils gradients of rank 1 after they were reduced."""
+
+    def on_after_backward(self):
+        if self.trainer.global_step == 3 and self.global_rank == 1:
+            self.first.weight.grad.fill_(torch.inf)
+
+
+def with_scaler_on_two():
+    scaler, guard, module = torch.amp.GradScaler("cpu", init_scale=2.0**10), NonFiniteGuard(), SpoiltOnOneRank(())
+    weights = train(
+        module, guard, devices=2, strategy="ddp", plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+    )
+    return guard.skipped, scaler.get_scale(), weights.tolist()
+
+
+def test_scalers_of_all_ranks_leave_out_the_step_of_one(tmp_path):
+    first, second = run_ranks(with_scaler_on_two, 2, tmp_path)
+    assert first.result, first.output[-5000:]
+    assert first.result == second.result
+    assert first.result[:2] == ([3], 2.0**9)
+
+
 STRATEGIES = {
     "ddp": ("DataParallelStrategy", {"process_group_backend": "gloo"}),
     "fsdp2": ("FullyShardedStrategy", {"process_group_backend": "gloo"}),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -96,7 +97,7 @@ class NonFiniteGuard(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Take the gradients away if one of them is not finite, so that the optimizer changes nothing."""
+        """Let the optimizer change nothing if a gradient is not finite."""
         if self.patience is None or self._engine is not None:
             return
         self._begins = True
@@ -115,8 +116,10 @@ class NonFiniteGuard(Callback):
         first = next((name for name, p in named if not _all_finite([p.grad])), "one of another rank")
         words = f"gradients are not finite, first in parameter order `{first}`"
         self._note(id(optimizer), trainer.global_step, words)
-        for _, parameter in named:
-            parameter.grad = None
+        gradients = [parameter for _, parameter in named]
+        if not _leave_to_scaler(getattr(trainer.precision_plugin, "scaler", None), optimizer, gradients):
+            for parameter in gradients:
+                parameter.grad = None
 
     @override
     def on_train_batch_end(
@@ -192,6 +195,27 @@ def _stepped_by(
     if not stepped <= {id(parameter) for parameter in module.parameters()}:
         return named
     return [(name, parameter) for name, parameter in named if id(parameter) in stepped]
+
+
+def _leave_to_scaler(scaler: Any, optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> bool:
+    """Let a scaler leave a step out that has not looked at the gradients yet; return whether it will.
+
+    Optimizers that unscale by themselves (fused ones) are looked at within the scaler's `step`, which asserts that it
+    finds gradients. Where only another rank's are not finite, this rank's scaler finds one, too.
+
+    Args:
+        scaler: The precision plugin's, or None.
+        optimizer: The optimizer that is about to step.
+        parameters: Its parameters with a gradient.
+    """
+    if scaler is None or not scaler.is_enabled() or not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    seen = scaler._per_optimizer_states.get(id(optimizer))  # what the user's own code has unscaled is there
+    if not parameters or (seen is not None and seen["stage"] is not OptState.READY):
+        return False
+    if _all_finite([parameter.grad for parameter in parameters]):
+        parameters[0].grad.fill_(torch.inf)  # type: ignore[union-attr]
+    return True
 
 
 def _all_finite(gradients: list[Any]) -> bool:

@@ -92,7 +92,11 @@ def knows_limit(trainer: Trainer) -> bool:
 
 
 def allocation_retries(device: torch.device) -> int:
-    """Return how often the caching allocator had to free its cache to serve an allocation; 0 without CUDA."""
+    """Return how often the caching allocator had to free its cache to serve an allocation; 0 without CUDA.
+
+    Where that did not help, memory ran out, which the caller has been told by an error: that doesn't count.
+    """
     if not DeviceKind.of(device).has_caching_allocator:
         return 0
-    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+    stats = torch.cuda.memory_stats(device)
+    return int(stats.get("num_alloc_retries", 0)) - int(stats.get("num_ooms", 0))

@@ -99,6 +99,11 @@ class Pass:
     draws_on_host: bool = False
     draws_otherwise: bool = False
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all gradients and the loss are finite."""
+        return bool(torch.isfinite(self.sketch).all())
+
 
 class PartFailed(MisconfigurationException):
     """A part of the batch can't be run alone, for another reason than memory."""
@@ -115,6 +120,7 @@ class Comparison:
         num_samples: Its number of samples.
         cut: Which samples, and where they are cut.
         autocast: Whether to compute in mixed precision, if the run does.
+        divisor: Divides the loss, so that gradients of 16 bits don't overflow; gradients are multiplied again.
 
     Attributes:
         parts: The two parts.
@@ -131,6 +137,7 @@ class Comparison:
         num_samples: int,
         cut: Cut,
         autocast: bool,
+        divisor: float = 1.0,
     ) -> None:
         sizes = [cut.offset, cut.count, num_samples - cut.offset - cut.count]
         self._window = splitter.split(batch, [size for size in sizes if size])[1 if cut.offset else 0]
@@ -138,6 +145,7 @@ class Comparison:
         self._loop = loop
         self._request = request
         self._autocast = autocast
+        self._divisor = divisor
         self._noise = RecordedNoise(cut.count)
         self._stack = ExitStack()
         self._metrics = MetricStates(loop.module)
@@ -195,7 +203,7 @@ class Comparison:
         self._snapshot.restore()
         if after is not None:
             StepState.load(after.written, carried)
-        return self._try(self._window, self.cut.count, self._noise, 1.0)
+        return self._try(self._window, self.cut.count, self._noise, self._divisor)
 
     def part(
         self, index: int, after: Pass | None = None, carried: Collection[str] = (), continues_random: bool = False
@@ -221,7 +229,7 @@ class Comparison:
         size = self.cut.sizes[index]
         noise = SlicedNoise(self._noise, self.cut.first * index, size, self.cut.count)
         # Divided and multiplied again: gradients that the loss's weight does not reach show.
-        found = self._try(self.parts[index], size, noise, 2.0)
+        found = self._try(self.parts[index], size, noise, 2 * self._divisor)
         found.draws_otherwise = noise.is_other
         return found
 

@@ -196,7 +196,7 @@ class EffectiveStep:
         self._is_cleared = False
         self._failed_size = 0
         self._num_steps = 0
-        self._retries = 0
+        self._retries = allocation_retries(self._device)  # those of before training, such as of trial steps
         self.shapes: ShapeGuard | None = None
         self._last: tuple[LocalBatch, RollbackPoint]
         self._is_again = False
@@ -340,7 +340,8 @@ class EffectiveStep:
         """Check on this batch, on all ranks; nothing is changed if micro-batches don't give what it gives."""
         assert self._check is not None
         num_samples, batch = local_batch.num_samples, request.batch
-        if self._is_sharded:  # gradients are those of all ranks: they compare the same samples
+        if self._is_sharded:  # gradients are those of all ranks: they compare the same samples, cut alike
+            size = int(min(theirs for (theirs,) in self._consensus.exchange(size)))
             batch = move_data_to_device(self._consensus.from_rank(self._checked_rank, _on_host(batch)), self._device)
         self._check.run(request, batch, self._splitter.count(batch), size, has_failed)
         if self._engine is not None:
@@ -639,6 +640,7 @@ class EffectiveStep:
         if not self._failed_size:
             return True
         self._need_less(request, message, error, start)
+        self._retries = allocation_retries(self._device)  # the size has been lowered for these
         return False
 
     def _need_less(self, request: StepRequest, message: str, error: Exception | None, start: RollbackPoint) -> None:
@@ -690,11 +692,20 @@ class EffectiveStep:
         return text
 
     def _watch_allocator(self) -> None:
-        """Lower the size if the caching allocator keeps emptying its cache, which costs far more than one pass."""
+        """Lower the size if a caching allocator keeps emptying its cache, which costs far more than one pass.
+
+        All ranks lower it together, whichever of them is short: those that compute a batch together run equal parts.
+        """
         before, self._retries = self._retries, allocation_retries(self._device)
-        if self._retries - before >= _MANY_RETRIES and self._sizes.current > 1:
-            size = self._sizes.shrink(self._sizes.current)
-            rank_zero_info(
-                f"MicroBatching: memory is so tight that the allocator is thrashing; micro-batch {size} now."
-            )
-            self._on_change(size, f"{self._retries - before} allocation retries in {_STEPS_BETWEEN_CHECKS} steps")
+        retries, current = self._retries - before, self._sizes.current
+        if not self._is_alone:
+            told = self._consensus.exchange(retries, current, at=At.BATCH)
+            retries = int(max(theirs for theirs, _ in told))
+            current = int(min(theirs for _, theirs in told))
+        if retries < _MANY_RETRIES or current <= 1:
+            return
+        size = self._sizes.shrink(current)
+        if not self._is_alone:
+            size = self._sizes.current = int(min(theirs for (theirs,) in self._consensus.exchange(size, at=At.BATCH)))
+        rank_zero_info(f"MicroBatching: memory is so tight that the allocator is thrashing; micro-batch {size} now.")
+        self._on_change(size, f"{retries} allocation retries in {_STEPS_BETWEEN_CHECKS} steps")

@@ -8,8 +8,7 @@ statistics, contrastive and summed losses, class weights, masks, teachers and co
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -32,6 +31,9 @@ from lightning_memfit.fitting.step.split import BatchSplitter
 _USERS = Rule("users")
 _MAX_CUTS = 4
 _MAX_RUNS = 8
+_DIVISORS = (1.0, 2.0**4, 2.0**8, 2.0**12, 2.0**16, 2.0**20)
+"""Of the loss, each tried where gradients of 16 bits overflow with the one before; scalers begin at 65536."""
+_OK, _OUT_OF_MEMORY, _FAILED, _OVERFLOWED, _UNSEEN = range(5)
 _CANNOT_SHOW = (
     "so that nothing could show whether micro-batches give what the whole batch gives. The loss must be a mean over "
     "samples or unmasked label tokens."
@@ -63,6 +65,18 @@ class Tolerance:
         if width == 32:
             return cls(1e-3, 1e-5, 1e-4) if least_bits >= 32 else cls(3e-2, 3e-3, 1e-2)
         return cls(1e-8, 1e-10, 1e-9) if least_bits >= 64 else cls(1e-5, 1e-7, 1e-6)
+
+
+class _NotFinite(Exception):
+    """Gradients are infinite or NaN, so that nothing can be told from them.
+
+    Args:
+        is_narrow: Whether numbers of 16 bits were computed, which a smaller loss may keep within their range.
+    """
+
+    def __init__(self, is_narrow: bool) -> None:
+        super().__init__("The gradients of some samples are not finite.")
+        self.is_narrow = is_narrow
 
 
 class ExactnessCheck:
@@ -102,6 +116,7 @@ class ExactnessCheck:
         self._unread: set[str] = set()
         self._ignored: set[int] = set()
         self._num_runs = -1
+        self._divisor = _DIVISORS[0]
         self.is_done = False
         self.state_rules = StateRules()
 
@@ -115,6 +130,8 @@ class ExactnessCheck:
             size: The micro-batch size about to be used, which is believed to fit.
             has_failed: Whether memory has just run out with more.
 
+        A batch whose gradients are not finite shows nothing: the check is not done then.
+
         Raises:
             MisconfigurationException: If micro-batches would give other weights. Nothing has changed then.
         """
@@ -123,32 +140,58 @@ class ExactnessCheck:
         count = num_samples
         if self._memory is not None or has_failed:
             count = max(2, min(size, num_samples // 2))
+        self._divisor, larger = _DIVISORS[0], iter(_DIVISORS[1:])
         while True:
-            failure: Exception | None = None
-            if num_samples >= 2:
-                compare = partial(self._compare, request, batch, num_samples, min(count, num_samples), size)
-                _, failure = self._consensus.together(compare)
-            is_memory = failure is not None and is_out_of_memory(failure)
-            told = self._consensus.exchange(0 if failure is None else 1 if is_memory else 2)
-            if failure is not None and not is_memory:
-                layers = batch_statistics(self._loop.module) if isinstance(failure, PartFailed) else []
-                if layers:  # which have no statistics of one sample
-                    raise MisconfigurationException(_normalised(layers)) from failure
-                raise failure
-            if any(status == 2 for (status,) in told):
+            status, failure = self._attempt(request, batch, num_samples, min(count, num_samples), size)
+            told = {status for (status,) in self._consensus.exchange(status)}
+            if status == _FAILED:
+                assert failure is not None
+                self._raise(failure)
+            if _FAILED in told:
                 raise MisconfigurationException("Another rank found that micro-batches are not exact; see its error.")
-            if not any(status == 1 for (status,) in told):
-                break
             if failure is not None:
                 release(failure)
-            if count == 2:
-                rank_zero_warn(f"MicroBatching: not even two samples fit at once, {_CANNOT_SHOW}")
+            if _OUT_OF_MEMORY in told:
+                if count == 2:
+                    rank_zero_warn(f"MicroBatching: not even two samples fit at once, {_CANNOT_SHOW}")
+                    break
+                count = max(2, min(count // 2, size))
+            elif _OVERFLOWED not in told:
                 break
-            count = max(2, min(count // 2, size))
+            else:
+                self._divisor = next(larger)
         self._agree(batch, num_samples)
         if self._memory is not None:
             self._memory.reset_peak()
-        self.is_done = True
+        self.is_done = self.is_done or _UNSEEN not in told
+
+    def _attempt(
+        self, request: StepRequest, batch: Any, num_samples: int, count: int, size: int
+    ) -> tuple[int, Exception | None]:
+        """Compare on all ranks; return how it went on this one, and the error if it failed."""
+
+        def compare() -> _NotFinite | None:
+            try:
+                self._compare(request, batch, num_samples, count, size)
+            except _NotFinite as error:
+                if self._consensus.stops_together:
+                    raise
+                return error
+            return None
+
+        unseen, failure = self._consensus.together(compare) if num_samples >= 2 else (None, None)
+        failure = failure or unseen
+        if failure is None:
+            return _OK, None
+        if isinstance(failure, _NotFinite):
+            return _OVERFLOWED if failure.is_narrow and self._divisor < _DIVISORS[-1] else _UNSEEN, failure
+        return _OUT_OF_MEMORY if is_out_of_memory(failure) else _FAILED, failure
+
+    def _raise(self, failure: Exception) -> NoReturn:
+        layers = batch_statistics(self._loop.module) if isinstance(failure, PartFailed) else []
+        if layers:  # which have no statistics of one sample
+            raise MisconfigurationException(_normalised(layers)) from failure
+        raise failure
 
     def _agree(self, batch: Any, num_samples: int) -> None:
         """Let all ranks weigh by the same rules: what one has refuted is refuted for all."""
@@ -184,11 +227,23 @@ class ExactnessCheck:
     # --- where to cut -----------------------------------------------------------------------------------------------
 
     def _compare(self, request: StepRequest, batch: Any, num_samples: int, count: int, size: int) -> None:
-        """Compare until at most one rule is left and it has been seen at work."""
+        """Compare until at most one rule is left and it has been seen at work.
+
+        Raises:
+            _NotFinite: If gradients are finite at no cut.
+        """
         tried: list[Cut] = []
+        unseen, best = [], None
         for cut in self._cuts(batch, num_samples, count, size):
-            best = self._try(request, batch, num_samples, cut)
             tried.append(cut)
+            try:
+                best = self._try(request, batch, num_samples, cut)
+            except _NotFinite as error:
+                if self._consensus.meets_inside:  # ranks run the same passes
+                    raise
+                unseen.append(error)
+        if len(unseen) == len(tried):
+            raise unseen[0]
         if best is None or best.is_usual:
             return
         # A rare rule needs more than a coincidence: another cut, at which it differs from the usual ones.
@@ -245,17 +300,19 @@ class ExactnessCheck:
 
         Raises:
             MisconfigurationException: If there is none.
+            _NotFinite: If gradients are not finite.
         """
         is_mixed = isinstance(self._loop.trainer.precision_plugin, MixedPrecision)
         arguments = (self._loop, request, self._splitter, batch, num_samples, cut)
         try:
-            with Comparison(*arguments, autocast=False) as runs:
+            with Comparison(*arguments, autocast=False, divisor=self._divisor) as runs:
                 return self._judge(runs, batch, num_samples)
         except Exception as error:
-            if not is_mixed or is_out_of_memory(error):
+            is_judged = isinstance(error, (MisconfigurationException, _NotFinite)) and not isinstance(error, PartFailed)
+            if not is_mixed or is_judged or is_out_of_memory(error):
                 raise
             release(error)
-        with Comparison(*arguments, autocast=True) as runs:
+        with Comparison(*arguments, autocast=True, divisor=self._divisor) as runs:
             return self._judge(runs, batch, num_samples)
 
     def _judge(self, runs: Comparison, batch: Any, num_samples: int) -> Rule | None:
@@ -271,6 +328,8 @@ class ExactnessCheck:
         carried = self._judge_state(runs, whole, one, two, likeliest or sizes, tolerance)
         if carried:
             two = runs.part(1, after=one, carried=carried)
+        if not whole.is_finite:
+            raise _NotFinite(runs.least_bits < 32)
         matching = _matching(whole, one, two, shares, tolerance)
         if not matching and one.draws_on_host:
             two = runs.part(1, after=one, carried=carried, continues_random=True)
@@ -289,6 +348,8 @@ class ExactnessCheck:
                 f"be followed, {_CANNOT_SHOW}"
             )
             return None
+        if not (one.is_finite and two.is_finite) and runs.least_bits < 32 and self._divisor < _DIVISORS[-1]:
+            raise _NotFinite(is_narrow=True)  # of a part, whose samples' mean may be larger
         solution = _solve(whole, one, two, tolerance)
         raise MisconfigurationException(_reason(runs.cut, solution, shares.get(_USERS), batch_statistics(module)))
 
@@ -343,6 +404,7 @@ class ExactnessCheck:
 
         Raises:
             MisconfigurationException: If the parts' values don't give the whole's.
+            _NotFinite: If gradients would have to show whether that matters.
         """
         changed = [
             name
@@ -363,6 +425,10 @@ class ExactnessCheck:
             self._classes[name] = found if before is None else [way for way in before if way in found]
             if not self._classes[name]:
                 odd.append(name)
+        if odd and not whole.is_finite:  # whether the step reads them doesn't show
+            for name in odd:
+                del self._classes[name]
+            raise _NotFinite(runs.least_bits < 32)
         if odd:
             self._accept_unread(runs, whole, odd, tolerance)
         self._make_rules()
@@ -445,13 +511,14 @@ def _matching(
 
 
 def _distance(whole: Pass, one: Pass, two: Pass, a: float, b: float, tolerance: Tolerance) -> float:
-    """Return how far the weighted sum of the parts is from the whole, in tolerances; a part of no weight may be nan."""
+    """Return how far the weighted sum of the parts is from the whole, in tolerances; a part of no weight may be nan.
+
+    Numbers that are not finite are infinitely far from any.
+    """
     mixed = torch.zeros_like(whole.sketch)
     for share, run in ((a, one), (b, two)):
         if share:
             mixed += share * run.sketch
-    if not bool(torch.isfinite(whole.sketch).all()):
-        return float("inf") if bool(torch.isfinite(mixed).all()) else 0.0
     norms = torch.maximum(whole.sketch.norm(dim=1), mixed.norm(dim=1))
     gradients = torch.cat([norms[:-1].square().sum().sqrt().expand(len(norms) - 1), norms[-1:]])
     allowed = tolerance.relative * norms + tolerance.floor * gradients + 1e-300

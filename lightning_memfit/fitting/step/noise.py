@@ -9,6 +9,7 @@ in the recomputation of checkpointed blocks, too.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -78,6 +79,9 @@ class RecordedNoise(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _drops_inside(func):
+            args, kwargs = _without_dropout(func, args, kwargs)
+            return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             if func in _LOSSES:
                 self.ignored.add(int(kwargs.get("ignore_index", args[4])))
@@ -89,9 +93,6 @@ class RecordedNoise(TorchDispatchMode):
             return self._permute(func, args, kwargs).sort(descending=True).values
         if func is aten.native_dropout.default:
             return self._dropout(*args)
-        if any(argument.name in _FUSED for argument in func._schema.arguments):
-            args, kwargs = _without_dropout(func, args, kwargs)
-            return func(*args, **kwargs)
         return self._draw(func, args, kwargs)
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,6 +231,15 @@ def _is_like(func: Any) -> bool:
 def _fills(func: Any) -> bool:
     """Whether a draw takes its shape, and nothing else, from its first argument."""
     return _is_in_place(func) or _is_like(func)
+
+
+@cache
+def _drops_inside(func: Any) -> bool:
+    """Whether a kernel drops by itself, or is the backward of one, which makes the mask again from the seed.
+
+    Backward kernels draw nothing and aren't tagged as random, but autograd gives them the module's probability.
+    """
+    return any(argument.name in _FUSED and str(argument.type) == "float" for argument in func._schema.arguments)
 
 
 def _without_dropout(

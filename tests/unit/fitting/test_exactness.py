@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard
 from lightning_memfit.fitting.recovery.step_state import alike, find_slots, reading_of
 from tests.helpers.fitting import TwiceSGD, is_checking, out_of_memory
 from tests.helpers.trainers import difference, fit
@@ -910,3 +912,89 @@ class OneClassLeftOut(Toy):
 @pytest.mark.parametrize("kind", [PaddedWithAToken, OneClassLeftOut])
 def test_entries_that_the_loss_itself_leaves_out_are_seen_in_its_call(kind: type[Toy], size: int) -> None:
     assert_exact(kind, size)
+
+
+# --- gradients that are not finite show nothing -----------------------------------------------------------------------
+
+
+class Half(Toy):
+    """Runs in half precision only, as many kernels do, where gradients overflow at the scaler's first scales."""
+
+    needs_half = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.float()
+
+    def output(self, batch: Any) -> Tensor:
+        hidden = self.net[0](batch[0].float())
+        if self.needs_half and hidden.dtype is not torch.float16:
+            raise RuntimeError("Only half precision is supported.")
+        return self.net[2](hidden.tanh()).float()
+
+    def loss(self, batch: Any) -> Tensor:
+        return 300 * functional.mse_loss(self.output(batch), batch[1].float())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+class HalfContrastive(Half):
+    def loss(self, batch: Any) -> Tensor:
+        output = 3 * self.output(batch)
+        return 300 * functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+class ContrastiveBeforeHalf(HalfContrastive):
+    needs_half = False
+
+
+def with_scaler(module: Half, *callbacks: pl.Callback, scale: float = 2.0**16) -> float:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    fit(module, *callbacks, max_epochs=2, plugins=MixedPrecision("16-mixed", "cpu", scaler))
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+@pytest.mark.parametrize("kind", [HalfContrastive, ContrastiveBeforeHalf])
+def test_contrastive_losses_are_refused_while_gradients_overflow(kind: type[Half], scale: float) -> None:
+    with pytest.raises(MisconfigurationException, match="Samples affect each other"):
+        with_scaler(kind(), MicroBatching(micro_batch_size=2), scale=scale)
+
+
+def test_micro_batches_are_exact_while_gradients_overflow() -> None:
+    plain, ours = Half(), Half()
+    scale = with_scaler(plain)
+    assert scale < 2.0**16, "gradients should have overflown"
+    assert with_scaler(ours, MicroBatching(micro_batch_size=2)) == scale
+    assert difference(plain, ours) < 1e-3
+
+
+def with_nan() -> DataLoader:
+    dataset = regression().dataset
+    inputs, targets = (tensor.clone() for tensor in dataset.tensors)
+    inputs[1] = torch.nan
+    return loader(inputs, targets)
+
+
+class BrokenFirst(Counting):
+    """Has a first batch without a gradient, whose step is left out."""
+
+    make_loader = staticmethod(with_nan)
+
+
+class ContrastiveBrokenFirst(Contrastive):
+    make_loader = staticmethod(with_nan)
+
+
+def test_a_batch_without_finite_gradients_settles_nothing() -> None:
+    with pytest.raises(MisconfigurationException, match="Samples affect each other"):
+        fit(ContrastiveBrokenFirst(), MicroBatching(micro_batch_size=2), NonFiniteGuard(), max_epochs=2)
+
+
+def test_a_batch_without_finite_gradients_is_no_reason_to_refuse() -> None:
+    plain, ours = BrokenFirst(), BrokenFirst()
+    fit(plain, NonFiniteGuard(), max_epochs=2)
+    fit(ours, MicroBatching(micro_batch_size=2), NonFiniteGuard(), max_epochs=2)
+    assert difference(plain, ours) < 1e-9
+    assert [value.tolist() for value in plain.buffers()] == [value.tolist() for value in ours.buffers()]

@@ -1,7 +1,8 @@
 """Samples that are run apart get the noise that they get together, whatever draws it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memfit.fitting.step import noise
@@ -201,6 +203,82 @@ def test_a_transformer_layer_and_its_gradients() -> None:
     found, parts, _ = together_and_apart(step, torch.rand(4, 5, 8, dtype=torch.float64), (1, 3))
     torch.testing.assert_close(torch.cat(parts), found, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradients[1] + gradients[2], gradients[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture
+def seeded_attention() -> Iterator[Callable[[Tensor, float], tuple[Tensor, Tensor]]]:
+    """An operator that keeps to what CUDA's attention does: its backward makes the mask again from forward's seed.
+
+    Forward leaves the seed unset where it drops nothing. Backward draws nothing, so that it isn't tagged as random.
+    """
+    library = torch.library.Library("test_noise", "DEF")
+    library.define(
+        "attention(Tensor value, float dropout_p) -> (Tensor, Tensor)", tags=(torch.Tag.nondeterministic_seeded,)
+    )
+    library.define("attention_backward(Tensor gradient, Tensor seed, float dropout_p) -> Tensor")
+
+    def mask(like: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
+        generator = torch.Generator().manual_seed(int(seed))
+        return torch.rand(like.shape, generator=generator).ge(dropout_p).to(like.dtype) / (1 - dropout_p)
+
+    def forward(value: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+        if not dropout_p:
+            return value.clone(), torch.tensor(len(value))  # in place of whatever lay in memory
+        seed = torch.randint(1 << 30, ())
+        return value * mask(value, seed, dropout_p), seed
+
+    def backward(gradient: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
+        return gradient * mask(gradient, seed, dropout_p) if dropout_p else gradient.clone()
+
+    def setup(ctx: Any, inputs: tuple[Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+        ctx.dropout_p = inputs[1]
+        ctx.save_for_backward(output[1])
+
+    def differentiate(context: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        return operators.attention_backward(gradient, *context.saved_tensors, context.dropout_p), None
+
+    operators = torch.ops.test_noise
+    library.impl("attention", forward, "CPU")
+    library.impl("attention_backward", backward, "CPU")
+    torch.library.register_autograd("test_noise::attention", differentiate, setup_context=setup, lib=library)
+    yield operators.attention
+    library._destroy()
+
+
+def _gradients_add_up(attention: Step, batch: Tensor, rtol: float) -> None:
+    """Check that gradients of parts are the rows of those of all samples."""
+    gradients = []
+
+    def step(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        loss = attention(x).square().flatten(1).sum(1)
+        loss.sum().backward()
+        gradients.append(x.grad)
+        return loss.detach()
+
+    found, parts, _ = together_and_apart(step, batch, (1, 3))
+    torch.testing.assert_close(torch.cat(parts), found, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(torch.cat(gradients[1:]), gradients[0], rtol=rtol, atol=rtol)
+
+
+def test_backward_of_fused_attention_drops_no_more_than_forward(
+    seeded_attention: Callable[[Tensor, float], tuple[Tensor, Tensor]],
+) -> None:
+    batch = torch.rand(4, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    _gradients_add_up(lambda x: seeded_attention(x, 0.3)[0], batch, 1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=lambda b: b.name)
+def test_fused_attention_on_a_card(backend: SDPBackend) -> None:
+    batch = torch.rand(4, 2, 16, 32, generator=torch.Generator().manual_seed(0)).cuda().bfloat16()
+
+    def attention(x: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5).float()
+
+    _gradients_add_up(attention, batch, 2e-2)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
