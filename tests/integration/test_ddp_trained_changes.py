@@ -5,6 +5,7 @@ Gradients of a weight that is in none of DDP's buckets are averaged by nobody, a
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -25,6 +26,9 @@ CASES: dict[str, tuple[str, dict[str, bool], dict[str, Any]]] = {
     "unfrozen, accumulating": ("Unfrozen", {}, {"accumulate_grad_batches": 2}),
     "added": ("Added", {}, {}),
     "added, accumulating": ("Added", {}, {"accumulate_grad_batches": 2}),
+    "unfrozen, micro-batches": ("Unfrozen", {}, {}),
+    "added, micro-batches": ("Added", {}, {"accumulate_grad_batches": 2}),
+    "in a hook, micro-batches": ("AlternatingInHook", {}, {}),
 }
 REFUSED = {
     "unfrozen in the step": ("UnfrozenInStep", FIND_UNUSED, "`net.inp.weight` was frozen, or was not there"),
@@ -32,8 +36,18 @@ REFUSED = {
 }
 
 
+class Unsynchronized(pl.Callback):
+    """Checks that no forward pass of a micro-batch synchronizes ranks, of which each may run its own number."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.world_size > 1:
+            assert not trainer.strategy.model.require_forward_param_sync
+
+
 def train(name: str, label: str = "", **options: Any) -> dict[str, torch.Tensor]:
-    callbacks = [MicroBatching(micro_batch_size=1)] if "micro-batches" in label else []
+    callbacks: list[pl.Callback] = [Unsynchronized(), MicroBatching(micro_batch_size=1)]
+    if "micro-batches" not in label:
+        callbacks = []
     trainer = quiet_trainer(*callbacks, max_epochs=2, limit_val_batches=0, use_distributed_sampler=False, **options)
     module = getattr(usual_modules, name)()
     trainer.fit(module)
