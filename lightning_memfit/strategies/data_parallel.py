@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_memfit.memory.kind import synchronize
-from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
-from lightning_memfit.strategies.checkpoints import read_run
+from lightning_memfit.strategies.checkpoint_io import reads_by_itself, use_atomic_checkpoints
+from lightning_memfit.strategies.checkpoints import read_run, run_of
 from lightning_memfit.strategies.integrity import verify
 from lightning_memfit.strategies.launched import check_num_nodes
 from lightning_memfit.strategies.saved_run import PARAMETERS, SavedRun, group_names, listed, parameter_names
@@ -229,13 +229,21 @@ class DataParallelStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file, or the folder of a sharded strategy, which is put together in host memory."""
-        verify(checkpoint_path)
-        saved = read_run(checkpoint_path, weights_only)
+        """Load a file, or the folder of a sharded strategy, which is put together in host memory.
+
+        What the Trainer's own `CheckpointIO` has written in a way of its own, or not on this machine, it reads as well.
+        """
+        if reads_by_itself(self.checkpoint_io, checkpoint_path):
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            saved = run_of(checkpoint, checkpoint_path)
+        else:
+            verify(checkpoint_path)
+            saved = read_run(checkpoint_path, weights_only)
+            checkpoint = saved.extras | {"state_dict": saved.state_dict(), "optimizer_states": saved.optimizers}
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._loaded = saved
-        return saved.extras | {"state_dict": saved.state_dict(), "optimizer_states": saved.optimizers}
+        return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
