@@ -247,10 +247,15 @@ class DataParallelStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give each parameter the states that it had, by name, whatever the order of groups or parameters."""
+        """Give each parameter the states that it had, by name, whatever the order of groups or parameters.
+
+        A new optimizer begins if `on_load_checkpoint` has emptied the list of states.
+        """
         assert self._loaded is not None
         assert self.lightning_module is not None
         saved, self._loaded = self._loaded, None
+        if saved.optimizers and not checkpoint["optimizer_states"]:
+            return
         saved.optimizers = checkpoint["optimizer_states"]
         names = parameter_names(self.lightning_module, self.optimizers)
         optimizers = saved.named_optimizers(group_names(self.optimizers, names))

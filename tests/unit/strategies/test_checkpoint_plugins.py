@@ -1,4 +1,4 @@
-"""`memfit_ddp` goes on from what it has saved by any `CheckpointIO`."""
+"""`memfit_ddp` goes on from what it has saved by any `CheckpointIO`, and as `on_load_checkpoint` has changed it."""
 
 import io
 import os
@@ -48,12 +48,17 @@ class Small(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(2, 2)
+        self.forgets = False
 
     def training_step(self, batch, index):
         return self.layer(batch).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    def on_load_checkpoint(self, checkpoint):
+        if self.forgets:
+            checkpoint["optimizer_states"] = []
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.ones(2, 2))
@@ -93,3 +98,12 @@ def test_a_damaged_file_is_found_whatever_has_written_it(tmp_path):
     path.write_bytes(written)
     with pytest.raises(CheckpointError, match=r"a\.ckpt"):
         fitted(2, path, [AsyncCheckpointIO()])
+
+
+def test_a_hook_may_start_a_new_optimizer(tmp_path):
+    _, trainer = fitted(1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    module = Small()
+    module.forgets = True
+    module, trainer = fitted(2, tmp_path / "a.ckpt", module=module)
+    assert trainer.optimizers[0].state[module.layer.weight]["step"] == 2
