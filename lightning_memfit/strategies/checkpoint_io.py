@@ -6,10 +6,11 @@ from typing import IO, Any, cast
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_memfit.strategies.checkpoints import read_run
+from lightning_memfit.strategies.checkpoints import is_sharded, read_run
 from lightning_memfit.strategies.integrity import (
     CheckpointError,
     SignedFile,
@@ -105,3 +106,24 @@ def use_atomic_checkpoints(strategy: Strategy) -> None:
     """Let a strategy write and read checkpoints by this plugin, unless the Trainer was given another."""
     if type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = AtomicCheckpointIO()
+
+
+def reads_by_itself(checkpoint_io: CheckpointIO, path: str | Path) -> bool:
+    """Whether only the plugin knows how to read a checkpoint, which may be no file of `torch.save` or folder of ours.
+
+    Args:
+        checkpoint_io: The plugin of the Trainer, which may encrypt or compress, or write somewhere else.
+        path: The checkpoint.
+    """
+    if "://" in str(path):
+        return True
+    while isinstance(checkpoint_io, AsyncCheckpointIO) and (
+        type(checkpoint_io).load_checkpoint is AsyncCheckpointIO.load_checkpoint
+    ):
+        assert checkpoint_io.checkpoint_io is not None
+        checkpoint_io = checkpoint_io.checkpoint_io
+    is_plain = type(checkpoint_io).load_checkpoint in (
+        AtomicCheckpointIO.load_checkpoint,
+        TorchCheckpointIO.load_checkpoint,
+    )
+    return not is_plain and not is_sharded(path)

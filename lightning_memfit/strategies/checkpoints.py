@@ -191,16 +191,30 @@ def read_run(path: str | Path, weights_only: bool | None = None) -> SavedRun:
     if (root / FSDP2_MARK).is_file():
         return read_shards(root, weights_only)
     if root.is_file():
-        read = load(root, weights_only)
-        if not isinstance(read, dict) or not isinstance(read.get("state_dict"), dict):
-            raise CheckpointError(f"`ckpt_path={str(path)!r}` is no checkpoint of Lightning: it has no `state_dict`.")
-        weights = {name: pieces_of(value) for name, value in read.pop("state_dict").items()}
-        states = read.pop("optimizer_states", None)
-        return SavedRun(root, weights, _owned(read), states)
+        saved = run_of(load(root, weights_only), root)
+        saved.extras = _owned(saved.extras)
+        return saved
     raise CheckpointError(
         f"`ckpt_path={str(path)!r}` is no checkpoint: neither a file, nor a folder with `latest` (ZeRO) or `meta.pt` "
         "(FSDP2)."
     )
+
+
+def run_of(read: Any, path: str | Path) -> SavedRun:
+    """What a file of a run on one device, or under DDP, was read to; its tensors are shared.
+
+    Args:
+        read: As Lightning made it, from `torch.load` or a plugin.
+        path: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: If it is something else.
+    """
+    if not isinstance(read, dict) or not isinstance(read.get("state_dict"), dict):
+        raise CheckpointError(f"`ckpt_path={str(path)!r}` is no checkpoint of Lightning: it has no `state_dict`.")
+    extras = {key: value for key, value in read.items() if key not in ("state_dict", "optimizer_states")}
+    weights = {name: pieces_of(value) for name, value in read["state_dict"].items()}
+    return SavedRun(Path(path), weights, extras, read.get("optimizer_states"))
 
 
 def _owned(extras: dict[str, Any]) -> dict[str, Any]:

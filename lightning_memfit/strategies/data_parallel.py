@@ -1,11 +1,14 @@
 """`DataParallelStrategy`: Lightning's DDP with settings that avoid wasting memory."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -13,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_memfit.memory.kind import synchronize
-from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
-from lightning_memfit.strategies.checkpoints import read_run
+from lightning_memfit.strategies.checkpoint_io import reads_by_itself, use_atomic_checkpoints
+from lightning_memfit.strategies.checkpoints import read_run, run_of
 from lightning_memfit.strategies.integrity import verify
 from lightning_memfit.strategies.launched import check_num_nodes
 from lightning_memfit.strategies.saved_run import PARAMETERS, SavedRun, group_names, listed, parameter_names
@@ -27,12 +30,20 @@ _UNUSED = (
     "recipe `strategy: {{class_path: lightning_memfit.strategies.DataParallelStrategy, init_args: "
     "{{find_unused_parameters: true}}}}`. Else freeze them (`requires_grad_(False)`)."
 )
+_NOT_AVERAGED = (
+    "`{0}` was frozen, or was not there, when this step began, and has a gradient now: DDP doesn't average it over the "
+    "ranks, whose weights would drift apart. Unfreeze or add it before the step, in `on_train_batch_start` or another "
+    "hook, or before `fit`."
+)
 
 
 class DataParallelStrategy(DDPStrategy):
     """A whole copy of the model on every device; gradients are averaged while they are computed.
 
     Gradients are views of the communication buckets, which saves one copy of all gradients over Lightning's default.
+    Hooks may freeze, unfreeze and add weights: DDP wraps the module anew when its buckets lack one that is trained.
+    With `find_unused_parameters=True`, `training_step` may freeze and unfreeze them as well, and what is frozen keeps
+    its place in the buckets.
 
     Args:
         gradient_as_bucket_view: Keep gradients inside the buckets.
@@ -61,7 +72,11 @@ class DataParallelStrategy(DDPStrategy):
             **options,
         )
         self._loaded: SavedRun | None = None
-        self._wrapped: list[tuple[torch.nn.Parameter, bool]] = []
+        self._known: dict[int, torch.Tensor] = {}
+        self._averaged: list[torch.Tensor] = []
+        self._apart: list[torch.Tensor] = []
+        self._left: list[bool] = []
+        """Which of those that are averaged were trained when the last step had returned its loss."""
 
     @override
     def _configure_launcher(self) -> None:
@@ -75,43 +90,127 @@ class DataParallelStrategy(DDPStrategy):
             exception.args = (_UNUSED.format(self._named(_INDICES.search(str(exception)))),)
 
     def _named(self, found: re.Match[str] | None) -> str:
-        """Names of the parameters that DDP has counted among those in training, in parentheses."""
+        """Names of the parameters that DDP has counted among those in its buckets, in parentheses."""
         if found is None or self.lightning_module is None:
             return ""
-        trained = [name for name, parameter in self.lightning_module.named_parameters() if parameter.requires_grad]
-        names = [trained[index] for index in map(int, found[1].split()) if index < len(trained)]
+        averaged = self._names(self._averaged)
+        names = [averaged[index] for index in map(int, found[1].split()) if index < len(averaged)]
         return f" ({listed(names)})" if names else ""
+
+    def _names(self, weights: Iterable[torch.Tensor]) -> list[str]:
+        """Names of those that the module has, in the order in which they are given."""
+        assert self.lightning_module is not None
+        names = {id(one): name for name, one in self.lightning_module.named_parameters()}
+        return [names[id(one)] for one in weights if id(one) in names]
+
+    # --- which gradients are averaged -------------------------------------------------------------------------------
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step in a DDP that has the parameters of now: its buckets are made for those that are trained."""
+        """Run a step in a DDP whose buckets have the parameters that are trained now."""
         self._wrap_anew_if_trained_change()
-        return super().training_step(*args, **kwargs)
+        result = super().training_step(*args, **kwargs)
+        self._left = [one.requires_grad for one in self._averaged]
+        return result
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Refuse to go on with gradients that are this rank's alone.
+
+        Raises:
+            MisconfigurationException: If `training_step` itself has unfrozen or added a weight that is in no bucket.
+        """
+        super().post_backward(closure_loss)
+        wrapped = self.model
+        if self.world_size == 1 or not getattr(wrapped, "require_backward_grad_sync", False):
+            return  # it will be, in a later pass, or by who keeps DDP from doing so
+        lost = [one for one in chain(self._apart, self._added()) if one.requires_grad and one.grad is not None]
+        if lost:
+            stepped = {id(one) for one in self._stepped()}
+            names = self._names(one for one in lost if id(one) in stepped)
+            if names:
+                raise MisconfigurationException(_NOT_AVERAGED.format(names[0]))
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Let backward reduce nothing, also in a DDP that wraps the module anew meanwhile."""
+        if not isinstance(self.model, DistributedDataParallel):
+            yield
+            return
+        before, self.model.require_backward_grad_sync = self.model.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.model.require_backward_grad_sync = before
 
     @override
     def configure_ddp(self) -> None:
-        """Wrap the module, and note which parameters are trained in it."""
+        """Wrap the module, and note which parameters are averaged in it."""
         super().configure_ddp()
         assert self.lightning_module is not None
-        self._wrapped = [(one, one.requires_grad) for one in self.lightning_module.parameters()]
+        self._note(list(self.lightning_module.parameters()))
+
+    def _note(self, known: list[torch.nn.Parameter]) -> None:
+        self._known = {id(one): one for one in known}  # which keeps them, so that no other gets the same `id`
+        self._averaged = [one for one in known if one.requires_grad]
+        self._apart = [one for one in known if not one.requires_grad]
+        self._left = [True] * len(self._averaged)
+
+    def _stepped(self) -> Iterator[torch.Tensor]:
+        return (one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"])
+
+    def _added(self) -> list[torch.Tensor]:
+        """What optimizers have been given since the module was wrapped."""
+        return [one for one in self._stepped() if id(one) not in self._known]
 
     def _wrap_anew_if_trained_change(self) -> None:
-        """Wrap the module anew if a hook has frozen or unfrozen weights, whose gradients DDP wouldn't average."""
+        """Wrap the module anew if its buckets lack a weight that is trained, or wait for one that a hook has frozen.
+
+        A layer that was added counts once an optimizer steps it; until then nobody needs its gradients. What
+        `training_step` itself freezes is for DDP to find: it comes back in a later step.
+        """
         wrapped, module = self.model, self.lightning_module
         if not isinstance(wrapped, DistributedDataParallel) or module is None:
             return
-        changed = {id(one) for one, was_trained in self._wrapped if one.requires_grad != was_trained}
-        if not changed:
-            return
-        names = [name for name, parameter in module.named_parameters() if id(parameter) in changed]
-        rank_zero_info(
-            f"{type(self).__name__}: DDP wraps the module anew, as weights were frozen or unfrozen: {listed(names)}."
-        )
+        looks_for_unused = bool(self._ddp_kwargs.get("find_unused_parameters"))
+        added = self._added()
+        changed = [one for one in chain(self._apart, added) if one.requires_grad]
+        if not looks_for_unused:
+            left = zip(self._averaged, self._left, strict=True)
+            changed += [one for one, was_trained in left if was_trained and not one.requires_grad]
+        names = self._names(changed) if changed else []
+        self._known.update((id(one), one) for one in added)
+        if names:
+            rank_zero_info(
+                f"{type(self).__name__}: DDP wraps the module anew, as weights were frozen, unfrozen or added: "
+                f"{listed(names)}."
+            )
+            kept = {id(one) for one in self._averaged} if looks_for_unused else set()
+            self._wrap_anew(wrapped, module, kept)
+
+    def _wrap_anew(self, wrapped: DistributedDataParallel, module: torch.nn.Module, kept: set[int]) -> None:
+        """Wrap what is trained now, and what is kept in the buckets though it is frozen."""
+        known = [one for one in module.parameters() if id(one) in self._known]
+        before = [(one, one.requires_grad) for one in module.parameters()]
         synchronize(self.root_device)  # it copies weights in a stream of its own
         wrapped._remove_autograd_hooks()
         self.model = module
-        self.configure_ddp()
+        try:
+            for one, is_trained in before:
+                _set_trained(one, id(one) in self._known and (is_trained or id(one) in kept))
+            self.configure_ddp()
+            self._note(known)
+        finally:
+            for one, is_trained in before:
+                _set_trained(one, is_trained)
+        new: Any = self.model
+        new.require_backward_grad_sync = wrapped.require_backward_grad_sync
+        new.require_forward_param_sync = wrapped.require_forward_param_sync
+        self._pl_static_graph_delay_done = False
         synchronize(self.root_device)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
 
     @override
     def setup_environment(self) -> None:
@@ -130,20 +229,33 @@ class DataParallelStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file, or the folder of a sharded strategy, which is put together in host memory."""
-        verify(checkpoint_path)
-        saved = read_run(checkpoint_path, weights_only)
+        """Load a file, or the folder of a sharded strategy, which is put together in host memory.
+
+        What the Trainer's own `CheckpointIO` has written in a way of its own, or not on this machine, it reads as well.
+        """
+        if reads_by_itself(self.checkpoint_io, checkpoint_path):
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            saved = run_of(checkpoint, checkpoint_path)
+        else:
+            verify(checkpoint_path)
+            saved = read_run(checkpoint_path, weights_only)
+            checkpoint = saved.extras | {"state_dict": saved.state_dict(), "optimizer_states": saved.optimizers}
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._loaded = saved
-        return saved.extras | {"state_dict": saved.state_dict(), "optimizer_states": saved.optimizers}
+        return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give each parameter the states that it had, by name, whatever the order of groups or parameters."""
+        """Give each parameter the states that it had, by name, whatever the order of groups or parameters.
+
+        A new optimizer begins if `on_load_checkpoint` has emptied the list of states.
+        """
         assert self._loaded is not None
         assert self.lightning_module is not None
         saved, self._loaded = self._loaded, None
+        if saved.optimizers and not checkpoint["optimizer_states"]:
+            return
         saved.optimizers = checkpoint["optimizer_states"]
         names = parameter_names(self.lightning_module, self.optimizers)
         optimizers = saved.named_optimizers(group_names(self.optimizers, names))
@@ -152,3 +264,8 @@ class DataParallelStrategy(DDPStrategy):
             for found, optimizer in zip(optimizers, self.optimizers, strict=True)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+
+def _set_trained(parameter: torch.Tensor, is_trained: bool) -> None:
+    if parameter.requires_grad != is_trained:
+        parameter.requires_grad_(is_trained)

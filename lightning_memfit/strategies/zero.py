@@ -326,11 +326,14 @@ class ZeroStrategy(DeepSpeedStrategy):
         save_what_is_not_stepped(self.model)
         trainer = self.lightning_module.trainer
         self._detach()
-        self._hooks = HooksUnderZero(trainer, stepped_by(self.model), self.zero_stage_3)
+        stepped = stepped_by(self.model)
+        self._hooks = HooksUnderZero(trainer, stepped, self.zero_stage_3)
         clips_itself = is_overridden("configure_gradient_clipping", self.lightning_module, LightningModule)
         always_clips = trainer.gradient_clip_val is None or not clips_itself
         precision, take = self.precision_plugin, self._hooks.take
-        self._steps = StepsUnderZero(self.model, precision, self._frozen, always_clips, take)
+        held = {id(one) for one in stepped}
+        trained = {name: one for name, one in model.named_parameters() if id(one) in held and one.requires_grad}
+        self._steps = StepsUnderZero(self.model, precision, self._frozen, trained, always_clips, take)
         zero = self.config["zero_optimization"]
         if zero["stage"] == 1 and zero["overlap_comm"]:
             self._passes = Passes(self.lightning_module, self._train_engine.optimizer)

@@ -8,6 +8,7 @@ weight that no layer is computing with has no elements, with which every operati
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -377,17 +378,28 @@ def _write_master(parameter: Any, is_certain: bool, what: str) -> None:
                 f"{what}, which is on disk, where it can't be changed in a hook. Train with `offload_parameters=False`."
             )
         return
-    master = safe_get_local_fp32_param(parameter)
-    if parameter.numel():
-        own = _own(parameter)
-        _take_changed(own, master.view(-1)[: own.numel()])
-        safe_set_local_fp32_param(parameter, master)
-        part.detach().view(-1)[: own.numel()].copy_(own)
-        return
-    if not torch.equal(part.detach(), master.view_as(part).to(part.dtype)):
-        safe_set_local_fp32_param(parameter, part.detach().float())
-    elif is_certain:
-        raise MisconfigurationException(_LOST.format(what))
+    with _unfrozen(parameter):
+        master = safe_get_local_fp32_param(parameter)
+        if parameter.numel():
+            own = _own(parameter)
+            _take_changed(own, master.view(-1)[: own.numel()])
+            safe_set_local_fp32_param(parameter, master)
+            part.detach().view(-1)[: own.numel()].copy_(own)
+        elif not torch.equal(part.detach(), master.view_as(part).to(part.dtype)):
+            safe_set_local_fp32_param(parameter, part.detach().float())
+        elif is_certain:
+            raise MisconfigurationException(_LOST.format(what))
+
+
+@contextmanager
+def _unfrozen(parameter: torch.Tensor) -> Iterator[None]:
+    """DeepSpeed knows the master of a weight while it has `requires_grad`, which a hook may have taken away."""
+    before = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(before)
 
 
 def _write_part(parameter: Any, what: str) -> None:

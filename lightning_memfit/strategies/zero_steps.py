@@ -1,7 +1,7 @@
 """`StepsUnderZero`: a step clips by what `clip_gradients` was told, and trains what trained when training began.
 
-DeepSpeed clips within its step, by a value that it is given when it starts, and trains the weights that had
-`requires_grad` then.
+DeepSpeed clips within its step, by a value that it is given when it starts, and steps the weights that had
+`requires_grad` then, whether or not they have it still.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,6 +22,7 @@ class StepsUnderZero:
         engine: DeepSpeed's engine; its `step` is wrapped.
         precision: The Trainer's precision, whose `clip_gradients` is.
         frozen: Weights of the optimizer that are frozen, by name.
+        trained: Weights that the engine steps, by name.
         always_clips: Whether steps clip by the engine's own value when nothing is asked for.
         before_step: Called before every step.
 
@@ -34,11 +35,15 @@ class StepsUnderZero:
         engine: Any,
         precision: Precision,
         frozen: Mapping[str, nn.Parameter],
+        trained: Mapping[str, nn.Parameter],
         always_clips: bool,
         before_step: Callable[[], None],
     ) -> None:
         self._zero = engine.optimizer
         self._frozen = dict(frozen)
+        self._trained = dict(trained)
+        self._resting: set[str] | None = None
+        """Of these, which were frozen in every backward pass since the last step; None if there was no pass."""
         self._num_groups = len(self._zero.optimizer.param_groups)
         self._always = float(self._zero.clip_grad) if always_clips else 0.0
         self._asked: float | None = None
@@ -69,6 +74,8 @@ class StepsUnderZero:
                 "all passes together. Call it after the last pass before `optimizer.step()`, or train with `strategy="
                 "memfit_fsdp2`."
             )
+        resting = {name for name, one in self._trained.items() if not one.requires_grad}
+        self._resting = resting if self._resting is None else self._resting & resting
 
     def detach(self) -> None:
         """Look no more."""
@@ -76,6 +83,14 @@ class StepsUnderZero:
             self._undo.pop()()
 
     def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        resting, self._resting = self._resting, None
+        if resting:
+            name = next(name for name in self._trained if name in resting)
+            raise MisconfigurationException(
+                f"`{name}` was trained when training began, and has been frozen: DeepSpeed would go on to change it, "
+                "by momentum and weight decay. Leave it unfrozen and set `lr` of its optimizer group to 0 instead, "
+                "freeze it before another `fit` from these weights, or train with `strategy=memfit_ddp`."
+            )
         self._before_step()
         asked, self._asked = self._asked, None
         limits = [one for one in (asked, self._always) if one]

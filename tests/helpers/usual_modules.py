@@ -272,6 +272,72 @@ class Finetuning(BaseFinetuning):
             self.unfreeze_and_add_param_group([pl_module.net.inp, pl_module.net.blocks], optimizer, lr=0.1)
 
 
+class Alternating(Base):
+    """Trains one half of its weights in every second step, the other half in the others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net.inp.requires_grad_(batch_idx % 2 == 0)
+        self.net.head.requires_grad_(batch_idx % 2 == 1)
+        return self.loss(batch)
+
+
+class AlternatingInHook(Base):
+    """Does so in a hook."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.inp.requires_grad_(batch_idx % 2 == 0)
+        self.net.head.requires_grad_(batch_idx % 2 == 1)
+
+
+class AlternatingAndUnfrozen(Alternating):
+    """Does so, and trains its blocks from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
+
+    def on_train_epoch_start(self) -> None:
+        self.net.blocks.requires_grad_(self.current_epoch > 0)
+
+
+class Added(Base):
+    """Gets a layer in its second epoch, and in the first a copy of its network that no optimizer steps."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = (self.extra(self.net(batch[0])) - batch[1]).square().mean() if self.has_extra else super().loss(batch)
+        return loss + (self.copied(batch[0]).detach() - self.net(batch[0])).square().mean()
+
+    has_extra = False
+
+    def on_train_start(self) -> None:
+        self.copied = copy.deepcopy(self.net)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            torch.manual_seed(self.global_rank)  # the ranks' own values, of which the first rank's count
+            self.extra, self.has_extra = nn.Linear(3, 3), True
+            optimizer: Any = self.optimizers()
+            optimizer.add_param_group({"params": list(self.extra.parameters())})
+
+
+class UnfrozenInStep(Base):
+    """Unfreezes weights within a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.inp.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net.inp.requires_grad_(batch_idx > 1)
+        return self.loss(batch)
+
+
 class Penalty(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) + 0.1 * sum(p.square().sum() for p in self.net.parameters())

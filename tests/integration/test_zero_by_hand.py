@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -206,11 +207,64 @@ class ClipsItself(Steps):
             self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
+class Freezes(Steps):
+    """Freezes a layer from the second epoch on, and reads it there."""
+
+    def __init__(self, step: Case = plain) -> None:
+        super().__init__(step, by_hand=False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch > 0:
+            self.net[0].requires_grad_(False)
+            with whole(self.net[0]):
+                assert float(self.net[0].weight.detach().abs().sum()) > 0
+
+
+class Rests(Steps):
+    """Sets the rate of a layer to 0 from the second epoch on, as the refusal of `Freezes` advises."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = [self.net.parameters(), self.other.parameters()]
+        return torch.optim.AdamW([{"params": list(group)} for group in groups], lr=0.01, weight_decay=0.1)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch > 0:
+            self.optimizers().param_groups[0]["lr"] = 0.0
+
+
+class WritesFrozen(Steps):
+    """Writes a layer that it has frozen for that."""
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(False)
+        with whole(self.net[0]), torch.no_grad():
+            self.net[0].weight.mul_(0.5)
+        self.net[0].requires_grad_(True)
+
+
+def whole(layer: nn.Module) -> AbstractContextManager[None]:
+    """A context in which a layer's weights may be read and written, also under ZeRO-3."""
+    weights = list(layer.parameters())
+    if not hasattr(weights[0], "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(weights, modifier_rank=0)
+
+
+def frozen_in_step(module: Steps, batch: Any, batch_idx: int) -> Tensor:
+    """Trains a layer in every second step alone."""
+    module.other.requires_grad_(batch_idx % 2 == 0)
+    return module(batch)
+
+
 AROUND: dict[str, Callable[[], Steps]] = {
     "critic": lambda: Steps(critic),
     "normalized": lambda: Steps(normalized, by_hand=False),
     "around": lambda: ClampsAround(plain, by_hand=False),
     "clips itself": lambda: ClipsItself(plain, by_hand=False),
+    "rests": lambda: Rests(plain, by_hand=False),
+    "writes frozen": lambda: WritesFrozen(plain, by_hand=False),
 }
 
 
@@ -282,6 +336,8 @@ class InSomeSamples(Steps):
 
 REFUSED: dict[str, tuple[Callable[[], Steps], str, tuple[str, ...]]] = {
     "unfreezes": (Unfreezes, "`net.0.weight` was frozen when training began", ("stage_1", "offload", "stage_3")),
+    "freezes": (Freezes, "`net.0.weight` was trained when training began, and has been", ("stage_1", "in_parts")),
+    "freezes in its step": (lambda: Freezes(frozen_in_step), "`other.weight` was trained when", ("stage_2",)),
     "frozen group": (lambda: FrozenGroup(plain, by_hand=False), "optimizer's group 1 are frozen", ("stage_2",)),
     "clips early": (lambda: Steps(clipped_too_early), "`clip_gradients` comes before", ("stage_2",)),
     "clips by value": (lambda: Steps(clipped_by_value), "'value'", ("stage_3",)),

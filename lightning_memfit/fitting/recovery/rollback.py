@@ -447,7 +447,6 @@ class Rollback:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module: Any = module
-        self._parameters = list(module.parameters())
         self._metrics = MetricStates(module)
         self._device = device
         self.state = StepState(module)
@@ -467,12 +466,12 @@ class Rollback:
 
     def remember_zeros(self) -> None:
         """Remember which gradients `zero_grad` left as zeros instead of None."""
-        self._kept_zeros = [parameter for parameter in self._parameters if parameter.grad is not None]
+        self._kept_zeros = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
 
     def clear_gradients(self) -> None:
         """Set the gradients to what `zero_grad` made of them."""
         kept = {id(parameter) for parameter in self._kept_zeros}
-        for parameter in self._parameters:
+        for parameter in self._module.parameters():
             if parameter.grad is not None and id(parameter) in kept:
                 parameter.grad.zero_()
             else:

@@ -78,6 +78,10 @@ _UNEQUAL = (
     "The ranks' batches make {} micro-batches. ZeRO communicates in every forward or backward, so that all ranks must "
     "run equally many: let the loaders of all ranks deliver equally many samples (`drop_last=True`)."
 )
+_OTHER_WEIGHTS = (
+    "The ranks' modules have {} parameters: gradients of one rank alone can't be averaged. Add and remove layers on "
+    "all ranks alike."
+)
 _STEPS_BETWEEN_CHECKS = 16
 _MANY_RETRIES = 4
 _MAX_CHECKS = 3
@@ -399,7 +403,10 @@ class EffectiveStep:
             if is_repeated and self._past:
                 self._repeat_past(request, start, size)
             try:
-                return self._run_micro_batches(request, local_batch, size, start)
+                result = self._run_micro_batches(request, local_batch, size, start)
+                if self._reducer is not None and request.is_last:
+                    self._reducer.prepare()
+                return result
             except _Open as is_open:
                 if self._stops_alone:  # and has come to the end
                     return is_open
@@ -604,7 +611,9 @@ class EffectiveStep:
 
     def _reduce(self, reducer: GradientReducer) -> None:
         present = reducer.present()
-        signatures = self._consensus.exchange(crc32(bytes(present)), at=At.REDUCTION)
+        signatures = self._consensus.exchange(crc32(bytes(present)), len(present), at=At.REDUCTION)
+        if len(counts := {int(count) for _, count in signatures}) > 1:
+            raise MisconfigurationException(_OTHER_WEIGHTS.format(" and ".join(map(str, sorted(counts)))))
         if any(other != signatures[0] for other in signatures):
             present = self._consensus.any_of(present)
         reducer.add_up(present)

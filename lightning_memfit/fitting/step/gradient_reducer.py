@@ -1,7 +1,5 @@
 """`GradientReducer`: sums gradients over ranks once per effective batch, after every rank has completed its own."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, distributed, nn
 
@@ -15,30 +13,51 @@ class GradientReducer:
     DistributedDataParallel reduces while it runs backward: a rank that fails there leaves the others waiting in a
     collective. Here nothing is reduced until all ranks have reported complete gradients, at the price of not
     overlapping the reduction with the last backward. Large gradients are reduced in place; small ones are packed
-    into a buffer that is allocated once, so that reducing needs no new memory.
+    into a buffer that is allocated beforehand, so that reducing needs no new memory.
 
     Args:
-        parameters: The trainable parameters, in the same order on every rank.
+        module: The module in training, whose parameters are in the same order on every rank. Which of them are trained
+            may change from step to step.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        for parameter in self.parameters:
-            self._reserve(parameter)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Look which parameters are trained now, and make room for their gradients: before ranks agree to reduce."""
+        self._parameters = list(self._module.parameters())
+        self._is_trained = [parameter.requires_grad for parameter in self._parameters]
+        lengths: dict[tuple[torch.device, torch.dtype], int] = {}
+        for parameter, is_trained in zip(self._parameters, self._is_trained, strict=True):
+            if is_trained and _is_small(parameter):
+                key = (parameter.device, parameter.dtype)
+                length = lengths.get(key, 0)
+                if length * parameter.element_size() < _BUFFER_BYTES:
+                    lengths[key] = length + parameter.numel()
+        for (device, dtype), length in lengths.items():
+            buffer = self._buffers.get((device, dtype))
+            if buffer is None or buffer.numel() < length:
+                self._buffers.pop((device, dtype), None)  # before the larger one is made
+                self._buffers[device, dtype] = torch.empty(length, device=device, dtype=dtype)
 
     def present(self) -> list[bool]:
-        """Which parameters have a gradient."""
-        return [parameter.grad is not None for parameter in self.parameters]
+        """Which of the module's parameters have a gradient of the steps since `prepare` was last called.
+
+        A frozen one may have kept the gradient of an earlier step, which is summed already.
+        """
+        pairs = zip(self._parameters, self._is_trained, strict=True)
+        return [is_trained and parameter.grad is not None for parameter, is_trained in pairs]
 
     def add_up(self, present: list[bool]) -> None:
         """Sum the gradients of the parameters that have one on any rank; absent ones count as zero."""
         packed: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         waiting = []
-        for parameter, is_present in zip(self.parameters, present, strict=True):
+        for parameter, is_present, is_own in zip(self._parameters, present, self.present(), strict=True):
             if not is_present:
                 continue
-            if parameter.grad is None:
+            if parameter.grad is None or not is_own:
                 parameter.grad = torch.zeros_like(parameter)
             grad = parameter.grad
             if grad.is_sparse:
@@ -51,15 +70,6 @@ class GradientReducer:
             self._add_up_packed(self._buffers[key], grads)
         for work in waiting:
             work.wait()
-
-    def _reserve(self, parameter: Tensor) -> None:
-        if not _is_small(parameter):
-            return
-        key = (parameter.device, parameter.dtype)
-        buffer = self._buffers.get(key)
-        length = parameter.numel() + (0 if buffer is None else buffer.numel())
-        if buffer is None or buffer.nbytes < _BUFFER_BYTES:
-            self._buffers[key] = torch.empty(length, device=parameter.device, dtype=parameter.dtype)
 
     @staticmethod
     def _add_up_packed(buffer: Tensor, grads: list[Tensor]) -> None:

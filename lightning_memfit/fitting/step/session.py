@@ -203,7 +203,7 @@ class FitSession:
         # Made before any trial, so that trials measure its buffer as well.
         self._reducer: GradientReducer | None = None
         if isinstance(trainer.strategy.model, DistributedDataParallel):
-            self._reducer = GradientReducer(module.parameters())
+            self._reducer = GradientReducer(module)
             # DistributedDataParallel would broadcast buffers in the first forward; we do it after each step.
             trainer.strategy.model.require_forward_param_sync = False
         # A CPU without a simulated device has only one memory.

@@ -13,7 +13,7 @@ from torchmetrics.aggregation import MeanMetric
 from lightning_memfit.device.limit import SimulatedDevice
 from lightning_memfit.fitting.recovery import rollback as rollback
 from lightning_memfit.fitting.recovery.host_states import HostCopy
-from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot, RandomState, TrainingSnapshot
+from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot, RandomState, Rollback, TrainingSnapshot
 
 CPU = torch.device("cpu")
 
@@ -217,3 +217,18 @@ def test_every_draw_shows_in_the_bytes_compared(peek: Callable[[], bytes | None]
 
 def fresh(generator: rollback._Generator) -> rollback._Generator:
     return rollback._Generator(generator._ask, generator._peek, generator._keeps_normal)
+
+
+def test_gradients_of_layers_that_came_later_are_cleared() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    state = Rollback(module, CPU)
+    module.append(nn.Linear(2, 2))
+    module[0].bias.grad = module[1].bias.grad = torch.zeros(2)
+    state.remember_zeros()
+    module(torch.ones(1, 2)).sum().backward()
+    assert all(one.grad is not None for one in module.parameters())
+    state.clear_gradients()
+    for layer in module:
+        assert layer.weight.grad is None
+        assert layer.bias.grad is not None
+        assert not layer.bias.grad.any()
