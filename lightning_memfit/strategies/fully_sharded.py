@@ -40,6 +40,7 @@ from lightning_memfit.strategies.upstream.fsdp import GatheredWeights
 from lightning_memfit.strategies.upstream.torch import announce_backward, save_states_plainly
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_NONE = object()
 
 
 def _refuse_gradient_hooks(module: nn.Module) -> None:
@@ -121,7 +122,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self.blocks = blocks
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._compared: set[str] = set()
-        self._gathering: set[str] = set()
+        self._steps: dict[str, list[tuple[Any, Any]]] = {}
         self._weights: GatheredWeights | None = None
         self._undo: list[Callable[[], None]] = []
 
@@ -162,7 +163,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
         if not any(isinstance(child, FSDPModule) for child in module.modules()):
             self._start_alike(module)
             self._shard(module)
-        self._gather_in_steps(module)
+        for name in _STEPS:
+            if name in vars(module) or is_overridden(name, module):
+                self._gather_in_step(name)
         self._watch_weights(module)
         with _configured(module):
             super().setup(trainer)
@@ -179,31 +182,55 @@ class FullyShardedStrategy(ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         """Give the module its own steps back."""
-        if self.lightning_module is not None:
-            for name in self._gathering:
-                vars(self.lightning_module).pop(name, None)
-        self._gathering.clear()
+        for name, steps in self._steps.items():
+            for gathering, own in reversed(steps):
+                if self.lightning_module is not None and vars(self.lightning_module).get(name) is gathering:
+                    del vars(self.lightning_module)[name]
+                    vars(self.lightning_module).update({} if own is _NONE else {name: own})
+        self._steps.clear()
         while self._undo:
             self._undo.pop()()
         self._weights = None
         super().teardown()
 
-    # --- evaluation ---------------------------------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, with what no block holds gathered."""
+        self._gather_in_step("training_step")
+        return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
+        self._gather_in_step("validation_step")
         return self._then_put_away(super().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
+        self._gather_in_step("test_step")
         return self._then_put_away(super().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
+        self._gather_in_step("predict_step")
         return self._then_put_away(super().predict_step(*args, **kwargs))
+
+    def _gather_in_step(self, name: str) -> None:
+        """Gather what no block holds for the whole of a step, which need not call the module itself.
+
+        The step may be the class's or the instance's, and a callback may put another in its place at any time. One that
+        calls what gathers already, as a step may call the module, is as well gathered for.
+        """
+        module = self.lightning_module
+        assert module is not None
+        own, steps = vars(module).get(name, _NONE), self._steps.setdefault(name, [])
+        if isinstance(module, FSDPModule) and all(own is not gathering for gathering, _ in steps):
+            register_fsdp_forward_method(module, name)
+            steps[1:] = [(vars(module)[name], own)]  # a callback may put another in its place in each batch
 
     def _then_put_away(self, result: Any) -> Any:
         if self._weights is not None and self._weights.are_gathered:
@@ -380,13 +407,6 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 value = tensor.detach().to(self.root_device)
                 torch.distributed.broadcast(value, src=0)
                 tensor.detach().copy_(value)
-
-    def _gather_in_steps(self, module: LightningModule) -> None:
-        """Gather what no block holds for the whole of a step, which need not call the module itself."""
-        for name in _STEPS:
-            if is_overridden(name, module) and name not in vars(module):
-                register_fsdp_forward_method(module, name)
-                self._gathering.add(name)
 
     def _watch_weights(self, module: LightningModule) -> None:
         """Take over what a step does to gathered weights."""

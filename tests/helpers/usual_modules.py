@@ -272,6 +272,33 @@ class Finetuning(BaseFinetuning):
             self.unfreeze_and_add_param_group([pl_module.net.inp, pl_module.net.blocks], optimizer, lr=0.1)
 
 
+class StepOfInstance(Base):
+    """Its step is a function that it has been given, as by a decorator; without repeated blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.factor = nn.Parameter(torch.ones(3))
+        self.training_step = lambda batch, batch_idx: self.factor.mean() * self.loss(batch)
+
+
+class StepOfCallback(Base):
+    """A hook puts a layer around the step in the first epoch, and another step in its place in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def on_train_epoch_start(self) -> None:
+        step = self.training_step
+
+        def counted(batch: Any, batch_idx: int) -> Any:
+            self.seen.append(batch_idx)
+            return step(batch, batch_idx)
+
+        self.training_step = counted if self.current_epoch == 0 else lambda batch, batch_idx: 2 * self.loss(batch)
+
+
 class Penalty(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) + 0.1 * sum(p.square().sum() for p in self.net.parameters())

@@ -30,6 +30,8 @@ SHARDED = [
     "OfOptimizer",
     "WholePenalty",
     "NotANumber",
+    "StepOfInstance",
+    "StepOfCallback",
 ]
 REPLICATED = ["Base", "Unfrozen"]
 REFUSED = {
