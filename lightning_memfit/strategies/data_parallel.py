@@ -132,8 +132,8 @@ class DataParallelStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a file, or the folder of a sharded strategy, which is put together in host memory."""
         verify(checkpoint_path)
-        saved = read_run(checkpoint_path, weights_only)
         assert self.lightning_module is not None
+        saved = read_run(checkpoint_path, weights_only).named_as(self.lightning_module.state_dict())
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._loaded = saved
         return saved.extras | {"state_dict": saved.state_dict(), "optimizer_states": saved.optimizers}
