@@ -121,6 +121,8 @@ NAMES: dict[str, str] = {
     "_to_unsharded": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_to_sharded": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_to_sharded_post_forward": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_lazy_init": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+    "_sharded_param_data": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
     "_training_state": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
     "_wait_all_gather_streams_on_event": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_param_fqn": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",

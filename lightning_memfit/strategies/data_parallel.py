@@ -233,14 +233,16 @@ class DataParallelStrategy(DDPStrategy):
 
         What the Trainer's own `CheckpointIO` has written in a way of its own, or not on this machine, it reads as well.
         """
+        assert self.lightning_module is not None
+        names = self.lightning_module.state_dict()
         if reads_by_itself(self.checkpoint_io, checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-            saved = run_of(checkpoint, checkpoint_path)
+            saved = run_of(checkpoint, checkpoint_path).named_as(names)
+            checkpoint = checkpoint | {"state_dict": saved.state_dict()}
         else:
             verify(checkpoint_path)
-            saved = read_run(checkpoint_path, weights_only)
+            saved = read_run(checkpoint_path, weights_only).named_as(names)
             checkpoint = saved.extras | {"state_dict": saved.state_dict(), "optimizer_states": saved.optimizers}
-        assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._loaded = saved
         return checkpoint

@@ -1,6 +1,6 @@
 """Say in words what can't be done with weights and gradients of which a rank has a part, as under FSDP2."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -51,6 +51,45 @@ def refuse_divided_loss(loss: Any, module: nn.Module) -> None:
             f"The loss of `training_step` is computed from `{weight}` outside of its block, where FSDP2 leaves each "
             f"rank a part of it. {_INSTEAD}"
         )
+
+
+def refuse_gradient_hooks(name: str, weight: torch.Tensor) -> None:
+    """Refuse hooks of a weight that FSDP2 is to divide, or of its parts: others get the gradients, without these hooks.
+
+    Args:
+        name: The weight's name.
+        weight: The weight, or its parts.
+
+    Raises:
+        MisconfigurationException: If it has one.
+    """
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        raise MisconfigurationException(
+            f"`{name}` has a hook of its gradient (`register_hook` or `register_post_accumulate_grad_hook`), which "
+            "FSDP2 would drop: it computes with other parameters. Change gradients in `on_before_optimizer_step`, "
+            "where each rank has its parts, or train with `strategy=memfit_zero_2` or `memfit_ddp`."
+        )
+
+
+def refuse_undivided(optimizers: Iterable[Any], known: Collection[int], module: nn.Module) -> None:
+    """Refuse weights that were added when FSDP2 had divided the module: no rank would hear of another's gradients.
+
+    Args:
+        optimizers: Those of the run.
+        known: What they stepped at its begin, by `id`.
+        module: The module.
+
+    Raises:
+        MisconfigurationException: With the name of the first one.
+    """
+    names = {id(one): name for name, one in module.named_parameters()}
+    for weight in (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]):
+        if id(weight) not in known and id(weight) in names and not isinstance(weight, DTensor):
+            raise MisconfigurationException(
+                f"`{names[id(weight)]}` was added after FSDP2 had divided the module, and its gradients would be "
+                "averaged over no ranks. Make its layer in `__init__` or `configure_model`, frozen "
+                "(`requires_grad_(False)`) for as long as it isn't to be trained."
+            )
 
 
 def put_in_words(error: BaseException, module: nn.Module) -> None:

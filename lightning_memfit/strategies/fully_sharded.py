@@ -30,7 +30,12 @@ from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import FSDP2_MARK, read_run, rewritten
-from lightning_memfit.strategies.divided_use import put_in_words, refuse_divided_loss
+from lightning_memfit.strategies.divided_use import (
+    put_in_words,
+    refuse_divided_loss,
+    refuse_gradient_hooks,
+    refuse_undivided,
+)
 from lightning_memfit.strategies.integrity import check_peers, stored_bytes, told_by, verify
 from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages, require_number
 from lightning_memfit.strategies.optimizers import check_divided
@@ -41,18 +46,7 @@ from lightning_memfit.strategies.upstream.fsdp import GatheredWeights
 from lightning_memfit.strategies.upstream.torch import announce_backward, save_states_plainly
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-def _refuse_gradient_hooks(module: nn.Module) -> None:
-    """Refuse hooks of parameters, which FSDP2 replaces by others without them."""
-    for name, parameter in module.named_parameters():
-        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        if hooks and not isinstance(parameter, DTensor):
-            raise MisconfigurationException(
-                f"`{name}` has a hook of its gradient (`register_hook` or `register_post_accumulate_grad_hook`), which "
-                "FSDP2 would drop: it shards new parameters. Change gradients in `on_before_optimizer_step`, where "
-                "each rank has its parts, or train with `strategy=memfit_zero_2` or `memfit_ddp`."
-            )
+_NONE = object()
 
 
 @contextmanager
@@ -122,7 +116,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self.blocks = blocks
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._compared: set[str] = set()
-        self._gathering: set[str] = set()
+        self._known: list[int] = []
+        self._steps: dict[str, list[tuple[Any, Any]]] = {}
         self._weights: GatheredWeights | None = None
         self._undo: list[Callable[[], None]] = []
 
@@ -158,15 +153,20 @@ class FullyShardedStrategy(ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         refuse_averages(trainer, self.strategy_name)
-        _refuse_gradient_hooks(module)
+        for name, weight in module.named_parameters():
+            refuse_gradient_hooks(name, weight)
         self._compared.clear()
         if not any(isinstance(child, FSDPModule) for child in module.modules()):
             self._start_alike(module)
             self._shard(module)
-        self._gather_in_steps(module)
+        for name in _STEPS:
+            if name in vars(module) or is_overridden(name, module):
+                self._gather_in_step(name)
         self._watch_weights(module)
         with _configured(module):
             super().setup(trainer)
+        if self._weights is not None:
+            self._weights.begin()
         if self.tensor_parallel_size > 1:
             share_random_state(self._together, self.root_device)
 
@@ -180,34 +180,79 @@ class FullyShardedStrategy(ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         """Give the module its own steps back."""
-        if self.lightning_module is not None:
-            for name in self._gathering:
-                vars(self.lightning_module).pop(name, None)
-        self._gathering.clear()
+        for name, steps in self._steps.items():
+            for gathering, own in reversed(steps):
+                if self.lightning_module is not None and vars(self.lightning_module).get(name) is gathering:
+                    del vars(self.lightning_module)[name]
+                    vars(self.lightning_module).update({} if own is _NONE else {name: own})
+        self._steps.clear()
         while self._undo:
             self._undo.pop()()
         self._weights = None
         super().teardown()
 
-    # --- evaluation ---------------------------------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, with what no block holds gathered."""
+        if self._weights is not None:
+            self._weights.check_idle_parts()
+        self._refuse_undivided()
+        self._gather_in_step("training_step")
+        return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
+        self._gather_in_step("validation_step")
         return self._then_put_away(super().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
+        self._gather_in_step("test_step")
         return self._then_put_away(super().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
+        self._gather_in_step("predict_step")
         return self._then_put_away(super().predict_step(*args, **kwargs))
 
+    def _gather_in_step(self, name: str) -> None:
+        """Gather what no block holds for the whole of a step, which need not call the module itself.
+
+        The step may be the class's or the instance's, and a callback may put another in its place at any time. One that
+        calls what gathers already, as a step may call the module, is as well gathered for.
+        """
+        module = self.lightning_module
+        assert module is not None
+        own, steps = vars(module).get(name, _NONE), self._steps.setdefault(name, [])
+        if isinstance(module, FSDPModule) and all(own is not gathering for gathering, _ in steps):
+            register_fsdp_forward_method(module, name)
+            steps[1:] = [(vars(module)[name], own)]  # a callback may put another in its place in each batch
+
+    @override
+    def on_train_end(self) -> None:
+        """Refuse what hooks did to parts and has no effect, since the last step."""
+        super().on_train_end()
+        if self._weights is not None:
+            self._weights.check_parts()
+
+    def _refuse_undivided(self) -> None:
+        """Refuse weights that were added to the optimizers, unless FSDP2 has divided them."""
+        stepped = self._stepped()
+        if stepped != self._known and self.world_size > 1 and self.lightning_module is not None:
+            refuse_undivided(self.optimizers, set(self._known), self.lightning_module)
+            self._known = stepped
+
+    def _stepped(self) -> list[int]:
+        """What optimizers step, by `id`."""
+        return [id(one) for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]]
+
     def _then_put_away(self, result: Any) -> Any:
-        if self._weights is not None and self._weights.are_gathered:
+        if self._weights is not None:
             self._weights.put_away()
         return result
 
@@ -277,6 +322,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             return result
 
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._refuse_undivided()
             gathered.append(put_away())
             own, *closures = args
             wrapped = [partial(then_put_away, one) if callable(one) else one for one in closures]
@@ -299,6 +345,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         for optimizer in self.optimizers:
             check_divided(optimizer, self._divided, self.strategy_name)
             self._put_away_for_steps(optimizer)
+        self._known = self._stepped()
         if self.tensor_parallel_size > 1:
             for optimizer in self.optimizers:
                 save_states_plainly(optimizer)
@@ -334,6 +381,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a folder of shards, which replaces an existing one when it is complete; or one file."""
+        if self._weights is not None:
+            self._weights.check_parts()
         if not self.save_distributed_checkpoint:
             if "optimizer_states" in checkpoint:
                 assert self.model is not None
@@ -378,13 +427,6 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Give every rank the first one's weights, as DDP does: a shard is cut from what its own rank has."""
         tensors = (tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta)
         broadcast_from_first(tensors, self.root_device)
-
-    def _gather_in_steps(self, module: LightningModule) -> None:
-        """Gather what no block holds for the whole of a step, which need not call the module itself."""
-        for name in _STEPS:
-            if is_overridden(name, module) and name not in vars(module):
-                register_fsdp_forward_method(module, name)
-                self._gathering.add(name)
 
     def _watch_weights(self, module: LightningModule) -> None:
         """Take over what a step does to gathered weights."""

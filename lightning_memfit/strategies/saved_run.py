@@ -5,7 +5,7 @@ part of them is asked for, so that a rank reads no more than its share.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -274,6 +274,18 @@ class SavedRun:
     optimizers: list[dict[str, Any]] | None
     layout: Any = field(default=None, repr=False)
 
+    def named_as(self, names: Iterable[str]) -> "SavedRun":
+        """The same run with its weights under a module's names.
+
+        They differ where one of both is compiled: `torch.compile` puts a layer named `_orig_mod` around a network.
+
+        Args:
+            names: Keys of the module's state dict.
+        """
+        called = {plain_name(name): name for name in names}
+        weights = {called.get(plain_name(name), name): value for name, value in self.weights.items()}
+        return replace(self, weights=weights)
+
     def state_dict(self) -> dict[str, Any]:
         """Whole weights, in host memory."""
         return {name: whole(value) for name, value in self.weights.items()}
@@ -307,7 +319,7 @@ class SavedRun:
             return {name for optimizer in self.extras[PARAMETERS] for group in optimizer for name in group}
         keys = {key for one in self.optimizers or () for group in one["param_groups"] for key in group["params"]}
         named = keys and all(isinstance(key, str) for key in keys)
-        return keys if named else {name.replace("_orig_mod.", "") for name in self.weights}
+        return keys if named else set(map(plain_name, self.weights))
 
     def named_optimizers(self, names: Sequence[Sequence[Sequence[str]]]) -> list[SavedOptimizer]:
         """States and groups by names.
@@ -337,6 +349,11 @@ class SavedRun:
         ]
 
 
+def plain_name(name: str) -> str:
+    """A name in a module without what `torch.compile` has put into it."""
+    return name.replace("_orig_mod.", "")
+
+
 def group_names(optimizers: Iterable[Any], names: Mapping[int, str]) -> list[list[list[str]]]:
     """Names of the parameters in each group of each optimizer.
 
@@ -358,7 +375,7 @@ def parameter_names(module: nn.Module, optimizers: Iterable[Any] = ()) -> dict[i
         optimizers: Tensors of theirs that are no parameters of the module, such as a temperature that is learned
             beside it, are named by their places: `optimizer_0.3`.
     """
-    names = {id(parameter): name.replace("_orig_mod.", "") for name, parameter in module.named_parameters()}
+    names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
     for number, optimizer in enumerate(optimizers):
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for place, parameter in enumerate(held):
@@ -382,7 +399,7 @@ def check_trained(
     Raises:
         ValueError: Naming the first of them.
     """
-    own = {name.replace("_orig_mod.", ""): parameter for name, parameter in module.named_parameters()}
+    own = {plain_name(name): parameter for name, parameter in module.named_parameters()}
     names = (name for optimizer in groups for group in optimizer for name in group if name in own)
     new = [name for name in names if name not in saved and own[name].requires_grad]
     if new:
@@ -390,6 +407,33 @@ def check_trained(
             f"`ckpt_path={str(path)!r}` has no optimizer states for {listed(new)}, which this run trains. Freeze what "
             "is new (`requires_grad_(False)`), or start a new optimizer from the weights alone: `load_full_weights: "
             "true` of `ZeroStrategy`, or the model's `pretrained` after `memfit export`."
+        )
+
+
+def check_left_out(
+    path: str | Path, saved: Iterable[SavedOptimizer], groups: Sequence[Sequence[Sequence[str]]], module: nn.Module
+) -> None:
+    """Refuse to go on without a parameter that the saved run's optimizers had, as far as the module has it.
+
+    Args:
+        path: The checkpoint, for messages.
+        saved: Its optimizers.
+        groups: Names in each group of each optimizer of this run, from `group_names`.
+        module: The module.
+
+    Raises:
+        ValueError: Naming the first of them.
+    """
+    kept = {name for optimizer in groups for group in optimizer for name in group}
+    own = {plain_name(name) for name, _ in module.named_parameters()}
+    before = [name for optimizer in saved for group in optimizer.groups for name in group["params"]]
+    left_out = [name for name in before if name in own and name not in kept]
+    if left_out:
+        raise ValueError(
+            f"`ckpt_path={str(path)!r}` has {listed(left_out)} in an optimizer, and no optimizer of this run has them. "
+            "Give them all to the optimizer in `configure_optimizers`, those that are frozen for now, too. A callback "
+            "that adds groups while it trains (`BackboneFinetuning`) can't add them again before they are loaded here; "
+            "under `strategy=memfit_ddp` it can."
         )
 
 

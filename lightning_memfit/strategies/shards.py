@@ -41,11 +41,13 @@ from lightning_memfit.strategies.safe_loading import load, load_index
 from lightning_memfit.strategies.saved_run import (
     SavedOptimizer,
     SavedRun,
+    check_left_out,
     check_names,
     check_trained,
     group_names,
     parameter_names,
     pieces_of,
+    plain_name,
     whole,
 )
 
@@ -345,22 +347,16 @@ def load_divided(
     Raises:
         ValueError: If the optimizers' groups can't be those of the run that wrote the checkpoint.
     """
-    source: Source = _Folder(saved) if isinstance(saved, Path) else _Whole(saved)
-    path = saved if isinstance(saved, Path) else saved.path
-    weights, known = get_model_state_dict(module), source.weights()
+    weights = get_model_state_dict(module)  # by names without those of torch.compile, as folders have them
+    source: Source = _Folder(saved) if isinstance(saved, Path) else _Whole(saved.named_as(weights))
+    path, known = saved if isinstance(saved, Path) else saved.path, source.weights()
     if strict:
         check_names(path, known, weights)
-    if optimizers and (trained := source.trained_names()):
-        check_trained(path, trained, group_names(optimizers, parameter_names(module, optimizers)), module)
+    found = _optimizers_of(source, path, module, optimizers)
     read = source.read({(_WEIGHTS, name): value for name, value in weights.items() if name in known})
-    module.load_state_dict({name: value for (_, name), value in read.items()}, strict=False)
+    called = {plain_name(name): name for name in module.state_dict()}
+    module.load_state_dict({called[name]: value for (_, name), value in read.items()}, strict=False)
     if optimizers:
-        found = source.optimizers(module, optimizers)
-        if len(found) != len(optimizers):
-            raise ValueError(
-                f"`ckpt_path={str(path)!r}` has {len(found)} optimizers, this run {len(optimizers)}. Make them as the "
-                "saved run did, or load the weights alone."
-            )
         for number, (optimizer, one) in enumerate(zip(optimizers, found, strict=True)):
             key = f"optimizer_{number}" if isinstance(saved, Path) else number
             own: Any = get_optimizer_state_dict(module, optimizer)["state"]
@@ -382,6 +378,25 @@ def load_divided(
         return saved.extras
     extras: dict[str, Any] = load(saved / META, weights_only)
     return extras
+
+
+def _optimizers_of(
+    source: Source, path: Path, module: nn.Module, optimizers: Sequence[Optimizer]
+) -> list[SavedOptimizer]:
+    """Groups and states for the optimizers of a run, if they can be those of the run that wrote them."""
+    if not optimizers:
+        return []
+    groups = group_names(optimizers, parameter_names(module, optimizers))
+    if trained := source.trained_names():
+        check_trained(path, trained, groups, module)
+    found = source.optimizers(module, optimizers)
+    if len(found) != len(optimizers):
+        raise ValueError(
+            f"`ckpt_path={str(path)!r}` has {len(found)} optimizers, this run {len(optimizers)}. Make them as the "
+            "saved run did, or load the weights alone."
+        )
+    check_left_out(path, found, groups, module)
+    return found
 
 
 def _set_states(module: nn.Module, optimizer: Optimizer, saved: SavedOptimizer) -> None:

@@ -420,7 +420,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         assert self.lightning_module is not None
         path = self.broadcast(checkpoint_path)
         verify(path)
-        saved = read_run(path, weights_only)
+        saved = read_run(path, weights_only).named_as(self.lightning_module.state_dict())
         strict = self.lightning_module.strict_loading
         if strict:
             check_names(saved.path, saved.weights, self.lightning_module.state_dict())

@@ -338,6 +338,84 @@ class UnfrozenInStep(Base):
         return self.loss(batch)
 
 
+class StepOfInstance(Base):
+    """Its step is a function that it has been given, as by a decorator; without repeated blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.factor = nn.Parameter(torch.ones(3))
+        self.training_step = lambda batch, batch_idx: self.factor.mean() * self.loss(batch)
+
+
+class StepOfCallback(Base):
+    """A hook puts a layer around the step in the first epoch, and another step in its place in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def on_train_epoch_start(self) -> None:
+        step = self.training_step
+
+        def counted(batch: Any, batch_idx: int) -> Any:
+            self.seen.append(batch_idx)
+            return step(batch, batch_idx)
+
+        self.training_step = counted if self.current_epoch == 0 else lambda batch, batch_idx: 2 * self.loss(batch)
+
+
+class BeforeTheFirstStep(Base):
+    """Calls its network, and a block alone, before anything was trained."""
+
+    def on_fit_start(self) -> None:
+        with torch.no_grad():
+            self.seen.append(float(self.net.blocks[0](torch.ones(1, 4)).sum()))
+            self.seen.append(float(self.net(torch.ones(1, 3)).sum()))
+
+
+class LayerCopied(ByHand):
+    """Copies parts of itself in its step, and changes the gradients of the copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(3, 3)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.extra(batch[0]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.step(batch)
+        for layer in (copy.deepcopy(self.net.inp), copy.deepcopy(self.extra)):
+            layer.zero_grad()
+            layer(torch.ones(1, 3)).sum().backward()
+            self.seen.append(sum(float(one.grad.sum()) for one in layer.parameters() if one.grad is not None))
+        self.step(batch)
+
+
+class Averaged(Base):
+    """Validates with other weights, which it puts into the optimizer's parameters for as long as that takes."""
+
+    names: Any = staticmethod(lambda self: [one for group in self.optimizers().param_groups for one in group["params"]])
+
+    def on_validation_start(self) -> None:
+        with torch.no_grad():
+            self.kept = [one.detach().clone() for one in self.names(self)]
+            for one in self.names(self):
+                one.mul_(0.5)
+
+    def on_validation_end(self) -> None:
+        with torch.no_grad():
+            for one, kept in zip(self.names(self), self.kept, strict=True):
+                one.copy_(kept)
+
+
+class AveragedOwn(Averaged):
+    """The same, by its own parameters."""
+
+    names = staticmethod(lambda self: list(self.parameters()))
+
+
 class Penalty(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) + 0.1 * sum(p.square().sum() for p in self.net.parameters())
@@ -383,6 +461,56 @@ class WrittenTwice(ByHand):
             for weight in (self.net.head.bias, *self.optimizers().param_groups[0]["params"]):  # type: ignore[union-attr]
                 weight.mul_(0.9)
         self.step(batch)
+
+
+class LostAverage(Base):
+    """Puts other data into blocks that no step calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.net.blocks).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for old, new in zip(self.average.parameters(), self.net.blocks.parameters(), strict=True):
+            old.data = 0.5 * old.data + 0.5 * new.data
+
+
+class LostAtTheEnd(LostAverage):
+    """Does so after the last step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 8:
+            super().on_train_batch_end()
+
+
+class HookOfOptimizers(Base):
+    """Hooks gradients where optimizers are made."""
+
+    def configure_optimizers(self) -> Any:
+        self.net.blocks[1].b.bias.register_hook(lambda gradient: gradient * 0)
+        return super().configure_optimizers()
+
+
+class HookLater(Base):
+    """Hooks gradients when it has trained for an epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net.head.weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
+class Added(Base):
+    """Adds a layer when it has trained for an epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.extra = nn.Linear(3, 3)
+            optimizer: Any = self.optimizers()
+            optimizer.add_param_group({"params": list(self.extra.parameters())})
+
+    def loss(self, batch: Any) -> Tensor:
+        added = self.extra(batch[0]).square().mean() if hasattr(self, "extra") else 0
+        return super().loss(batch) + added
 
 
 class Buffers(Base):

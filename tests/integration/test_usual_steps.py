@@ -3,13 +3,16 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard
 from lightning_memfit.strategies import DataParallelStrategy, FullyShardedStrategy
 from lightning_memfit.strategies.checkpoints import consolidated
+from lightning_memfit.strategies.upstream import fsdp
 from tests.helpers import usual_modules
 from tests.helpers.ranks import num_ranks, run_ranks
 from tests.helpers.trainers import quiet_trainer
@@ -30,7 +33,14 @@ SHARDED = [
     "OfOptimizer",
     "WholePenalty",
     "NotANumber",
+    "StepOfInstance",
+    "StepOfCallback",
+    "BeforeTheFirstStep",
+    "LayerCopied",
+    "Averaged",
+    "AveragedOwn",
 ]
+LEFT_GATHERED = ["Averaged", "AveragedOwn"]
 REPLICATED = ["Base", "Unfrozen"]
 REFUSED = {
     "Penalty": "computed from `net.blocks.2.b.bias` outside of its block.*`term.full_tensor",
@@ -39,6 +49,11 @@ REFUSED = {
     "GradientPenalty": "differentiates a gradient",
     "GradientNorms": "`on_before_optimizer_step` .* as Lightning's `grad_norm` does",
     "LostData": "`net.blocks.0.a.weight.data = ...` has no effect",
+    "LostAverage": "`average.0.a.weight.data = ...` has no effect",
+    "LostAtTheEnd": "`average.0.a.weight.data = ...` has no effect",
+    "HookOfOptimizers": "`net.blocks.1.b.bias` has a hook of its gradient",
+    "HookLater": "`net.head.weight` has a hook of its gradient",
+    "Added": "`extra.weight` was added after FSDP2 had divided the module",
     "WrittenTwice": "`net.head.bias` was written while FSDP2 had gathered it, and its parts were changed",
 }
 
@@ -59,8 +74,9 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for names, kind in ((REPLICATED, DataParallelStrategy), ((*SHARDED, *REFUSED), FullyShardedStrategy)):
         for name in names:
+            options = {"reshard_after_forward": False} if name in LEFT_GATHERED else {}
             try:
-                found[name] = train(name, strategy=kind(process_group_backend="gloo"), devices=2)
+                found[name] = train(name, strategy=kind(process_group_backend="gloo", **options), devices=2)
             except Exception as error:
                 found[name] = str(error)
     module = usual_modules.Buffers()
@@ -68,7 +84,46 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(module)
     trainer.save_checkpoint(folder / "buffers.ckpt")
+    found["order"] = order_of_writes()
     return found
+
+
+def order_of_writes() -> list[str]:
+    """What happens in a step that writes parts of two networks: on CUDA, gathering has to wait for that."""
+    order: list[str] = []
+
+    class Written(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.others = torch.nn.ModuleList(usual_modules.Net().requires_grad_(False) for _ in range(2))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            order.append("step")
+            with torch.no_grad():
+                for weight in self.others.parameters():
+                    weight.mul_(0.5)
+                order.append("written")
+                for other in self.others:
+                    other(batch[0])
+                for weight in self.net.blocks.parameters():
+                    weight.data.mul_(0.5)
+                order.append("written")
+            return self.loss(batch)
+
+    gather, wait = FSDPParamGroup.unshard, fsdp._let_gathering_wait
+
+    def gathering(group: Any, *args: Any) -> None:
+        order.extend([] if group.is_unsharded else ["gather"])
+        gather(group, *args)
+
+    def waiting(group: Any) -> None:
+        order.append("wait")
+        wait(group)
+
+    with patch.object(FSDPParamGroup, "unshard", gathering), patch.object(fsdp, "_let_gathering_wait", waiting):
+        strategy = FullyShardedStrategy(process_group_backend="gloo")
+        quiet_trainer(strategy=strategy, devices=2, max_steps=2, use_distributed_sampler=False).fit(Written())
+    return order
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +156,15 @@ def test_what_cannot_be_exact_is_refused_on_all_ranks(ranks: list[dict[str, Any]
     for found in ranks:
         assert isinstance(found[name], str)
         assert re.search(REFUSED[name], found[name]), found[name]
+
+
+def test_gathering_waits_for_what_a_step_has_written(ranks: list[dict[str, Any]]) -> None:
+    order = ranks[0]["order"]
+    starts = [index for index, what in enumerate(order) if what == "step"]
+    for start in starts:
+        step = order[start + 1 : start + 10]  # once for what is written, not for each block
+        assert step == [*["written", "wait", "gather", "gather"] * 2, "gather"], order
+    assert len(starts) == 2
 
 
 def test_a_folder_has_the_buffers_of_the_first_rank(ranks: list[dict[str, Any]], folder: Path) -> None:

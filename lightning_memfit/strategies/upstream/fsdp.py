@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.strategies.divided_use import refuse_gradient_hooks
 
 
 @dataclass
@@ -51,19 +52,53 @@ class GatheredWeights:
         self._root: Any = module
         self._shows_gradients = False
         self._noted: dict[int, list[_AsGathered]] = {}
-        self._storages: dict[int, tuple[Tensor, Any]] = {}
+        self._storages: dict[int, tuple[Tensor, Any, Any]] = {}
+        self._awaited: dict[int, int] = {}
+        self._were_gathered: set[int] = set()
         self._undo: list[Callable[[], None]] = []
-        for child in module.modules():  # type: ignore[attr-defined]
-            for group in _groups(child) if isinstance(child, FSDPModule) else ():
-                take_over = partial(self._take_over, group, child is module)
+        self._units: list[Any] = [one for one in module.modules() if isinstance(one, FSDPModule)]  # type: ignore[attr-defined]
+        for unit in self._units:
+            for group in _groups(unit):
+                take_over = partial(self._take_over, group, unit is module)
+                self._undo.append(wrap_method(group, "unshard", partial(self._renew, group)))
                 self._undo.append(wrap_method(group, "_to_unsharded", partial(self._note, group)))
                 self._undo.append(wrap_method(group, "_to_sharded", take_over))
                 self._undo.append(wrap_method(group, "_to_sharded_post_forward", take_over))
-        for group in _groups(module):
-            self._undo.append(wrap_method(group, "unshard", partial(self._renew, group)))
         for child in module.children():  # type: ignore[attr-defined]
             if not isinstance(child, FSDPModule):
-                self._undo.append(child.register_forward_pre_hook(self.gather_for).remove)
+                # No method of this object: a copy of the child would have one of a copy of the whole module.
+                handle = child.register_forward_pre_hook(lambda *_: self._gather_for_child())
+                self._undo.append(handle.remove)
+
+    @property
+    def _all_groups(self) -> list[Any]:
+        return [group for unit in self._units for group in _groups(unit)]
+
+    def begin(self) -> None:
+        """Note what parts are like once they lie on the device, before any hook of the user's runs.
+
+        The module becomes the root at once: of what a hook calls, a block would, and torch refuses the first step.
+        """
+        self._root._get_fsdp_state()._lazy_init()
+        self.check_parts()
+
+    def check_parts(self) -> None:
+        """Refuse what was done to parts and has no effect.
+
+        Raises:
+            MisconfigurationException: With the name of the weight.
+        """
+        for group in self._all_groups:
+            for weight in group.fsdp_params:
+                self._refuse_new_data(weight)
+
+    def check_idle_parts(self) -> None:
+        """Do so for weights that weren't gathered since this was last called: those that are, are checked then."""
+        for group in self._all_groups:
+            if id(group) not in self._were_gathered:
+                for weight in group.fsdp_params:
+                    self._refuse_new_data(weight)
+        self._were_gathered.clear()
 
     def detach(self) -> None:
         """Look no more."""
@@ -79,18 +114,30 @@ class GatheredWeights:
         """Gather the weights of no block, on all ranks."""
         self._root.unshard()
 
-    def gather_for(self, child: nn.Module, *_: Any) -> None:
-        """Gather them before a child's forward that no step of the module contains, such as one in a hook."""
-        if not torch.compiler.is_compiling() and self._is_idle():
+    def _gather_for_child(self) -> None:
+        """Gather them before a child's forward that no step of the module contains, such as one in a hook.
+
+        In a step, what was written into parts before counts for this child: torch's version counters don't show
+        `weight.data.copy_(...)`.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if self._is_idle():
             self._root.unshard()
+        else:
+            self._await_writes()
 
     def _is_idle(self) -> bool:
         state = self._root._get_fsdp_state()
         return state._training_state.name == "IDLE" and not self.are_gathered
 
     def put_away(self) -> None:
-        """Take over what was written into the weights of no block, and leave each rank its parts."""
-        self._root.reshard()
+        """Take over what was written into gathered weights, and leave each rank its parts.
+
+        `reshard_after_forward=False` and evaluation leave those of blocks gathered, too.
+        """
+        for unit in self._units:
+            unit.reshard()
 
     def show_gradients(self) -> None:
         """Let `grad` of a gathered weight of no block be that of its parts, which an optimizer steps by."""
@@ -111,20 +158,37 @@ class GatheredWeights:
         return result
 
     def _renew(self, group: Any, gather: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Gather what is gathered still if its parts were changed meanwhile, as by a hook after validation."""
+        """Gather the parts of now: again if they were changed while gathered, and after what has written them.
+
+        torch lets its streams wait for the optimizer when a step begins, but not for what is written within the step.
+        """
         noted = self._noted.get(id(group), []) if group.is_unsharded else []
         if any(
             _version(one.sharded_param) != was.divided_version
             for one, was in zip(group.fsdp_params, noted, strict=False)
         ):
             group._to_sharded()
+        if not group.is_unsharded and any(
+            _version(one.sharded_param) != self._awaited.get(id(one)) for one in group.fsdp_params
+        ):
+            self._await_writes()  # once for all: one event for each group would keep it from being gathered ahead
+            written = (one for each in self._all_groups for one in each.fsdp_params)
+            self._awaited = {id(one): _version(one.sharded_param) for one in written}
         gather(*args, **kwargs)
+
+    def _await_writes(self) -> None:
+        """Let torch's streams wait for what the device has been told so far."""
+        for group in self._all_groups[:1]:  # all have the same streams
+            _let_gathering_wait(group)
 
     def _note(self, group: Any, gather: Callable[[], None]) -> None:
         if group.is_unsharded:
             return
+        self._were_gathered.add(id(group))
         for weight in group.fsdp_params:
             self._refuse_new_data(weight)
+            if torch.is_grad_enabled():
+                refuse_gradient_hooks(weight._param_fqn, weight.sharded_param)
         gather()
         if self._shows_gradients and group in _groups(self._root):
             for weight in group.fsdp_params:
@@ -136,14 +200,16 @@ class GatheredWeights:
 
     def _refuse_new_data(self, weight: Any) -> None:
         """Refuse `weight.data = ...` for a weight that is put away, which torch ignores for one that has parts."""
-        divided, storage = weight.sharded_param, weight.sharded_param.untyped_storage()
-        before, kept = self._storages.get(id(weight), (divided, storage))
-        if before is divided and kept._cdata != storage._cdata:
+        divided, part = weight.sharded_param, weight._sharded_param_data  # which `module.to(...)` renews with it
+        storages = divided.untyped_storage(), part.untyped_storage()
+        before, *kept = self._storages.get(id(weight), (divided, *storages))
+        is_new, is_renewed = (was._cdata != now._cdata for was, now in zip(kept, storages, strict=True))
+        if before is divided and is_new and not is_renewed:
             raise MisconfigurationException(
                 f"`{weight._param_fqn}.data = ...` has no effect on a weight of which FSDP2 leaves each rank a part. "
                 "Write into it: `weight.data.copy_(...)`, or `weight.copy_(...)` in `torch.no_grad()`."
             )
-        self._storages[id(weight)] = divided, storage
+        self._storages[id(weight)] = divided, *storages
 
     def _take_over(self, group: Any, stays: bool, put_away: Callable[[], None]) -> None:
         noted = self._noted.pop(id(group), None) if group.is_unsharded else None
@@ -151,9 +217,7 @@ class GatheredWeights:
             copies = [pair for one in zip(group.fsdp_params, noted, strict=True) for pair in _written(*one, stays)]
             if copies:
                 _copy(copies)
-                written = group.device_handle.Event()
-                written.record()
-                group._wait_all_gather_streams_on_event(written)
+                _let_gathering_wait(group)
         put_away()
 
 
@@ -162,6 +226,12 @@ def _groups(module: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def _let_gathering_wait(group: Any) -> None:
+    written = group.device_handle.Event()
+    written.record()
+    group._wait_all_gather_streams_on_event(written)
 
 
 def _local(tensor: Any) -> Tensor:
@@ -231,11 +301,12 @@ _GRAD = _tensors.grad
 def _shown(weight: Any) -> Any:
     """A gathered weight's own gradient for FSDP2, or else that of its parts."""
     own = _GRAD.__get__(weight)
-    return own if own is not None or _asks_fsdp() else weight.divided.grad
+    is_own = own is not None or weight.divided is None or _asks_fsdp()
+    return own if is_own else weight.divided.grad
 
 
 def _set_shown(weight: Any, value: Any) -> None:
-    is_users = not _asks_fsdp()
+    is_users = weight.divided is not None and not _asks_fsdp()
     if value is None or not is_users:
         _GRAD.__set__(weight, value)
     if is_users:
@@ -243,9 +314,12 @@ def _set_shown(weight: Any, value: Any) -> None:
 
 
 class _ShownGradient(nn.Parameter):
-    """A gathered weight whose gradient in Python is that of its parts; autograd and FSDP2 go on with its own."""
+    """A gathered weight whose gradient in Python is that of its parts; autograd and FSDP2 go on with its own.
 
-    divided: Any
+    What is made of one, such as a copy of its layer, has no parts and is a parameter like others.
+    """
+
+    divided: Any = None
     grad: Any = property(_shown, _set_shown)
 
 
