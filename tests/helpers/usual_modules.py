@@ -499,7 +499,7 @@ class HookLater(Base):
             self.net.head.weight.register_post_accumulate_grad_hook(lambda weight: None)
 
 
-class Added(Base):
+class AddedLate(Base):
     """Adds a layer when it has trained for an epoch."""
 
     def on_train_epoch_start(self) -> None:

@@ -53,7 +53,7 @@ REFUSED = {
     "LostAtTheEnd": "`average.0.a.weight.data = ...` has no effect",
     "HookOfOptimizers": "`net.blocks.1.b.bias` has a hook of its gradient",
     "HookLater": "`net.head.weight` has a hook of its gradient",
-    "Added": "`extra.weight` was added after FSDP2 had divided the module",
+    "AddedLate": "`extra.weight` was added after FSDP2 had divided the module",
     "WrittenTwice": "`net.head.bias` was written while FSDP2 had gathered it, and its parts were changed",
 }
 
