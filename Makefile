@@ -23,6 +23,9 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy lightning_memfit cli
 
+# Hundreds of processes of the tests would each compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Kernels have to be built and loaded with one ninja: another version finds every command changed, and builds them again.
 WITH_OWN_NINJA := PATH=$(abspath $(BIN)):$$PATH
 

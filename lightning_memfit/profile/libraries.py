@@ -9,10 +9,11 @@ refused when a real step uses it: the fakes of a trace that has ended compute no
 
 import functools
 import gc
+import itertools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -22,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from lightning_memfit.profile.culprit import owner_of
 
 _CACHED = type(functools.lru_cache(len))
+_KEEPING = frozenset({dict, list, set, _CACHED})
+_VALUES = operator.methodcaller("values")
 _MISSING: Any = object()
 _DEPTH = 2
 """Containers inside a container that are looked through for a fake."""
@@ -32,6 +35,10 @@ _KNOWN = {"torch", "lightning", "transformers", "numpy", "scipy", "sympy", "pand
 """Packages of thousands of modules and classes, none of which keeps tensors of a step by itself."""
 
 _NOT_LOOKED_AT = _KNOWN | (sys.stdlib_module_names - {"__main__"})
+
+
+_INSTALLED = ("library", "machinery")
+"""Whose modules name nothing large."""
 
 
 class KeptFakeError(RuntimeError):
@@ -45,17 +52,16 @@ def kept_libraries(fake_mode: FakeTensorMode) -> Iterator[None]:
     Raises:
         KeptFakeError: Later, where something computes with one of them that was left somewhere else.
     """
-    owners = list(_owners())
-    marks = [(value, _mark(value)) for owner in owners for value in owner.kept]
+    packages = _packages()
+    marks = [package.marks() for package in packages]
     try:
         yield
     finally:
         fake_mode.dispatch = _refuse  # type: ignore[method-assign]
-        for owner in owners:
-            _put_back(owner)
-        for value, mark in marks:
-            if _mark(value) != mark:
-                _take_out(value)
+        for package in packages:
+            package.put_back()
+        for package, before in zip(packages, marks, strict=True):
+            package.take_out(before)
 
 
 class _Owner:
@@ -78,29 +84,106 @@ class _Owner:
         now = list(vars(self.value).values())  # at once, as other threads may add to it
         return len(now) == len(self.names) and all(map(operator.is_, now, self.names.values()))
 
+    def put_back(self) -> None:
+        """Set attributes back that a fake was put into."""
+        if self.is_unchanged():
+            return
+        for name, value in dict(vars(self.value)).items():
+            if self.names.get(name, _MISSING) is not value and _holds_fake(value):
+                if name in self.names:
+                    setattr(self.value, name, self.names[name])
+                else:
+                    delattr(self.value, name)
 
-_looked_at: dict[str, _Owner] = {}
-"""Modules of installed packages, as the last trace found them: few of them change."""
+
+class _Package:
+    """Modules of one package and their classes, which are compared at once: a program has a hundred thousand names.
+
+    Args:
+        modules: The modules.
+        known: The package as it was found before, if it was.
+    """
+
+    def __init__(self, modules: list[types.ModuleType], known: "_Package | None" = None) -> None:
+        before = {id(owner.value): owner for owner in known.owners} if known else {}
+        self.modules = modules
+        self.owners: list[_Owner] = []
+        for module in modules:
+            owner = _as_it_is(module, before)
+            self.owners.append(owner)
+            for position, one in enumerate(owner.classes):
+                owner.classes[position] = _as_it_is(one.value, {id(one.value): one})
+            self.owners += owner.classes
+        self._spaces = [vars(owner.value) for owner in self.owners]
+        self._sizes = [len(owner.names) for owner in self.owners]
+        self._values = [value for owner in self.owners for value in owner.names.values()]
+        kept = [value for owner in self.owners for value in owner.kept]
+        self._containers = [value for value in kept if type(value) is not _CACHED]
+        self._caches = [value for value in kept if type(value) is _CACHED]
+
+    def is_unchanged(self) -> bool:
+        """Whether all names have the values that they had."""
+        try:
+            now = itertools.chain.from_iterable(map(_VALUES, self._spaces))
+            return list(map(len, self._spaces)) == self._sizes and all(map(operator.is_, now, self._values))
+        except RuntimeError:  # another thread has added to one of them meanwhile
+            return False
+
+    def put_back(self) -> None:
+        """Set attributes back that a fake was put into."""
+        if not self.is_unchanged():
+            for owner in self.owners:
+                owner.put_back()
+
+    def marks(self) -> tuple[list[int], list[int]]:
+        """What changes where something is added to a container, or to the results of a cached function."""
+        return list(map(len, self._containers)), [cached.cache_info().misses for cached in self._caches]
+
+    def take_out(self, before: tuple[list[int], list[int]]) -> None:
+        """Take fakes out of what has changed since it had these marks."""
+        for values, now, then in zip((self._containers, self._caches), self.marks(), before, strict=True):
+            if now != then:
+                for value, mark, earlier in zip(values, now, then, strict=True):
+                    if mark != earlier:
+                        _take_out(value)
 
 
-def _owners() -> Iterator[_Owner]:
-    """Modules that may keep what a step makes, and their classes, as they are now.
+_looked_at: dict[str, _Package] = {}
+"""Installed packages, as the last trace found them: few of them change."""
+
+
+def _packages() -> list[_Package]:
+    """Packages that may keep what a step makes, as they are now.
 
     What is of Python's own library makes no tensors and knows of none.
     """
+    found: dict[str, list[types.ModuleType]] = {}
     for name, module in list(sys.modules.items()):
-        if type(module) is not types.ModuleType or name.partition(".")[0] in _NOT_LOOKED_AT:
-            continue
-        owner = _looked_at.get(name)
-        if owner is None or owner.value is not module or not owner.is_unchanged():
-            owner = _Owner(module)
-        if owner_of(getattr(module, "__file__", None) or "") == "library":  # what others name may be large
-            _looked_at[name] = owner
-        yield owner
-        for position, one in enumerate(owner.classes):
-            if not one.is_unchanged():
-                owner.classes[position] = _Owner(one.value)
-        yield from owner.classes
+        package_name = name.partition(".")[0]
+        if type(module) is types.ModuleType and package_name not in _NOT_LOOKED_AT:
+            found.setdefault(package_name, []).append(module)
+    packages = []
+    for name, modules in found.items():
+        package = known = _looked_at.get(name)
+        if package is None or not _are_the_same(package.modules, modules) or not package.is_unchanged():
+            package = _Package(modules, known)
+            files = [file for one in modules if (file := getattr(one, "__file__", None))]
+            if files and all(owner_of(file) in _INSTALLED for file in files):
+                _looked_at[name] = package
+            else:  # what others name may be large
+                _looked_at.pop(name, None)
+        packages.append(package)
+    return packages
+
+
+def _are_the_same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _as_it_is(value: Any, before: dict[int, _Owner]) -> _Owner:
+    """What a module or class names now, by what it was found to name before."""
+    owner = before.get(id(value))
+    return owner if owner is not None and owner.is_unchanged() else _Owner(value)
 
 
 def _is_from(kind: type, module: types.ModuleType) -> bool:
@@ -111,38 +194,13 @@ def _kept_by(values: Iterable[Any]) -> Iterator[Any]:
     """Containers and caches among the values of names, and those that functions have as defaults and attributes."""
     for value in values:
         kind = type(value)
-        if kind in _MARKS:
+        if kind in _KEEPING:
             yield value
         elif kind is types.FunctionType:
             if value.__dict__:
                 yield value.__dict__
             if value.__defaults__:
-                yield from (one for one in value.__defaults__ if type(one) in _MARKS)
-
-
-_MARKS: dict[type, Callable[[Any], int]] = {
-    dict: len,
-    list: len,
-    set: len,
-    _CACHED: lambda cached: int(cached.cache_info().misses),
-}
-"""What changes where something is added, by the type of what is looked through."""
-
-
-def _mark(value: Any) -> Any:
-    return _MARKS[type(value)](value)
-
-
-def _put_back(owner: _Owner) -> None:
-    """Set attributes back that a fake was put into."""
-    if owner.is_unchanged():
-        return
-    for name, value in dict(vars(owner.value)).items():
-        if owner.names.get(name, _MISSING) is not value and _holds_fake(value):
-            if name in owner.names:
-                setattr(owner.value, name, owner.names[name])
-            else:
-                delattr(owner.value, name)
+                yield from (one for one in value.__defaults__ if type(one) in _KEEPING)
 
 
 def _take_out(value: Any) -> None:

@@ -39,7 +39,7 @@ def build_vit():
 
 
 CASES = {
-    "gpt2": (lambda: gpt2(n_layer=12, n_embd=48, n_positions=64).train(), lambda: tokens(8, 64)),
+    "gpt2": (lambda: gpt2(n_layer=6, n_embd=48, n_positions=64).train(), lambda: tokens(8, 64)),
     "vit": (build_vit, images),
 }
 
@@ -63,12 +63,14 @@ def test_executed_peak_is_within_ten_budgets(name):
         rounding_bytes=1,
     )
     assert planner.minimum_bytes < 0.6 * planner.plain_peak_bytes
-    seconds = []
+    seconds, measured = [], {}
     for budget in np.linspace(planner.minimum_bytes, planner.plain_peak_bytes, 10).astype(int).tolist():
         plan = planner.predict(budget)
-        measured = peak_of(measure_step(module, batch, callbacks=(ActivationCheckpointing(choices=plan.choices),)))
-        assert measured <= budget
-        assert plan.peak_bytes == pytest.approx(measured, rel=0.005)
+        if plan.choices not in measured:
+            callback = ActivationCheckpointing(choices=plan.choices)
+            measured[plan.choices] = peak_of(measure_step(module, batch, callbacks=(callback,)))
+        assert measured[plan.choices] <= budget
+        assert plan.peak_bytes == pytest.approx(measured[plan.choices], rel=0.005)
         seconds.append(plan.seconds)
     assert all(b <= a for a, b in itertools.pairwise(seconds))
     assert seconds[-1] == 0

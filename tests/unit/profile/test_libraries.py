@@ -108,6 +108,14 @@ def test_tables_that_were_there_stay(library, place):
     assert module.table(8) is before
 
 
+def test_a_dictionary_that_is_new_since_the_last_trace_is_looked_through(library):
+    module = Scaled(library.in_dictionary)
+    profile_module(module, torch.ones(2, 8))
+    library.TABLES = {}
+    profile_module(module, torch.ones(2, 8))
+    assert not isinstance(module.table(8), FakeTensor)
+
+
 def test_one_that_is_not_found_is_refused_where_it_is_used(library):
     module = Scaled(library.in_closure)
     profile_module(module, torch.ones(2, 8))
