@@ -33,7 +33,7 @@ def test_indices_are_sent_without_waiting_and_once_per_stream(monkeypatch):
 
     class OnHost:
         def __init__(self, places, pin_memory=False, device=None):
-            self.place = device if device is not None else "pinned" if pin_memory else "pageable"
+            self.place = "pinned" if pin_memory and device == "cpu" else device
 
         def to(self, device, non_blocking=False):
             sent.append((self.place, device, non_blocking))
