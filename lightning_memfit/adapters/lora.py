@@ -94,7 +94,7 @@ def remove(module: nn.Module) -> None:
 
 @torch.no_grad()
 def add_product(weight: Tensor, first: Tensor, second: Tensor, scale: float, transposed: bool) -> None:
-    """Add `scale * second @ first` to a weight, in float32 and rounded once.
+    """Add `scale * second @ first` to a weight, in float32 and rounded once; on the host where a device has no room.
 
     Args:
         weight: `(out, in)`, or `(in, out)` where `transposed`.
@@ -103,11 +103,19 @@ def add_product(weight: Tensor, first: Tensor, second: Tensor, scale: float, tra
         scale: Scale of the adapter.
         transposed: Whether the weight is that of a `Conv1D`.
     """
-    if is_fake_tensor(second) or not bool(second.any()):
+    if is_fake_tensor(second) or not bool(second.cpu().any()):
         return  # keeps bits as they are, where 0 would be added to -0
-    device, dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
-    change = scale * (second.to(device, dtype) @ first.to(device, dtype))
-    weight.copy_(weight.to(dtype) + (change.t() if transposed else change))
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+
+    def sum_on(device: torch.device) -> Tensor:
+        change = scale * (second.to(device, dtype) @ first.to(device, dtype))
+        return weight.to(device, dtype) + (change.t() if transposed else change)
+
+    try:
+        merged = sum_on(weight.device)
+    except torch.OutOfMemoryError:  # after an error for memory, whose traceback still holds what filled it
+        merged = sum_on(torch.device("cpu"))
+    weight.copy_(merged)
 
 
 def merge_into(weights: dict[str, Tensor], adapters: Mapping[str, Tensor], layers: Mapping[str, LayerRecord]) -> None:

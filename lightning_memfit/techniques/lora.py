@@ -314,7 +314,7 @@ class Lora(TechniqueCallback):
             return
         originals, record = None, self._described(module)
         for quantizer in self._quantizers:  # adapters are merged into the weights as the run's precision has them
-            quantizer.put_back()
+            quantizer.put_back(self.has_failed)
         if record is not None:
             entries = self._without_frozen(module, module.state_dict())
             # Weights that a callback trained besides are about to get the adapters added.

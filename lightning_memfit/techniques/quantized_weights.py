@@ -66,7 +66,7 @@ class QuantizedWeights(TechniqueCallback):
                 self._quantize(pl_module)
 
         self.on_restore(wrap_method(pl_module, "configure_model", configure))
-        self.on_restore(self.put_back)
+        self.on_restore(lambda: self.put_back(self.has_failed))
 
     def _quantize(self, module: nn.Module) -> None:
         layers, left_out = linear_layers(module, self.target_modules, shared=False)
@@ -88,15 +88,20 @@ class QuantizedWeights(TechniqueCallback):
         for name, reason in left_out.items():
             self.announce(f"{name} stays as it is: {reason}")
 
-    def put_back(self) -> None:
-        """Give layers their weights again, on the device and in the precision that the rest of the module has now."""
+    def put_back(self, on_host: bool = False) -> None:
+        """Give layers their weights again, in the precision that the rest of the module has now.
+
+        Args:
+            on_host: Leave them in host memory, where Lightning moves the whole module next, rather than move them to
+                the module's device, which need not have room for them.
+        """
         while self._quantized:
             layer = self._quantized.pop()
             if layer.waiting is None:
                 continue
             weight, like = layer.waiting, layer.like
             return_to_device(weight)
-            weight.data = weight.data.to(like.device, like.dtype)
+            weight.data = weight.data.to(weight.device if on_host else like.device, like.dtype)
             dequantize(layer)
 
 

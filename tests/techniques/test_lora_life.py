@@ -17,12 +17,13 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.data import DataLoader
 
 import lightning_memfit
 from lightning_memfit.adapters.checkpoint import KEY, merged_state_dict
-from lightning_memfit.adapters.lora import frozen_layers
+from lightning_memfit.adapters.lora import add_product, frozen_layers
 from lightning_memfit.adapters.quantized import Codes
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.lora import Lora
@@ -851,3 +852,101 @@ def test_a_penalty_over_the_modules_linear_layers_counts_them_once():
         fitted(callbacks, module)
         penalties.append(module.penalties[0])
     assert penalties[1] == pytest.approx(penalties[0], rel=1e-6)
+
+
+# --- after an error ---------------------------------------------------------------------------------------------------
+
+
+class Fails(pl.Callback):
+    """Ends the run in its third batch, with the codes of quantized layers on what stands for a device without room."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 2:
+            for layer in frozen_layers(pl_module).values():
+                if layer.codes is not None:
+                    layer.codes.like = layer.codes.like.to("meta")
+            self.adapters = {n: [f.clone() for f in layer.factors()] for n, layer in frozen_layers(pl_module).items()}
+            raise ValueError("a mistake")
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.heard = exception
+
+
+@pytest.mark.parametrize(
+    "order", [[Lora(4), QuantizedWeights(8)], [QuantizedWeights(8), Lora(4)]], ids=["last", "first"]
+)
+def test_after_an_error_original_weights_stay_in_host_memory(order):
+    fails, module = Fails(), net()
+    before = copy.deepcopy(module)
+    with pytest.raises(ValueError, match="a mistake"):
+        fitted([*copy.deepcopy(order), fails], module)
+    assert str(fails.heard) == "a mistake"
+    assert not frozen_layers(module)
+    for name, (first, second) in fails.adapters.items():
+        weight = module.get_submodule(name).weight
+        torch.testing.assert_close(weight, before.get_submodule(name).weight + 4.0 * second @ first, msg=name)
+
+
+class NoRoom(TorchDispatchMode):
+    """Lets the first products run out of memory."""
+
+    def __init__(self, failures):
+        super().__init__()
+        self.failures = failures
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default and self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+        return func(*args, **(kwargs or {}))
+
+
+def test_adapters_are_merged_on_the_host_where_the_device_has_no_room():
+    weight, first, second = torch.ones(6, 4), torch.randn(2, 4), torch.randn(6, 2)
+    expected = weight + 0.5 * second @ first
+    with NoRoom(1) as room:
+        add_product(weight, first, second, 0.5, transposed=False)
+    assert not room.failures
+    torch.testing.assert_close(weight, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_adapters_are_merged_on_a_full_card():
+    weight, first, second = torch.ones(4096, 4096).cuda(), torch.randn(8, 4096).cuda(), torch.randn(4096, 8).cuda()
+    expected = weight.cpu() + 0.5 * second.cpu() @ first.cpu()
+    torch.cuda.empty_cache()
+    share = torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(share + 1e-6)
+    try:
+        add_product(weight, first, second, 0.5, transposed=False)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.testing.assert_close(weight.cpu(), expected)
+
+
+class Breaks(Lora):
+    """What it does last can't be undone."""
+
+    def apply(self, trainer, pl_module):
+        super().apply(trainer, pl_module)
+        self.on_restore(self._break)
+
+    def _break(self):
+        raise RuntimeError("no room")
+
+
+def test_all_else_is_undone_and_the_users_error_stays_where_one_change_cannot_be_undone():
+    fails, module = Fails(), net()
+    plain = vars(module).keys() | set()
+    with (
+        pytest.warns(UserWarning, match="RuntimeError came in between: no room"),
+        pytest.raises(ValueError, match="a mist"),
+    ):
+        fitted([Breaks(4), fails], module)
+    assert str(fails.heard) == "a mistake"
+    assert not frozen_layers(module)
+    assert "configure_model" not in vars(module).keys() - plain
+    with pytest.raises(RuntimeError, match="no room"):
+        fitted([Breaks(4)], module)
+    assert not frozen_layers(module)

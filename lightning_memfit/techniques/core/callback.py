@@ -5,6 +5,7 @@ changes, it undoes when the run ends or fails.
 """
 
 import sys
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ class ReversibleCallback(pl.Callback):
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
+        self.has_failed = False
+        """Whether an error has ended the run: what restores it then needs no memory of the device."""
 
     @classmethod
     def refusal(cls, run: Run, options: Options) -> str | None:
@@ -62,9 +65,19 @@ class ReversibleCallback(pl.Callback):
         self._undo.append(undo)
 
     def restore(self) -> None:
-        """Undo every change. Safe to call twice."""
+        """Undo every change. Safe to call twice.
+
+        Raises:
+            Exception: The first error of what undoes one change, when all others are undone.
+        """
+        first: Exception | None = None
         while self._undo:
-            self._undo.pop()()
+            try:
+                self._undo.pop()()
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -124,8 +137,22 @@ class ReversibleCallback(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Restore the module: Lightning calls no `teardown` hook after an exception."""
-        self.restore()
+        """Restore the module: Lightning calls no `teardown` hook after an exception.
+
+        If that fails, it is told as a warning: an error here would hide the one that ended the run, and nobody behind
+        this callback would hear of it.
+        """
+        self.has_failed = True
+        try:
+            self.restore()
+        except Exception as error:
+            warnings.warn(
+                f"{type(self).__name__}: the module is not what it was before the run, as {type(error).__name__} came "
+                f"in between: {error}",
+                stacklevel=2,
+            )
+        finally:
+            self.has_failed = False
 
     def announce(self, message: str) -> None:
         """Report in one line, on rank zero, what was done."""
