@@ -54,10 +54,22 @@ _ABOUT = {
         "ndim",
         "layout",
         "grad_fn",
+        "is_cpu",
+        "is_cuda",
         "is_meta",
+        "is_sparse",
+        "itemsize",
     )
-} | {torch.Tensor.dim, torch.Tensor.requires_grad_, torch.Tensor.is_floating_point, torch.Tensor.__hash__}
-"""What can be asked of a weight whose elements are put away."""
+} | {
+    torch.Tensor.__hash__,
+    torch.Tensor.dim,
+    torch.Tensor.element_size,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.register_hook,
+    torch.Tensor.requires_grad_,
+}
+"""What can be asked of a weight whose elements are put away; not how many it has, as there are none (`numel`)."""
 
 _attributes: Any = torch.Tensor
 _GRAD, _DATA, _SET_DATA = _attributes.grad.__get__, _attributes.data.__get__, _attributes.data.__set__
@@ -257,6 +269,12 @@ class _Touches(TorchFunctionMode):
         if not given or func in _ABOUT:
             return func(*args, **kwargs)
         weights = [one for one in given if id(one) in names]
+        if func == _GRAD and sys._getframe(1).f_code is torch.nn.Module.zero_grad.__code__ and _is_users_call():
+            raise MisconfigurationException(
+                f"`{self._where}` clears the gradient of `{names[id(given[0])]}` by a layer's `zero_grad`: ZeRO keeps "
+                "the gradients of all weights together, and can clear all of them only. Use `self.zero_grad()` or "
+                "`self.optimizers().zero_grad()`, or train with `strategy=memfit_fsdp2` or `memfit_ddp`."
+            )
         self._touched |= {id(one): one for one in weights}
         if in_parts:
             self._refuse_put_away(weights)

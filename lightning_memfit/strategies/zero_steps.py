@@ -19,7 +19,7 @@ class StepsUnderZero:
     """Looks at backward passes and steps of an engine.
 
     Args:
-        engine: DeepSpeed's engine; its `step` is wrapped.
+        engine: DeepSpeed's engine; its `step` is wrapped, and the `zero_grad` of its module.
         precision: The Trainer's precision, whose `clip_gradients` is.
         frozen: Weights of the optimizer that are frozen, by name.
         trained: Weights that the engine steps, by name.
@@ -48,7 +48,11 @@ class StepsUnderZero:
         self._always = float(self._zero.clip_grad) if always_clips else 0.0
         self._asked: float | None = None
         self._before_step = before_step
-        self._undo = [wrap_method(engine, "step", self._step), wrap_method(precision, "clip_gradients", self._clip)]
+        self._undo = [
+            wrap_method(engine, "step", self._step),
+            wrap_method(engine.module, "zero_grad", self._zero_grad),
+            wrap_method(precision, "clip_gradients", self._clip),
+        ]
 
     def begin_pass(self) -> None:
         """Check what a backward pass would silently leave out.
@@ -99,6 +103,11 @@ class StepsUnderZero:
             return step(*args, **kwargs)
         finally:
             self._zero.clip_grad = self._always
+
+    def _zero_grad(self, zero_grad: Callable[..., None], set_to_none: bool = True) -> None:
+        """Clear the gradients that DeepSpeed keeps, before those of weights that it doesn't step."""
+        self._zero.zero_grad(set_to_none)
+        zero_grad(set_to_none)
 
     def _clip(
         self,

@@ -101,7 +101,16 @@ def clipped(module: Steps, batch: Any, batch_idx: int) -> None:
     optimizer.step()
 
 
-BY_HAND: dict[str, Case] = {one.__name__: one for one in (over_batches, within_a_batch, clipped)}
+def cleared_by_the_module(module: Steps, batch: Any, batch_idx: int) -> None:
+    """A pass whose gradients are thrown away, and one that is stepped."""
+    module.manual_backward(module(batch) * 5)
+    module.zero_grad()
+    module.manual_backward(module(batch))
+    module.optimizers().step()
+    module.zero_grad(set_to_none=False)
+
+
+BY_HAND: dict[str, Case] = {one.__name__: one for one in (over_batches, within_a_batch, clipped, cleared_by_the_module)}
 
 
 def weights(module: pl.LightningModule, strategy: Any, *callbacks: pl.Callback, **options: Any) -> dict[str, Tensor]:
@@ -207,6 +216,15 @@ class ClipsItself(Steps):
             self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
+class HooksGradients(Steps):
+    """Halves gradients by hooks of weights, of which it asks where they are."""
+
+    def on_train_start(self) -> None:
+        for weight in self.parameters():
+            if not weight.is_cuda and weight.is_cpu and weight.element_size() == weight.itemsize == 4:
+                weight.register_hook(lambda gradient: gradient * 0.5)
+
+
 class Freezes(Steps):
     """Freezes a layer from the second epoch on, and reads it there."""
 
@@ -263,6 +281,7 @@ AROUND: dict[str, Callable[[], Steps]] = {
     "normalized": lambda: Steps(normalized, by_hand=False),
     "around": lambda: ClampsAround(plain, by_hand=False),
     "clips itself": lambda: ClipsItself(plain, by_hand=False),
+    "hooks": lambda: HooksGradients(plain, by_hand=False),
     "rests": lambda: Rests(plain, by_hand=False),
     "writes frozen": lambda: WritesFrozen(plain, by_hand=False),
 }
@@ -313,6 +332,12 @@ def clipped_by_value(module: Steps, batch: Any, batch_idx: int) -> None:
     module.clip_gradients(module.optimizers(), gradient_clip_val=0.05, gradient_clip_algorithm="value")
 
 
+def cleared_layer(module: Steps, batch: Any, batch_idx: int) -> None:
+    module.other.zero_grad()
+    module.manual_backward(module(batch))
+    module.optimizers().step()
+
+
 def clipped_by_torch(module: Steps, batch: Any, batch_idx: int) -> None:
     module.manual_backward(module(batch))
     nn.utils.clip_grad_norm_(module.parameters(), 0.05)
@@ -342,6 +367,7 @@ REFUSED: dict[str, tuple[Callable[[], Steps], str, tuple[str, ...]]] = {
     "clips early": (lambda: Steps(clipped_too_early), "`clip_gradients` comes before", ("stage_2",)),
     "clips by value": (lambda: Steps(clipped_by_value), "'value'", ("stage_3",)),
     "torch clips": (lambda: Steps(clipped_by_torch), "clip by `self.clip_gradients`", ("stage_1", "stage_2")),
+    "clears a layer": (lambda: Steps(cleared_layer), "`other.weight` by a layer's", ("stage_2", "in_parts")),
     "lr_find": (lambda: Steps(plain, by_hand=False), "can't search under `strategy=memfit_zero", ("stage_2",)),
     "in some": (lambda: InSomeSamples(plain, by_hand=False), "`other.bias` takes part in an earlier", ("stage_1",)),
 }
