@@ -121,6 +121,7 @@ NAMES: dict[str, str] = {
     "_to_unsharded": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_to_sharded": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_to_sharded_post_forward": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_layer_sync": "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector",
     "_lazy_init": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
     "_sharded_param_data": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
     "_training_state": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",

@@ -37,7 +37,12 @@ from lightning_memfit.strategies.divided_use import (
     refuse_undivided,
 )
 from lightning_memfit.strategies.integrity import check_peers, stored_bytes, told_by, verify
-from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages, require_number
+from lightning_memfit.strategies.launched import (
+    check_num_nodes,
+    refuse_averages,
+    require_number,
+    synchronize_batch_norms,
+)
 from lightning_memfit.strategies.optimizers import check_divided
 from lightning_memfit.strategies.saved_run import PARAMETERS, group_names, numbered_optimizer, parameter_names
 from lightning_memfit.strategies.shards import kept_whole, load_divided
@@ -153,6 +158,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         refuse_averages(trainer, self.strategy_name)
+        synchronize_batch_norms(trainer, module, self.strategy_name)
         for name, weight in module.named_parameters():
             refuse_gradient_hooks(name, weight)
         self._compared.clear()

@@ -1,11 +1,17 @@
 """Check arguments, processes and callbacks before a strategy starts."""
 
 import os
+from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import TorchSyncBatchNorm
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def check_num_nodes(environment: ClusterEnvironment | None, devices: int, num_nodes: int) -> None:
@@ -72,6 +78,48 @@ def refuse_lr_finder(trainer: Trainer, strategy: str) -> None:
                 "DeepSpeed's optimizer stands in the place of torch's. Search under `memfit_fsdp2` or on one device, "
                 "and set the learning rate that it finds."
             )
+
+
+def synchronize_batch_norms(trainer: Trainer, module: nn.Module, strategy: str) -> None:
+    """Let batch norms take their statistics over all ranks if `Trainer(sync_batchnorm=True)` asks for it.
+
+    Lightning does so under DDP alone. It has to be done before a strategy takes hold of the module's layers.
+
+    Args:
+        trainer: The trainer.
+        module: The module; layers are replaced, their parameters and buffers stay.
+        strategy: Name of the strategy.
+
+    Raises:
+        MisconfigurationException: If torch can't synchronize them.
+    """
+    connector: Any = trainer._accelerator_connector
+    layer_sync = connector._layer_sync
+    if layer_sync is None or trainer.world_size == 1 or trainer.state.fn != TrainerFn.FITTING:
+        return
+    if distributed.is_initialized() and distributed.get_backend() == "fake":  # in a trace, on the CPU
+        return
+    norms = (
+        name
+        for name, one in module.named_modules()
+        if type(one) is not nn.SyncBatchNorm and isinstance(one, _BatchNorm)
+    )
+    first = next(norms, None)
+    if isinstance(layer_sync, TorchSyncBatchNorm) and first is not None:
+        problem = (
+            f"`Trainer(sync_batchnorm=True)` can't synchronize `{first}` under `strategy={strategy}`: {{}} Or leave "
+            "`sync_batchnorm` out: statistics are then those of each rank's batch."
+        )
+        if trainer.strategy.root_device.type == "cpu":
+            raise MisconfigurationException(problem.format("torch does so on GPUs only."))
+        if any(isinstance(one, FSDPModule) for one in module.modules()):
+            raise MisconfigurationException(
+                problem.format(
+                    "`configure_model` has divided the module. Call `torch.nn.SyncBatchNorm.convert_sync_batchnorm` "
+                    "there, before `fully_shard`."
+                )
+            )
+    layer_sync.apply(module)
 
 
 def require_number(argument: str, value: object, or_none: bool = False) -> None:

@@ -31,7 +31,12 @@ from lightning_memfit.profile.replaced import keep_constructors
 from lightning_memfit.strategies.checkpoints import ZERO_MARK, read_run, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.integrity import stored_bytes, verify
-from lightning_memfit.strategies.launched import check_num_nodes, refuse_averages, refuse_lr_finder
+from lightning_memfit.strategies.launched import (
+    check_num_nodes,
+    refuse_averages,
+    refuse_lr_finder,
+    synchronize_batch_norms,
+)
 from lightning_memfit.strategies.optimizers import check_flat
 from lightning_memfit.strategies.saved_run import (
     PARAMETERS,
@@ -280,6 +285,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     ) -> tuple[Any, Optimizer]:
         assert self.lightning_module is not None
         refuse_averages(self.lightning_module.trainer, self.strategy_name)
+        synchronize_batch_norms(self.lightning_module.trainer, self.lightning_module, self.strategy_name)
         refuse_lr_finder(self.lightning_module.trainer, self.strategy_name)
         if optimizer is not None:
             check_flat(optimizer, self.strategy_name)
