@@ -1,6 +1,7 @@
 """Say in words what can't be done with weights and gradients of which a rank has a part, as under FSDP2."""
 
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -63,12 +64,19 @@ def refuse_gradient_hooks(name: str, weight: torch.Tensor) -> None:
     Raises:
         MisconfigurationException: If it has one.
     """
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    hooks = [*(weight._backward_hooks or {}).values(), *(weight._post_accumulate_grad_hooks or {}).values()]
+    if not all(map(_only_looks, hooks)):
         raise MisconfigurationException(
             f"`{name}` has a hook of its gradient (`register_hook` or `register_post_accumulate_grad_hook`), which "
             "FSDP2 would drop: it computes with other parameters. Change gradients in `on_before_optimizer_step`, "
             "where each rank has its parts, or train with `strategy=memfit_zero_2` or `memfit_ddp`."
         )
+
+
+def _only_looks(hook: Any) -> bool:
+    """Whether a hook is one by which this package watches gradients, which it finds elsewhere under FSDP2."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(function, "__module__", "")).startswith(__name__.partition(".")[0] + ".")
 
 
 def refuse_undivided(optimizers: Iterable[Any], known: Collection[int], module: nn.Module) -> None:

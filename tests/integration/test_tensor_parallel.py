@@ -88,7 +88,7 @@ def results(folder):
     cases["bf16"] = {**together(), "precision": "bf16-mixed"}
     for scenario in ("save", "resume", "validate", "fit_twice"):
         cases[scenario] = {**together(), "scenario": f"{SCENARIOS}.{scenario}", "folder": str(folder)}
-    for scenario in ("pieces", "logits", "whole_file", "lightnings_sampler"):
+    for scenario in ("pieces", "logits", "whole_file", "compiled", "lightnings_sampler"):
         (folder / scenario).mkdir()
         cases[scenario] = {**together(), "scenario": f"{OURS}.{scenario}", "folder": str(folder / scenario)}
     cases["dropout"] = together() | {
@@ -151,6 +151,11 @@ def test_a_checkpoint_in_one_file_goes_on(results):
     found = results["whole_file"]
     assert found["first"] == close(found["whole"][:2])
     assert found["resumed"] == close(results["resume"]["losses"])
+
+
+@pytest.mark.parametrize("folder_of", ["theirs", "own"])
+def test_a_compiled_network_goes_on(results, folder_of):
+    assert results["compiled"][folder_of] == close(results["resume"]["losses"])
 
 
 def test_consolidated_weights_evaluate_alike(results, folder):
