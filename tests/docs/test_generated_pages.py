@@ -180,6 +180,28 @@ def test_readme_states_what_was_measured_on_cuda() -> None:
     ) in readme
 
 
+def test_readme_states_what_was_predicted_on_a_card_that_was_new() -> None:
+    from benchmarks.estimator.table import summary
+
+    rows = json.loads((ROOT / "benchmarks/results/estimator_cuda_h100.json").read_text())["rows"]
+    assert {row["gpu"] for row in rows} == {"NVIDIA H100 80GB HBM3"}
+    allocated, reserved = (summary([row[f"error_{name}"] for row in rows]) for name in _FIGURES)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"Over {allocated['runs']} on an H100" in readme
+    assert (
+        f"it is {100 * allocated['median']:.3f} %, the largest {100 * allocated['max']:.2f} %, and "
+        f"{100 * reserved['median']:.2f} % and {100 * reserved['max']:.1f} %"
+    ) in readme
+
+
+def test_readme_states_how_the_flagship_ran() -> None:
+    record = json.loads((ROOT / "benchmarks/results/gpu/fit_12gib_cuda.json").read_text())
+    reserved = next(row for row in record["rows"] if "reserved" in row["what"])
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"at {record['tokens_per_s']:,} tokens/s and reserves the {reserved['measured_gib']:.2f} GiB" in readme
+    assert reserved["measured_gib"] == reserved["predicted_gib"]
+
+
 def test_readme_shows_the_recorded_quickstart() -> None:
     from benchmarks.marks import insert
     from benchmarks.quickstart.run import RESULTS
