@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_memfit.strategies.checkpoints import is_sharded, read_run
+from lightning_memfit.strategies.checkpoints import is_sharded, read_run, run_of
 from lightning_memfit.strategies.integrity import (
     CheckpointError,
     SignedFile,
@@ -22,6 +22,7 @@ from lightning_memfit.strategies.integrity import (
     sync_folder,
     verify,
 )
+from lightning_memfit.strategies.saved_run import SavedRun
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -108,12 +109,27 @@ def use_atomic_checkpoints(strategy: Strategy) -> None:
         strategy.checkpoint_io = AtomicCheckpointIO()
 
 
-def reads_by_itself(checkpoint_io: CheckpointIO, path: str | Path) -> bool:
-    """Whether only the plugin knows how to read a checkpoint, which may be no file of `torch.save` or folder of ours.
+def read_by(checkpoint_io: CheckpointIO, path: str | Path, weights_only: bool | None = None) -> SavedRun:
+    """Read the checkpoint of any strategy as `read_run` does, or by the Trainer's plugin where only that can.
 
     Args:
-        checkpoint_io: The plugin of the Trainer, which may encrypt or compress, or write somewhere else.
-        path: The checkpoint.
+        checkpoint_io: The plugin of the Trainer.
+        path: A file or folder of this machine that its digests vouch for, or whatever the plugin reads.
+        weights_only: See `read_run`.
+
+    Raises:
+        CheckpointError: If it is damaged, or no checkpoint.
+    """
+    if _reads_by_itself(checkpoint_io, path):
+        return run_of(checkpoint_io.load_checkpoint(path, weights_only=weights_only), path)
+    verify(path)
+    return read_run(path, weights_only)
+
+
+def _reads_by_itself(checkpoint_io: CheckpointIO, path: str | Path) -> bool:
+    """Whether only the plugin knows how to read a checkpoint, which may be no file of `torch.save` or folder of ours.
+
+    It may encrypt or compress, or write somewhere else.
     """
     if "://" in str(path):
         return True

@@ -70,8 +70,13 @@ def rewritten(
 
     Raises:
         FileExistsError: If something other than such a checkpoint is at `path`.
-        CheckpointError: If there is no room for it, or the disk gets full meanwhile.
+        CheckpointError: If it is at a URL, if there is no room for it, or if the disk gets full meanwhile.
     """
+    if "://" in str(path):
+        raise CheckpointError(
+            f"`filepath={path}`: each rank writes a file of its own into a checkpoint's folder, which is done on this "
+            "machine only. Name a folder that is mounted here."
+        )
     target = Path(path)
     if target.exists() and not (target / mark).is_file():
         raise FileExistsError(

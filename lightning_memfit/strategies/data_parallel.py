@@ -16,9 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_memfit.memory.kind import synchronize
-from lightning_memfit.strategies.checkpoint_io import reads_by_itself, use_atomic_checkpoints
-from lightning_memfit.strategies.checkpoints import read_run, run_of
-from lightning_memfit.strategies.integrity import verify
+from lightning_memfit.strategies.checkpoint_io import read_by, use_atomic_checkpoints
 from lightning_memfit.strategies.launched import check_num_nodes
 from lightning_memfit.strategies.saved_run import PARAMETERS, SavedRun, group_names, listed, parameter_names
 
@@ -234,18 +232,11 @@ class DataParallelStrategy(DDPStrategy):
         What the Trainer's own `CheckpointIO` has written in a way of its own, or not on this machine, it reads as well.
         """
         assert self.lightning_module is not None
-        names = self.lightning_module.state_dict()
-        if reads_by_itself(self.checkpoint_io, checkpoint_path):
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-            saved = run_of(checkpoint, checkpoint_path).named_as(names)
-            checkpoint = checkpoint | {"state_dict": saved.state_dict()}
-        else:
-            verify(checkpoint_path)
-            saved = read_run(checkpoint_path, weights_only).named_as(names)
-            checkpoint = saved.extras | {"state_dict": saved.state_dict(), "optimizer_states": saved.optimizers}
+        read = read_by(self.checkpoint_io, checkpoint_path, weights_only)
+        saved = read.named_as(self.lightning_module.state_dict())
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._loaded = saved
-        return checkpoint
+        return saved.extras | {"state_dict": saved.state_dict(), "optimizer_states": saved.optimizers}
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -28,8 +28,8 @@ from typing_extensions import override
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.wrapping import wrap_method
-from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
-from lightning_memfit.strategies.checkpoints import FSDP2_MARK, read_run, rewritten
+from lightning_memfit.strategies.checkpoint_io import read_by, use_atomic_checkpoints
+from lightning_memfit.strategies.checkpoints import FSDP2_MARK, rewritten
 from lightning_memfit.strategies.divided_use import (
     put_in_words,
     refuse_divided_loss,
@@ -40,6 +40,7 @@ from lightning_memfit.strategies.integrity import check_peers, stored_bytes, tol
 from lightning_memfit.strategies.launched import (
     check_num_nodes,
     refuse_averages,
+    refuse_remote_folders,
     require_number,
     synchronize_batch_norms,
 )
@@ -158,6 +159,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         refuse_averages(trainer, self.strategy_name)
+        if self.save_distributed_checkpoint:
+            fix = "Name a folder that is mounted here, or write one file (`save_distributed_checkpoint=False`)."
+            refuse_remote_folders(trainer, self.strategy_name, fix)
         synchronize_batch_norms(trainer, module, self.strategy_name)
         for name, weight in module.named_parameters():
             refuse_gradient_hooks(name, weight)
@@ -395,7 +399,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 checkpoint = checkpoint | {
                     PARAMETERS: group_names(self.optimizers, parameter_names(self.model, self.optimizers))
                 }
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            if "://" in str(filepath):  # of which upstream makes a path on this machine
+                super(ModelParallelStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+            else:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpoint = self._of_one_rank(checkpoint)
         needed, share = stored_bytes(checkpoint), (self.global_rank, self.world_size)
@@ -424,9 +431,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """
         assert self.model is not None
         assert self.lightning_module is not None
-        path, strict = Path(self.broadcast(checkpoint_path)), self.lightning_module.strict_loading
-        verify(path)
-        saved = path if (path / FSDP2_MARK).is_file() else read_run(path, weights_only)
+        path, strict = self.broadcast(checkpoint_path), self.lightning_module.strict_loading
+        if (folder := Path(path)).joinpath(FSDP2_MARK).is_file():
+            verify(folder)
+            return load_divided(folder, self.model, self.optimizers, strict, weights_only)
+        saved = read_by(self.checkpoint_io, path, weights_only)
         return load_divided(saved, self.model, self.optimizers, strict, weights_only)
 
     def _start_alike(self, module: nn.Module) -> None:

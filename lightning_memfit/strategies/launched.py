@@ -59,6 +59,26 @@ def refuse_averages(trainer: Trainer, strategy: str) -> None:
             )
 
 
+def refuse_remote_folders(trainer: Trainer, strategy: str, fix: str) -> None:
+    """Refuse checkpoints at a URL where every rank writes files of its own into a folder.
+
+    Args:
+        trainer: The trainer, whose callbacks know their folders.
+        strategy: Name of the strategy.
+        fix: What to do, as a sentence.
+
+    Raises:
+        MisconfigurationException: If a callback is to write to one while it trains.
+    """
+    for callback in trainer.checkpoint_callbacks if trainer.state.fn == TrainerFn.FITTING else ():
+        folder = str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+        if "://" in folder:
+            raise MisconfigurationException(
+                f"`dirpath={folder}` of `{type(callback).__name__}`: under `strategy={strategy}` each rank writes a "
+                f"file of its own into a checkpoint's folder, which is done on this machine only. {fix}"
+            )
+
+
 def refuse_lr_finder(trainer: Trainer, strategy: str) -> None:
     """Refuse the search for a learning rate where DeepSpeed has put its own optimizer in the place of torch's.
 

@@ -28,13 +28,15 @@ from lightning_memfit.extras import require
 from lightning_memfit.memory.process import return_freed_memory
 from lightning_memfit.nvme.extensions import outlive_killed_builds
 from lightning_memfit.profile.replaced import keep_constructors
-from lightning_memfit.strategies.checkpoints import ZERO_MARK, read_run, rewritten
+from lightning_memfit.strategies.checkpoint_io import read_by
+from lightning_memfit.strategies.checkpoints import ZERO_MARK, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
-from lightning_memfit.strategies.integrity import stored_bytes, verify
+from lightning_memfit.strategies.integrity import stored_bytes
 from lightning_memfit.strategies.launched import (
     check_num_nodes,
     refuse_averages,
     refuse_lr_finder,
+    refuse_remote_folders,
     synchronize_batch_norms,
 )
 from lightning_memfit.strategies.optimizers import check_flat
@@ -287,6 +289,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         refuse_averages(self.lightning_module.trainer, self.strategy_name)
         synchronize_batch_norms(self.lightning_module.trainer, self.lightning_module, self.strategy_name)
         refuse_lr_finder(self.lightning_module.trainer, self.strategy_name)
+        refuse_remote_folders(self.lightning_module.trainer, self.strategy_name, "Name a folder that is mounted here.")
         if optimizer is not None:
             check_flat(optimizer, self.strategy_name)
             self._refuse_frozen_groups(optimizer)
@@ -424,9 +427,8 @@ class ZeroStrategy(DeepSpeedStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what any strategy wrote: weights and, to go on training, states by names; a rank reads its own parts."""
         assert self.lightning_module is not None
-        path = self.broadcast(checkpoint_path)
-        verify(path)
-        saved = read_run(path, weights_only).named_as(self.lightning_module.state_dict())
+        read = read_by(self.checkpoint_io, self.broadcast(checkpoint_path), weights_only)
+        saved = read.named_as(self.lightning_module.state_dict())
         strict = self.lightning_module.strict_loading
         if strict:
             check_names(saved.path, saved.weights, self.lightning_module.state_dict())

@@ -1,4 +1,4 @@
-"""`memfit_ddp` goes on from what it has saved by any `CheckpointIO`, and as `on_load_checkpoint` has changed it."""
+"""Strategies go on from what they have saved by any `CheckpointIO`, and as `on_load_checkpoint` has changed it."""
 
 import io
 import os
@@ -8,12 +8,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 from typing_extensions import override
 
 from lightning_memfit.strategies.data_parallel import DataParallelStrategy
+from lightning_memfit.strategies.fully_sharded import FullyShardedStrategy
 from lightning_memfit.strategies.integrity import CheckpointError
 from tests.helpers.trainers import quiet_trainer
 
@@ -64,29 +67,55 @@ class Small(LightningModule):
         return torch.utils.data.DataLoader(torch.ones(2, 2))
 
 
-def fitted(epochs, path=None, plugins=(), module=None):
+def fitted(epochs, path=None, plugins=(), module=None, strategy=DataParallelStrategy, **options):
     module = Small() if module is None else module
-    strategy = DataParallelStrategy(process_group_backend="gloo")
-    trainer = quiet_trainer(strategy=strategy, max_epochs=epochs, plugins=list(plugins))
+    made = strategy(process_group_backend="gloo", **options)
+    trainer = quiet_trainer(strategy=made, max_epochs=epochs, plugins=list(plugins))
     trainer.fit(module, ckpt_path=path)
     return module, trainer
 
 
+DDP = {"strategy": DataParallelStrategy}
+FSDP2 = {"strategy": FullyShardedStrategy, "save_distributed_checkpoint": False}
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP2], ids=["ddp", "fsdp2"])
 @pytest.mark.parametrize("kind", ["remote", "own", "wrapped", "async"])
-def test_a_run_goes_on_from_what_its_plugin_has_saved(tmp_path, kind):
+def test_a_run_goes_on_from_what_its_plugin_has_saved(tmp_path, kind, strategy):
     path = f"file://{tmp_path / 'a.ckpt'}" if kind == "remote" else str(tmp_path / "a.ckpt")
 
     def plugins():
         made = {"own": Backwards, "wrapped": lambda: AsyncCheckpointIO(Backwards()), "async": AsyncCheckpointIO}
         return [made[kind]()] if kind in made else []
 
-    whole, _ = fitted(2)
-    _, trainer = fitted(1, plugins=plugins())
+    whole, _ = fitted(2, **strategy)
+    _, trainer = fitted(1, plugins=plugins(), **strategy)
     trainer.save_checkpoint(path)
     trainer.strategy.checkpoint_io.teardown()
-    module, trainer = fitted(2, path, plugins())
-    assert trainer.optimizers[0].state[module.layer.weight]["step"] == 4
-    assert torch.equal(module.layer.weight, whole.layer.weight)
+    module, trainer = fitted(2, path, plugins(), **strategy)
+    assert float(trainer.optimizers[0].state[module.layer.weight]["step"]) == 4
+    weights = [getattr(one.layer.weight, "full_tensor", lambda one=one: one.layer.weight)() for one in (module, whole)]
+    assert torch.equal(*weights)
+
+
+def test_a_folder_of_shards_is_written_on_this_machine_only():
+    remote = ModelCheckpoint("memory://bucket")
+    trainer = quiet_trainer(
+        strategy=FullyShardedStrategy(process_group_backend="gloo"), callbacks=[remote], enable_checkpointing=True
+    )
+    module = Small()
+    before = module.layer.weight.clone()
+    with pytest.raises(MisconfigurationException, match=r"`dirpath=memory://bucket` .*under `strategy=memfit_fsdp2`.*one file"):
+        trainer.fit(module)
+    assert torch.equal(module.layer.weight, before)
+
+
+def test_no_folder_is_made_of_a_url(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, trainer = fitted(1, strategy=FullyShardedStrategy)
+    with pytest.raises(CheckpointError, match="mounted"):
+        trainer.save_checkpoint("memory://bucket/a.ckpt")
+    assert not (tmp_path / "memory:").exists()
 
 
 def test_a_damaged_file_is_found_whatever_has_written_it(tmp_path):

@@ -311,11 +311,11 @@ def test_zero_evaluates_no_other_module_s_weights(tmp_path, monkeypatch, stage_3
     module = nn.Linear(2, 2)
     module.strict_loading, module.trainer = strict, SimpleNamespace(state=SimpleNamespace(fn="validate"))
     weights = {name: pieces_of(value) for name, value in saved.items()}
-    monkeypatch.setattr(zero, "verify", lambda path: None)
-    monkeypatch.setattr(zero, "read_run", lambda *_: SavedRun(tmp_path, weights, {}, None))
+    monkeypatch.setattr(zero, "read_by", lambda *_: SavedRun(tmp_path, weights, {}, None))
     strategy = SimpleNamespace(
         lightning_module=module,
         broadcast=lambda path: path,
+        checkpoint_io=None,
         zero_stage_3=stage_3,
         _restore_zero_state=lambda whole, strict: taken.append(whole),
     )
@@ -356,12 +356,12 @@ def test_zero_refuses_a_new_parameter_before_it_loads(tmp_path, monkeypatch, has
     module = Grown(frozen=frozen)
     optimizer = torch.optim.AdamW(parameter for parameter in module.parameters() if parameter.requires_grad)
     module.strict_loading, module.trainer = False, SimpleNamespace(state=SimpleNamespace(fn="fit"))
-    monkeypatch.setattr(zero, "verify", lambda path: None)
-    monkeypatch.setattr(zero, "read_run", lambda *_: saved_by_the_old(tmp_path, has_names))
+    monkeypatch.setattr(zero, "read_by", lambda *_: saved_by_the_old(tmp_path, has_names))
     monkeypatch.setattr(zero, "take_run", lambda *given: taken.append(given))
     strategy = SimpleNamespace(
         lightning_module=module,
         broadcast=lambda path: path,
+        checkpoint_io=None,
         load_full_weights=False,
         deepspeed_engine=None,
         _hooks=None,
@@ -414,6 +414,7 @@ def test_zero_counts_what_it_writes(tmp_path, monkeypatch):
         _hooks=None,
         deepspeed_engine=None,
         broadcast=lambda path: path,
+        checkpoint_io=None,
         local_rank=0,
         num_processes=1,
         barrier=None,
