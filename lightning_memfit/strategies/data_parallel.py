@@ -179,6 +179,7 @@ class DataParallelStrategy(DDPStrategy):
             changed += [one for one, was_trained in left if was_trained and not one.requires_grad]
         names = self._names(changed) if changed else []
         self._known.update((id(one), one) for one in added)
+        self._apart += [one for one in added if not one.requires_grad]
         if names:
             rank_zero_info(
                 f"{type(self).__name__}: DDP wraps the module anew, as weights were frozen, unfrozen or added: "

@@ -55,7 +55,7 @@ def refuse_divided_loss(loss: Any, module: nn.Module) -> None:
 
 
 def refuse_gradient_hooks(name: str, weight: torch.Tensor) -> None:
-    """Refuse hooks of a weight that FSDP2 is to divide, or of its parts: others get the gradients, without these hooks.
+    """Refuse hooks of a weight that FSDP2 is to divide, or of its parts, that FSDP2 would not call.
 
     Args:
         name: The weight's name.
@@ -64,12 +64,15 @@ def refuse_gradient_hooks(name: str, weight: torch.Tensor) -> None:
     Raises:
         MisconfigurationException: If it has one.
     """
-    hooks = [*(weight._backward_hooks or {}).values(), *(weight._post_accumulate_grad_hooks or {}).values()]
+    hooks = [*(weight._backward_hooks or {}).values()]
+    if not isinstance(weight, DTensor):  # parts keep the other kind, and FSDP2 calls it with their gradients
+        hooks += (weight._post_accumulate_grad_hooks or {}).values()
     if not all(map(_only_looks, hooks)):
         raise MisconfigurationException(
-            f"`{name}` has a hook of its gradient (`register_hook` or `register_post_accumulate_grad_hook`), which "
-            "FSDP2 would drop: it computes with other parameters. Change gradients in `on_before_optimizer_step`, "
-            "where each rank has its parts, or train with `strategy=memfit_zero_2` or `memfit_ddp`."
+            f"`{name}` has a hook of its gradient (`register_hook`, or `register_post_accumulate_grad_hook` before "
+            "FSDP2 has divided the module), which FSDP2 would drop: it computes with other parameters. Change "
+            "gradients in `on_before_optimizer_step`, where each rank has its parts, register a hook for accumulated "
+            "gradients in `on_train_start`, or train with `strategy=memfit_zero_2` or `memfit_ddp`."
         )
 
 

@@ -103,7 +103,7 @@ def refuse_lr_finder(trainer: Trainer, strategy: str) -> None:
 def synchronize_batch_norms(trainer: Trainer, module: nn.Module, strategy: str) -> None:
     """Let batch norms take their statistics over all ranks if `Trainer(sync_batchnorm=True)` asks for it.
 
-    Lightning does so under DDP alone. It has to be done before a strategy takes hold of the module's layers.
+    Lightning does so under DDP alone. It has to be done before a strategy takes hold of the module's layers, and stays.
 
     Args:
         trainer: The trainer.
@@ -135,8 +135,8 @@ def synchronize_batch_norms(trainer: Trainer, module: nn.Module, strategy: str) 
         if any(isinstance(one, FSDPModule) for one in module.modules()):
             raise MisconfigurationException(
                 problem.format(
-                    "`configure_model` has divided the module. Call `torch.nn.SyncBatchNorm.convert_sync_batchnorm` "
-                    "there, before `fully_shard`."
+                    "the module is divided already, by `configure_model` or an earlier `fit`. Call "
+                    "`torch.nn.SyncBatchNorm.convert_sync_batchnorm` before that."
                 )
             )
     layer_sync.apply(module)

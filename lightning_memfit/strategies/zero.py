@@ -47,6 +47,7 @@ from lightning_memfit.strategies.saved_run import (
     check_trained,
     group_names,
     parameter_names,
+    plain_name,
 )
 from lightning_memfit.strategies.upstream.deepspeed import (
     begin_pass,
@@ -342,7 +343,12 @@ class ZeroStrategy(DeepSpeedStrategy):
         precision, take = self.precision_plugin, self._hooks.take
         held = {id(one) for one in stepped}
         trained = {name: one for name, one in model.named_parameters() if id(one) in held and one.requires_grad}
-        self._steps = StepsUnderZero(self.model, precision, self._frozen, trained, always_clips, take)
+        numbered = [
+            (plain, number) for one in self._group_names or [] for number, group in enumerate(one) for plain in group
+        ]
+        called = {plain_name(name): name for name in trained}
+        groups = {called[plain]: number for plain, number in numbered if plain in called}
+        self._steps = StepsUnderZero(self.model, precision, self._frozen, trained, groups, always_clips, take)
         zero = self.config["zero_optimization"]
         if zero["stage"] == 1 and zero["overlap_comm"]:
             self._passes = Passes(self.lightning_module, self._train_engine.optimizer)

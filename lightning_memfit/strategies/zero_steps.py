@@ -23,6 +23,7 @@ class StepsUnderZero:
         precision: The Trainer's precision, whose `clip_gradients` is.
         frozen: Weights of the optimizer that are frozen, by name.
         trained: Weights that the engine steps, by name.
+        groups: Number of the optimizer's group of each.
         always_clips: Whether steps clip by the engine's own value when nothing is asked for.
         before_step: Called before every step.
 
@@ -36,12 +37,14 @@ class StepsUnderZero:
         precision: Precision,
         frozen: Mapping[str, nn.Parameter],
         trained: Mapping[str, nn.Parameter],
+        groups: Mapping[str, int],
         always_clips: bool,
         before_step: Callable[[], None],
     ) -> None:
         self._zero = engine.optimizer
         self._frozen = dict(frozen)
         self._trained = dict(trained)
+        self._groups = dict(groups)
         self._resting: set[str] | None = None
         """Of these, which were frozen in every backward pass since the last step; None if there was no pass."""
         self._num_groups = len(self._zero.optimizer.param_groups)
@@ -87,9 +90,9 @@ class StepsUnderZero:
             self._undo.pop()()
 
     def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        resting, self._resting = self._resting, None
-        if resting:
-            name = next(name for name in self._trained if name in resting)
+        resting, self._resting = self._resting or set(), None
+        name = next((name for name in self._trained if name in resting and self._moves(name)), None)
+        if name is not None:
             raise MisconfigurationException(
                 f"`{name}` was trained when training began, and has been frozen: DeepSpeed would go on to change it, "
                 "by momentum and weight decay. Leave it unfrozen and set `lr` of its optimizer group to 0 instead, "
@@ -103,6 +106,11 @@ class StepsUnderZero:
             return step(*args, **kwargs)
         finally:
             self._zero.clip_grad = self._always
+
+    def _moves(self, name: str) -> bool:
+        """Whether a step may change a weight without a gradient: momentum and weight decay go by the rate."""
+        number = self._groups.get(name)
+        return number is None or float(self._zero.optimizer.param_groups[number]["lr"]) != 0
 
     def _zero_grad(self, zero_grad: Callable[..., None], set_to_none: bool = True) -> None:
         """Clear the gradients that DeepSpeed keeps, before those of weights that it doesn't step."""

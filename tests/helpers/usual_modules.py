@@ -323,6 +323,18 @@ class Added(Base):
             optimizer.add_param_group({"params": list(self.extra.parameters())})
 
 
+class AddedFrozen(Added):
+    """Trains the layer from its third epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self.current_epoch == 1:
+            nn.init.constant_(self.extra.weight, 0.3)  # what is frozen is nobody's to send to other ranks
+            nn.init.zeros_(self.extra.bias)
+        if self.current_epoch > 0:
+            self.extra.requires_grad_(self.current_epoch > 1)
+
+
 class UnfrozenInStep(Base):
     """Unfreezes weights within a step."""
 
@@ -496,7 +508,18 @@ class HookLater(Base):
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
-            self.net.head.weight.register_post_accumulate_grad_hook(lambda weight: None)
+            self.net.head.weight.register_hook(lambda gradient: gradient * 0)
+
+
+class HookOfParts(Base):
+    """Changes gradients that are complete, of a block and of no block."""
+
+    def on_train_start(self) -> None:
+        def halve(weight: Any) -> None:
+            weight.grad.mul_(0.5)
+
+        for weight in (self.net.head.weight, self.net.blocks[1].b.weight):
+            weight.register_post_accumulate_grad_hook(halve)
 
 
 class AddedLate(Base):

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[str, dict[str, bool], dict[str, Any]]] = {
     "in a hook, found": ("AlternatingInHook", FIND_UNUSED, {}),
     "unfrozen, accumulating": ("Unfrozen", {}, {"accumulate_grad_batches": 2}),
     "added": ("Added", {}, {}),
+    "added, frozen at first": ("AddedFrozen", {}, {"max_epochs": 3}),
     "added, accumulating": ("Added", {}, {"accumulate_grad_batches": 2}),
     "unfrozen, micro-batches": ("Unfrozen", {}, {}),
     "added, micro-batches": ("Added", {}, {"accumulate_grad_batches": 2}),
@@ -48,7 +49,8 @@ def train(name: str, label: str = "", **options: Any) -> dict[str, torch.Tensor]
     callbacks: list[pl.Callback] = [Unsynchronized(), MicroBatching(micro_batch_size=1)]
     if "micro-batches" not in label:
         callbacks = []
-    trainer = quiet_trainer(*callbacks, max_epochs=2, limit_val_batches=0, use_distributed_sampler=False, **options)
+    options = {"max_epochs": 2, "limit_val_batches": 0, "use_distributed_sampler": False, **options}
+    trainer = quiet_trainer(*callbacks, **options)
     module = getattr(usual_modules, name)()
     trainer.fit(module)
     return {key: one.detach().clone() for key, one in module.named_parameters()}

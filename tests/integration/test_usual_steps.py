@@ -39,6 +39,7 @@ SHARDED = [
     "LayerCopied",
     "Averaged",
     "AveragedOwn",
+    "HookOfParts",
 ]
 LEFT_GATHERED = ["Averaged", "AveragedOwn"]
 REPLICATED = ["Base", "Unfrozen"]

@@ -283,6 +283,7 @@ AROUND: dict[str, Callable[[], Steps]] = {
     "clips itself": lambda: ClipsItself(plain, by_hand=False),
     "hooks": lambda: HooksGradients(plain, by_hand=False),
     "rests": lambda: Rests(plain, by_hand=False),
+    "rests, frozen": lambda: RestsFrozen(plain, by_hand=False),
     "writes frozen": lambda: WritesFrozen(plain, by_hand=False),
 }
 
@@ -336,6 +337,18 @@ def cleared_layer(module: Steps, batch: Any, batch_idx: int) -> None:
     module.other.zero_grad()
     module.manual_backward(module(batch))
     module.optimizers().step()
+
+
+class RestsFrozen(Rests):
+    """Freezes it as well, from then on."""
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self.current_epoch > 0:
+            self.net.requires_grad_(False)
+
+    def on_train_end(self) -> None:
+        self.net.requires_grad_(True)
 
 
 def clipped_by_torch(module: Steps, batch: Any, batch_idx: int) -> None:

@@ -17,6 +17,8 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn import SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.consensus import At, RankConsensus
@@ -377,12 +379,26 @@ def check_strategy(strategy: Strategy, accumulate_grad_batches: int, options: Op
         )
 
 
+def _synchronized_norm(trainer: Trainer, module: LightningModule) -> str | None:
+    """Name of a batch norm that communicates, or will as `Trainer(sync_batchnorm=True)` asks for."""
+    asked = trainer._accelerator_connector._layer_sync is not None
+    kinds = (_BatchNorm,) if asked else (SyncBatchNorm,)
+    return next((name for name, one in module.named_modules() if isinstance(one, kinds)), None)
+
+
 def _check_support(trainer: Trainer, module: LightningModule, options: Options) -> None:
     reason = unsupported(run_of(trainer, module), {})
     if reason is not None:
         raise MisconfigurationException(f"`MicroBatching`: {reason}")
     strategy = trainer.strategy
     check_strategy(strategy, trainer.accumulate_grad_batches, options)
+    norm = _synchronized_norm(trainer, module) if trainer.world_size > 1 else None
+    if norm is not None:
+        raise MisconfigurationException(
+            f"`MicroBatching`: `{norm}` takes its statistics over all ranks, which would wait for each other in every "
+            "micro-batch: one that runs out of memory, or has fewer of them, would hang the others. Leave out "
+            "`sync_batchnorm` (`SyncBatchNorm`), or `MicroBatching`."
+        )
     if getattr(strategy, "_ddp_comm_hook", None) is not None:
         raise MisconfigurationException(
             "`MicroBatching` adds up the gradients of ranks itself, so that `ddp_comm_hook` would not be used. Remove "

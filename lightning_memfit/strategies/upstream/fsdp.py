@@ -67,7 +67,8 @@ class GatheredWeights:
         for child in module.children():  # type: ignore[attr-defined]
             if not isinstance(child, FSDPModule):
                 # No method of this object: a copy of the child would have one of a copy of the whole module.
-                handle = child.register_forward_pre_hook(lambda *_: self._gather_for_child())
+                holds_units = any(isinstance(one, FSDPModule) for one in child.modules())
+                handle = child.register_forward_pre_hook(lambda *_, waits=holds_units: self._gather_for_child(waits))
                 self._undo.append(handle.remove)
 
     @property
@@ -114,17 +115,20 @@ class GatheredWeights:
         """Gather the weights of no block, on all ranks."""
         self._root.unshard()
 
-    def _gather_for_child(self) -> None:
+    def _gather_for_child(self, waits: bool) -> None:
         """Gather them before a child's forward that no step of the module contains, such as one in a hook.
 
         In a step, what was written into parts before counts for this child: torch's version counters don't show
         `weight.data.copy_(...)`.
+
+        Args:
+            waits: Whether the child gathers parts of its own.
         """
         if torch.compiler.is_compiling():
             return
         if self._is_idle():
             self._root.unshard()
-        else:
+        elif waits:
             self._await_writes()
 
     def _is_idle(self) -> bool:

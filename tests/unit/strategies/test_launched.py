@@ -8,10 +8,12 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from lightning_memfit import MicroBatching
 from lightning_memfit.strategies.launched import check_num_nodes, synchronize_batch_norms
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import quiet_trainer
@@ -66,11 +68,11 @@ class Normed(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
 
 
-def synchronized(strategy: str) -> str:
+def synchronized(strategy: str, *callbacks: Callback) -> str:
     """What a run on two ranks of the CPU says, and whether its weights are those that it had."""
     module = Normed()
     before = copy.deepcopy(module.state_dict())
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=1, sync_batchnorm=True)
+    trainer = quiet_trainer(*callbacks, strategy=strategy, devices=2, max_steps=1, sync_batchnorm=True)
     try:
         trainer.fit(module)
     except Exception as error:
@@ -87,6 +89,14 @@ def test_synchronized_batch_norms_are_refused_on_the_cpu(strategy: str, tmp_path
     for ended in run_ranks(synchronized, 2, tmp_path, strategy):
         assert "`Trainer(sync_batchnorm=True)` can't synchronize `net.1`" in ended.result, ended.output[-2000:]
         assert "on GPUs only" in ended.result
+        assert ended.result.endswith("same: True")
+
+
+@pytest.mark.medium
+def test_micro_batches_refuse_norms_that_wait_for_other_ranks(tmp_path: Path) -> None:
+    micro_batching = MicroBatching(micro_batch_size=1, allow_batch_statistics=True)
+    for ended in run_ranks(synchronized, 2, tmp_path, "memfit_ddp", micro_batching):
+        assert "`MicroBatching`: `net.1` takes its statistics over all ranks" in ended.result, ended.output[-2000:]
         assert ended.result.endswith("same: True")
 
 
