@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_memfit.fitting.upstream.lightning import repeats_validation
 from lightning_memfit.memory.attach import hide_idle_hooks
+from lightning_memfit.memory.collectives import of_every_rank
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.wrapping import wrap_method
 
@@ -176,12 +177,7 @@ class WholeSteps(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the state of every rank's generators."""
         mine = self._before_validation if repeats_validation(trainer) else None
-        mine = mine or random_state(trainer.strategy.root_device)
-        states: list[Any] = [mine]
-        if trainer.world_size > 1:
-            states = [None] * trainer.world_size
-            torch.distributed.all_gather_object(states, mine)
-        checkpoint[_RANDOM] = states
+        checkpoint[_RANDOM] = of_every_rank(trainer, mine or random_state(trainer.strategy.root_device))
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
