@@ -134,4 +134,10 @@ def test_a_state_of_other_ranks_is_not_taken() -> None:
     assert state_kept(of_the_first) == {"cpu": 0, "cuda": []}
     assert state_kept(of_the_first, 2, 1) is None
     assert state_kept({}) is None
-    assert state_kept(two, 2, 1, WholeSteps()) is None, "WholeSteps restores its own"
+
+
+def test_a_state_is_left_to_whole_steps_only_where_its_own_is_there() -> None:
+    state = {"cpu": 0, "cuda": []}
+    plain = {"memfit_random_state": [state]}  # as a Trainer without WholeSteps writes it
+    assert state_kept(plain, 1, 0, WholeSteps(), pl.Callback()) == state
+    assert state_kept(plain | {"memfit_random": [{}]}, 1, 0, WholeSteps(), pl.Callback()) is None
