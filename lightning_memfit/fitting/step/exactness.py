@@ -147,7 +147,7 @@ class ExactnessCheck:
         self._divisor, larger = _DIVISORS[0], iter(_DIVISORS[1:])
         while True:
             status, failure = self._attempt(request, batch, num_samples, min(count, num_samples), size)
-            told = {_OUT_OF_MEMORY}
+            told: set[float] = {_OUT_OF_MEMORY}
             if not isinstance(failure, _OutOfMemoryElsewhere):
                 told = {status for (status,) in self._consensus.exchange(status)}
             if status == _FAILED:
